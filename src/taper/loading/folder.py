@@ -1,0 +1,221 @@
+"""Hugging Face folders: config.json, safetensors, tokenizer.json. Weights stay in the mapped files."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import ModelError
+from .model import LoadedModel, ModelConfig, Tensor, check_architecture, check_config, check_tensors
+from .tokenizer import tokenizer_from_folder
+
+# model_type of config.json -> our architecture.
+_MODEL_TYPES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+_DTYPES = {"F32": 4, "F16": 2, "BF16": 2}
+
+_LAYER_NAMES = {
+    "input_layernorm.weight": "input_layernorm",
+    "self_attn.q_proj.weight": "q_proj",
+    "self_attn.k_proj.weight": "k_proj",
+    "self_attn.v_proj.weight": "v_proj",
+    "self_attn.o_proj.weight": "o_proj",
+    "self_attn.q_proj.bias": "q_bias",
+    "self_attn.k_proj.bias": "k_bias",
+    "self_attn.v_proj.bias": "v_bias",
+    "self_attn.q_norm.weight": "q_norm",
+    "self_attn.k_norm.weight": "k_norm",
+    "post_attention_layernorm.weight": "post_attention_layernorm",
+    "mlp.gate_proj.weight": "gate_proj",
+    "mlp.up_proj.weight": "up_proj",
+    "mlp.down_proj.weight": "down_proj",
+}
+_MODEL_NAMES = {"model.embed_tokens.weight": "embed_tokens", "model.norm.weight": "norm", "lm_head.weight": "lm_head"}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        ModelError: the file is missing or holds something else.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path.parent} has no {path.name}", "give a complete Hugging Face model folder") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"cannot read {path}: {error}") from None
+    if not isinstance(data, dict):
+        raise ModelError(f"{path} must hold a JSON object")
+    return data
+
+
+def load_folder(path: Path) -> LoadedModel:
+    """Read a model from a Hugging Face folder.
+
+    Raises:
+        ModelError: a file is missing or damaged, weights are pickled, or the model is not supported.
+    """
+    settings = read_json(path / "config.json")
+    tensors = {_our_name(name): tensor for name, tensor in _read_weights(path).items() if "rotary_emb" not in name}
+    config = _read_config(settings, tensors)
+    check_config(config)
+    if config.tie_word_embeddings:
+        tensors.pop("lm_head", None)
+    check_tensors(config, tensors, _file_name)
+    return LoadedModel(config, tensors, tokenizer_from_folder(path, config.vocab_size))
+
+
+def _our_name(name: str) -> str:
+    if name.startswith("model.layers.") and name.count(".") > 3:
+        _, _, index, rest = name.split(".", 3)
+        if rest in _LAYER_NAMES:
+            return f"layers.{index}.{_LAYER_NAMES[rest]}"
+    return _MODEL_NAMES.get(name, name)
+
+
+def _file_name(name: str) -> str:
+    reverse = {ours: theirs for theirs, ours in (_LAYER_NAMES | _MODEL_NAMES).items()}
+    if name.startswith("layers."):
+        _, index, rest = name.split(".", 2)
+        return f"model.layers.{index}.{reverse[rest]}"
+    return reverse[name]
+
+
+def _read_weights(path: Path) -> dict[str, Tensor]:
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise ModelError(f"{index} has no weight_map of file names")
+        names = sorted(set(weight_map.values()))
+        if outside := [name for name in names if Path(name).name != name]:
+            raise ModelError(f"{index} names {outside[0]!r}, which is not a file of this folder")
+    else:
+        names = sorted(file.name for file in path.glob("*.safetensors"))
+    if not names:
+        if any(path.glob("*.bin")) or any(path.glob("*.pt*")):
+            raise ModelError(
+                f"{path} holds pickled weights only; Taper never loads pickle", "convert the model to safetensors"
+            )
+        raise ModelError(f"{path} has no *.safetensors file", "give a complete Hugging Face model folder")
+    tensors: dict[str, Tensor] = {}
+    for name in names:
+        tensors |= _read_safetensors(path / name)
+    return tensors
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    """Map one file. The library checks the header; numpy has no bfloat16, so the bytes are taken from the map."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy"):
+            data = np.memmap(path, dtype=np.uint8, mode="r")
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ModelError(f"cannot read {path}: {error}", "download it again") from None
+    (header_bytes,) = struct.unpack_from("<Q", data)
+    start = 8 + header_bytes
+    tensors = {}
+    for name, entry in json.loads(bytes(data[8:start])).items():
+        if name == "__metadata__":
+            continue
+        if entry["dtype"] not in _DTYPES:
+            raise ModelError(f"tensor {name} is of type {entry['dtype']}", f"supported: {', '.join(_DTYPES)}")
+        first, last = entry["data_offsets"]
+        tensors[name] = Tensor(entry["dtype"], tuple(entry["shape"]), np.asarray(data[start + first : start + last]))
+    return tensors
+
+
+def _read_config(settings: dict[str, Any], tensors: dict[str, Tensor]) -> ModelConfig:
+    def get(key: str, kind: type, default: Any = None) -> Any:
+        value = settings.get(key)
+        value = default if value is None else value
+        if value is None:
+            raise ModelError(f"config.json lacks {key}")
+        if kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not kind:
+            raise ModelError(f"config.json: {key} is {value!r}; it must be of type {kind.__name__}")
+        return value
+
+    model_type = get("model_type", str)
+    check_architecture(model_type, tuple(_MODEL_TYPES))
+    _refuse_variants(settings, model_type)
+    rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise ModelError(f"config.json: rope parameters are {rope!r}; they must be an object")
+    hidden, heads = get("hidden_size", int), get("num_attention_heads", int)
+    head_dim = get("head_dim", int, hidden // max(heads, 1))
+    theta = get("rope_theta", float, rope.get("rope_theta", 10000.0))
+    scale, factors = _rope_scaling(rope, head_dim, theta)
+    embedding = tensors.get("embed_tokens")
+    return ModelConfig(
+        architecture=_MODEL_TYPES[model_type],
+        num_hidden_layers=get("num_hidden_layers", int),
+        hidden_size=hidden,
+        intermediate_size=get("intermediate_size", int),
+        num_attention_heads=heads,
+        num_key_value_heads=get("num_key_value_heads", int, heads),
+        head_dim=head_dim,
+        vocab_size=get("vocab_size", int),
+        max_position_embeddings=get("max_position_embeddings", int, 2048),
+        rms_norm_eps=get("rms_norm_eps", float, 1e-6),
+        rope_theta=theta,
+        rope_interleaved=False,
+        rope_scale=scale,
+        rope_factors=factors,
+        qkv_bias=model_type == "qwen2" or "layers.0.q_bias" in tensors,
+        qk_norm=model_type == "qwen3",
+        tie_word_embeddings=get("tie_word_embeddings", bool, False),
+        quantization=embedding.dtype if embedding else "F32",
+    )
+
+
+def _refuse_variants(settings: dict[str, Any], model_type: str) -> None:
+    """Refuse what these architectures can be configured to do and Taper does not."""
+    kinds = {str(kind) for kind in settings.get("layer_types") or ["full_attention"]}
+    window = settings.get("sliding_window") if settings.get("use_sliding_window", model_type == "mistral") else None
+    if kinds != {"full_attention"} or window:
+        raise ModelError(
+            f"config.json asks for {'sliding-window' if window else 'hybrid'} attention, which is not supported",
+            "Taper runs models with full attention in every layer",
+        )
+    if settings.get("hidden_act", "silu") != "silu":
+        raise ModelError(f"hidden_act {settings['hidden_act']!r} is not supported", "supported: silu")
+    if settings.get("quantization_config"):
+        raise ModelError("quantised safetensors are not supported", "use the original weights, or a GGUF file")
+    if settings.get("partial_rotary_factor", 1.0) != 1.0 or settings.get("mlp_bias"):
+        raise ModelError("config.json asks for partial rotary embeddings or MLP biases, which are not supported")
+
+
+def _rope_scaling(rope: dict[str, Any], head_dim: int, theta: float) -> tuple[float, tuple[float, ...] | None]:
+    """Position scale and frequency divisors of a `rope_parameters` (or `rope_scaling`) object."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return 1.0, None
+    needed = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
+    if kind not in needed:
+        raise ModelError(f"rope scaling {kind!r} is not supported", "supported: default, linear, llama3")
+    numbers = [rope.get(key) for key in needed[kind]]
+    if not all(isinstance(number, (int, float)) and number > 0 for number in numbers):
+        raise ModelError(f"rope scaling {kind!r} needs positive {', '.join(needed[kind])}")
+    if kind == "linear":
+        return 1.0 / rope["factor"], None
+    if not (0 < theta < 1e12 and 2 <= head_dim <= 1024):
+        raise ModelError(f"config.json: rope_theta {theta} or head_dim {head_dim} is out of range")
+    # Llama 3.1: long wavelengths are divided by `factor`, short ones kept, those between blended.
+    original = rope.get("original_max_position_embeddings", 8192)
+    factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
+    if high == low or not isinstance(original, int):
+        raise ModelError("rope scaling 'llama3' needs low_freq_factor below high_freq_factor")
+    factors = []
+    for pair in range(head_dim // 2):
+        wavelength = 2 * math.pi * theta ** (2 * pair / head_dim)
+        smooth = min(1.0, max(0.0, (original / wavelength - low) / (high - low)))
+        factors.append(1.0 / ((1.0 - smooth) / factor + smooth))
+    return 1.0, tuple(factors)
