@@ -7,7 +7,7 @@ share a skip order share a forward, deepest first.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,7 +30,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
 
 
-@dataclass
+@dataclass(eq=False)
 class Row:
     """A request under way in one slot of the key-value cache.
 
@@ -76,7 +76,7 @@ class Engine:
         # Free slots and the ids whose keys and values they hold complete.
         self._kept: dict[int, list[int]] = {slot: [] for slot in range(backend.num_slots)}
 
-    def generate_step(self, requests: Sequence[Request]) -> Iterator[Step]:
+    def generate_step(self, requests: Sequence[Request]) -> Generator[Step, None, None]:
         """Answer requests together; a row leaves as it finishes, and a waiting request takes its slot.
 
         Raises:
@@ -111,7 +111,8 @@ class Engine:
             last = (len(tokens) - 1,) if end == len(prompt) else ()
             logits = self._forward(row.request.policy, [row.slot] * len(tokens), row.complete, tokens, depths, last)
             row.complete = end
-        return logits[0]
+        first: np.ndarray = logits[0]
+        return first
 
     def decode(self, rows: Sequence[Row]) -> list[np.ndarray]:
         """One forward for the last token of each row: logits [V] of each, in the order of `rows`."""
@@ -153,8 +154,14 @@ class Engine:
         """`positions` is one for each token, or that of the first of consecutive ones."""
         if isinstance(positions, int):
             positions = range(positions, positions + len(tokens))
-        arrays = (np.asarray(values, np.int32) for values in (tokens, positions, slots))
-        return self.backend.forward(TokenBatch(*arrays, active_prefixes(policy, depths), logits_rows))
+        batch = TokenBatch(
+            tokens=np.asarray(tokens, np.int32),
+            positions=np.asarray(positions, np.int32),
+            slots=np.asarray(slots, np.int32),
+            active=active_prefixes(policy, depths),
+            logits_rows=logits_rows,
+        )
+        return self.backend.forward(batch)
 
     def _take(self, row: Row, logits: np.ndarray) -> Step:
         """Sample the next token of a row, and find whether the row ends with it."""

@@ -31,3 +31,7 @@ class ModelError(TaperError):
 
 class RequestError(TaperError):
     """A request that cannot be served: a sampling parameter out of range, a prompt that does not fit."""
+
+
+class TaperWarning(UserWarning):
+    """Something the user should know and need not act on: one line."""

@@ -153,6 +153,12 @@ class DepthPolicy:
         return cls(num_hidden_layers, "constant", depth, tuple(skip_order))
 
     @property
+    def label(self) -> str:
+        """What to call it in a line of text: its name, else its numbers."""
+        numbers = " ".join(f"{key}={getattr(self, key)}" for key in (*CURVES[self.curve], "min_depth"))
+        return self.name or f"{self.curve} {numbers}"
+
+    @property
     def core_layers(self) -> frozenset[int]:
         """Layers that always run."""
         return frozenset(range(self.num_hidden_layers)) - frozenset(self.skip_order)

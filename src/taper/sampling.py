@@ -127,8 +127,8 @@ def token_logprobs(logits: np.ndarray, token_id: int, top: int) -> TokenLogprobs
     scores = logits.astype(np.float64)
     scores -= scores.max()
     scores -= math.log(np.exp(scores).sum())
-    best = np.argsort(-scores, kind="stable")[:top] if top else []
-    return TokenLogprobs(float(scores[token_id]), {int(i): float(scores[i]) for i in best})
+    best = np.argsort(-scores, kind="stable")[:top].tolist()
+    return TokenLogprobs(float(scores[token_id]), {i: float(scores[i]) for i in best})
 
 
 def _penalise(

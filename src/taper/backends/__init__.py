@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -43,4 +44,4 @@ class Backend(Protocol):
 def runs_by_slot(slots: np.ndarray) -> tuple[tuple[int, int, int], ...]:
     """The maximal runs of equal slots as (slot, first, end), end excluded."""
     edges = [0, *(np.flatnonzero(np.diff(slots)) + 1).tolist(), len(slots)]
-    return tuple((int(slots[first]), first, end) for first, end in zip(edges, edges[1:], strict=False))
+    return tuple((int(slots[first]), first, end) for first, end in pairwise(edges))

@@ -115,19 +115,19 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 
     try:
         with safe_open(path, framework="numpy"):
-            data = np.memmap(path, dtype=np.uint8, mode="r")
+            data = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
     except (OSError, ValueError, SafetensorError) as error:
         raise ModelError(f"cannot read {path}: {error}", "download it again") from None
-    (header_bytes,) = struct.unpack_from("<Q", data)
+    (header_bytes,) = struct.unpack("<Q", data[:8].tobytes())
     start = 8 + header_bytes
     tensors = {}
-    for name, entry in json.loads(bytes(data[8:start])).items():
+    for name, entry in json.loads(data[8:start].tobytes()).items():
         if name == "__metadata__":
             continue
         if entry["dtype"] not in _DTYPES:
             raise ModelError(f"tensor {name} is of type {entry['dtype']}", f"supported: {', '.join(_DTYPES)}")
         first, last = entry["data_offsets"]
-        tensors[name] = Tensor(entry["dtype"], tuple(entry["shape"]), np.asarray(data[start + first : start + last]))
+        tensors[name] = Tensor(entry["dtype"], tuple(entry["shape"]), data[start + first : start + last])
     return tensors
 
 

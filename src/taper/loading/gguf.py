@@ -138,11 +138,11 @@ def read_gguf(path: Path) -> GGUFFile:
         ModelError: it cannot be read, or is not valid GGUF of version 2 or 3.
     """
     try:
-        data = np.memmap(path, dtype=np.uint8, mode="r")
+        data = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is empty"
         raise ModelError(f"cannot read {path}: {reason}") from None
-    reader = _Reader(path, memoryview(data))
+    reader = _Reader(path, data.data)
     if bytes(data[:4]) != b"GGUF":
         raise ModelError(f"{path} is not a GGUF file", "give a .gguf file, a Hugging Face folder or a model name")
     reader.offset = 4
@@ -173,7 +173,7 @@ def read_gguf(path: Path) -> GGUFFile:
             raise reader.damaged(f"tensor {name} lies at {offset}, not a multiple of {alignment}")
         if start + offset + size > len(data):
             raise reader.damaged(f"tensor {name} ends past the end of the file")
-        tensors[name] = Tensor(dtype, shape, np.asarray(data[start + offset : start + offset + size]))
+        tensors[name] = Tensor(dtype, shape, data[start + offset : start + offset + size])
     return GGUFFile(path, metadata, tensors)
 
 
@@ -236,7 +236,10 @@ def _read_config(file: GGUFFile, architecture: str, tensors: dict[str, Tensor], 
             raise ModelError(f"{file.path.name} has {key}; mixtures of experts and sliding windows are not supported")
     heads, hidden = get("attention.head_count", int), get("embedding_length", int)
     head_dim = get("attention.key_length", int, hidden // max(heads, 1))
-    if get("attention.value_length", int, head_dim) != head_dim or get("rope.dimension_count", int, head_dim) != head_dim:
+    if (
+        get("attention.value_length", int, head_dim) != head_dim
+        or get("rope.dimension_count", int, head_dim) != head_dim
+    ):
         raise ModelError(f"{file.path.name}: keys, values and rotary embeddings must all have {head_dim} dimensions")
     scaling = get("rope.scaling.type", str, "none")
     if scaling not in ("none", "linear"):

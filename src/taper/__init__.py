@@ -1,0 +1,31 @@
+"""Taper: language models that run fewer layers per token as the answer grows, without retraining."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .errors import TaperError, TaperWarning
+    from .llm import LLM, Output
+    from .policy import DepthPolicy
+    from .sampling import SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "DepthPolicy", "Output", "SamplingParams", "TaperError", "TaperWarning"]
+
+_HOMES = {
+    "LLM": "llm",
+    "Output": "llm",
+    "DepthPolicy": "policy",
+    "SamplingParams": "sampling",
+    "TaperError": "errors",
+    "TaperWarning": "errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Public names load on first use, so that `import taper` and `taper --help` stay quick."""
+    if name in _HOMES:
+        return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,390 @@
+"""The command line. Answers go to standard output, everything else to standard error."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Generator
+from contextlib import nullcontext, suppress
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from . import __version__
+from .errors import TaperError, TaperWarning
+
+if TYPE_CHECKING:
+    from .llm import LLM, Chunk, Output
+    from .loading import Message
+    from .policy import DepthPolicy
+    from .sampling import SamplingParams
+
+_INTERRUPTED, _CLOSED_PIPE, _WRONG = 130, 141, 2
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="taper")
+def cli() -> None:
+    """Language models that run fewer layers per token as the answer grows, without retraining.
+
+    Start with: taper pull, then: taper generate "Why is the sky blue?"
+    """
+
+
+_Command = Callable[..., Any]
+
+
+def _options(command: _Command) -> _Command:
+    """What `generate` and `chat` share."""
+    options = [
+        click.option("--model", default=None, metavar="MODEL", help="Name, file, folder or hub id ORG/MODEL."),
+        click.option("--policy", metavar="NAME|FILE", help="A shipped policy or a JSON file. Default: balanced."),
+        click.option("--mode", type=click.Choice(["full", "taper"]), help="All layers, or fewer as the answer grows."),
+        click.option("--alpha", type=float, help="D3's decay in (0, 1]: step i runs floor(L * alpha^i) layers."),
+        click.option("--system", metavar="TEXT", help="System message."),
+        click.option("--max-tokens", type=int, default=512, show_default=True, help="Most tokens of an answer."),
+        click.option("--temperature", type=float, default=0.0, show_default=True, help="0: always the likeliest."),
+        click.option("--top-p", type=float, default=1.0, show_default=True, help="Likeliest tokens up to this sum."),
+        click.option("--top-k", type=int, default=0, show_default=True, help="The k likeliest tokens; 0: all."),
+        click.option("--min-p", type=float, default=0.0, show_default=True, help="At least this part of the best."),
+        click.option("--stop", multiple=True, metavar="TEXT", help="End the answer here; may be given again."),
+        click.option("--seed", type=int, help="Repeatable sampling."),
+        click.option("--threads", type=int, help="CPU threads. Default: the cores this process may use."),
+        click.option("--context", type=int, help="Tokens of prompt and answer. Default: 4096 or the model's limit."),
+        click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True),
+        click.option(
+            "--dtype",
+            type=click.Choice(["auto", "f32", "f16", "bf16", "q8_0"]),
+            default="auto",
+            show_default=True,
+            help="Convert weights when loading.",
+        ),
+        click.option("--show-depth", is_flag=True, help="Draw depth by step and colour tokens by depth."),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@cli.command()
+@click.argument("model", required=False)
+def pull(model: str | None) -> None:
+    """Fetch MODEL: a hub id ORG/MODEL, or nothing for the default model."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from .loading import DEFAULT_MODEL
+    from .loading import pull as fetch
+    from .terminal import console
+
+    name = model or DEFAULT_MODEL
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console(), transient=True) as bar:
+        task = bar.add_task(name, total=None, visible=model is None)
+        path = fetch(name, lambda done, total: bar.update(task, completed=done, total=total))
+    _say(f"{name} is at {path}")
+
+
+@cli.command()
+@click.argument("prompt")
+@_options
+@click.option("--compare", is_flag=True, help="Answer at full depth and tapered, side by side.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+def generate(prompt: str, compare: bool, as_json: bool, **options: Any) -> None:
+    """Answer PROMPT; - reads it from standard input."""
+    if compare and options["mode"] == "full":
+        raise click.UsageError("--compare shows both modes; leave out --mode full")
+    if as_json and options["show_depth"]:
+        raise click.UsageError("--show-depth draws pictures, --json has none; leave out one")
+    params = _sampling(options)
+    text = _read_prompt(prompt)
+    llm = _load(options)
+    messages = [*_messages(options["system"]), {"role": "user", "content": text}]
+    given = _prompt(llm, messages)
+    policy = _policy(llm, options)
+    if compare:
+        _compare(llm, given, params, policy, options, as_json)
+        return
+    chunks = _follow(llm.stream(given, params, policy=policy), echo=not as_json)
+    output = _output(chunks)
+    if as_json:
+        click.echo(json.dumps(_as_json(output, llm), ensure_ascii=False))
+    else:
+        click.echo()
+        _report(output, chunks, options["show_depth"])
+    if output.finish_reason == "abort":
+        sys.exit(_INTERRUPTED)
+
+
+@cli.command()
+@_options
+def chat(**options: Any) -> None:
+    """Talk over several turns; what was computed is kept. /reset starts over, /exit or Ctrl-D ends."""
+    params = _sampling(options)
+    llm = _load(options)
+    if not llm.tokenizer.chat_template:
+        raise TaperError(f"{llm.model} has no chat template, so it cannot chat", "use taper generate")
+    policy = _policy(llm, options)
+    messages = _messages(options["system"])
+    _say("/reset starts over, /exit or Ctrl-D ends")
+    while (line := _ask()) is not None:
+        if line.strip() in ("/exit", "/quit"):
+            return
+        if line.strip() == "/reset":
+            messages = _messages(options["system"])
+        elif line.strip():
+            messages.append({"role": "user", "content": line})
+            try:
+                chunks = _follow(llm.stream(messages, params, policy=policy), echo=True)
+            except TaperError as error:
+                messages.pop()
+                _say(f"{error}; /reset starts over")
+                continue
+            click.echo()
+            output = _output(chunks)
+            _report(output, chunks, options["show_depth"])
+            messages.append({"role": "assistant", "content": output.text})
+
+
+@cli.group()
+def policy() -> None:
+    """Look at depth policies."""
+
+
+@policy.command("list")
+def policy_list() -> None:
+    """The policies that come with Taper."""
+    from rich.table import Table
+
+    from .policy import shipped_policies
+    from .terminal import console
+
+    table = Table("model", "policy", "curve", "mean depth, 128 tokens", "least", box=None)
+    for model, policies in sorted(shipped_policies().items()):
+        for found in policies:
+            mean = f"{found.mean_depth(128):.1f} of {found.num_hidden_layers}"
+            numbers = found.curve if found.alpha is None else f"{found.curve}, alpha {found.alpha}"
+            table.add_row(model, found.name, numbers, mean, str(found.min_depth))
+    console(stderr=False).print(table)
+
+
+@policy.command("show")
+@click.argument("name", metavar="NAME|FILE")
+@click.option("--tokens", type=click.IntRange(1, 100_000), default=128, show_default=True, help="Length of answer.")
+@click.option("--json", "as_json", is_flag=True, help="Print the policy's JSON.")
+def policy_show(name: str, tokens: int, as_json: bool) -> None:
+    """Draw the depth by step of a policy and the layers it skips."""
+    from .policy import load_policy, shipped_policies
+
+    shipped = [found for policies in shipped_policies().values() for found in policies if found.name == name]
+    found = shipped[0] if shipped else load_policy(name)
+    if as_json:
+        click.echo(found.to_json(), nl=False)
+        return
+    from .terminal import policy_picture
+
+    click.echo(f"{found.label}: mean depth {found.mean_depth(tokens):.1f} of {found.num_hidden_layers} layers\n")
+    click.echo(policy_picture(found, tokens))
+
+
+def main() -> NoReturn:
+    """Run the command line; a user's mistake is one line and exit code 2."""
+    warnings.showwarning = _show_warning
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that is not UTF-8 must not end an answer
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # lets temporary files be removed
+    try:
+        code = cli.main(standalone_mode=False)
+        sys.stdout.flush()
+    except TaperError as error:
+        _fail(error)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        sys.exit(_WRONG)
+    except click.ClickException as error:
+        _fail(TaperError(error.format_message(), "see --help"))
+    except (KeyboardInterrupt, click.Abort):
+        sys.exit(_INTERRUPTED)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit must not fail again
+        sys.exit(_CLOSED_PIPE)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _load(options: dict[str, Any]) -> LLM:
+    from .llm import LLM
+    from .loading import DEFAULT_MODEL
+
+    return LLM(
+        options["model"] or DEFAULT_MODEL,
+        device=options["device"],
+        dtype=options["dtype"],
+        context=options["context"],
+        threads=options["threads"],
+    )
+
+
+def _sampling(options: dict[str, Any]) -> SamplingParams:
+    from .sampling import SamplingParams
+
+    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "seed")
+    return SamplingParams(**{name: options[name] for name in names})
+
+
+def _policy(llm: LLM, options: dict[str, Any]) -> DepthPolicy:
+    """The policy that --policy, --mode and --alpha ask for together."""
+    from .policy import DepthPolicy
+
+    name, mode, alpha = options["policy"], options["mode"], options["alpha"]
+    if alpha is None:
+        return llm.resolve_policy(name, mode)
+    if mode == "full":
+        raise TaperError("--mode full runs every layer; --alpha does nothing there", "leave out one of the two")
+    if name is None and "balanced" not in llm.shipped_policies():
+        _say("no measured skip order for this model: the middle layers go first (our reading of the paper)")
+        return DepthPolicy.middle_first(llm.config.num_hidden_layers, alpha)
+    given = llm.resolve_policy(name, "taper")
+    return (
+        DepthPolicy.d3(given.num_hidden_layers, alpha, given.start, None, given.skip_order)
+        if name is None
+        else (given.with_alpha(alpha))
+    )
+
+
+def _messages(system: str | None) -> list[Message]:
+    return [{"role": "system", "content": system}] if system else []
+
+
+def _prompt(llm: LLM, messages: list[Message]) -> Any:
+    """Messages for a model with a chat template, else the text alone."""
+    if llm.tokenizer.chat_template:
+        return messages
+    if len(messages) > 1:
+        raise TaperError(f"{llm.model} has no chat template, so --system does nothing", "leave it out")
+    return messages[0]["content"]
+
+
+def _follow(stream: Generator[Chunk, None, None], echo: bool) -> list[Chunk]:
+    """Take all chunks, writing their text as it comes; Ctrl-C ends the answer where it is."""
+    chunks: list[Chunk] = []
+    try:
+        for chunk in stream:
+            chunks.append(chunk)
+            if echo:
+                click.echo(chunk.text, nl=False)
+    except KeyboardInterrupt:
+        chunks.append(stream.throw(KeyboardInterrupt()))
+    return chunks
+
+
+def _compare(
+    llm: LLM, prompt: Any, params: SamplingParams, policy: DepthPolicy, options: dict[str, Any], as_json: bool
+) -> None:
+    """Both answers, a token of each in turn: whatever else the machine does slows both alike."""
+    from rich.live import Live
+
+    from .policy import DepthPolicy
+    from .sampling import SamplingParams
+    from .terminal import SideBySide, console, depth_chart
+
+    full = DepthPolicy.full(llm.config.num_hidden_layers)
+    llm.generate("warm up", SamplingParams(max_tokens=4), policy=full, raw=True)
+    picture = SideBySide((f"full depth, {full.num_hidden_layers} layers", f"tapered, {policy.label}"))
+    streams = [llm.stream(prompt, params, policy=each) for each in (full, policy)]
+    screen = console()
+    live = not as_json and screen.is_terminal
+    with Live(picture, console=screen, refresh_per_second=8, transient=True) if live else nullcontext():
+        running = [0, 1]
+        while running:
+            for i in list(running):
+                chunk = next(streams[i])
+                picture.texts[i] += chunk.text
+                if chunk.output is not None:
+                    picture.outputs[i] = chunk.output
+                    running.remove(i)
+    outputs = [output for output in picture.outputs if output is not None]
+    if as_json:
+        both = {name: _as_json(output, llm) for name, output in zip(("full", "taper"), outputs, strict=True)}
+        click.echo(json.dumps(both, ensure_ascii=False))
+        return
+    console(stderr=False).print(picture)
+    _say(picture.verdict())
+    if options["show_depth"]:
+        _say(depth_chart(outputs[1].depths, full.num_hidden_layers))
+
+
+def _as_json(output: Output, llm: LLM) -> dict[str, Any]:
+    return {
+        "text": output.text,
+        "finish_reason": output.finish_reason,
+        "prompt_tokens": output.prompt_tokens,
+        "completion_tokens": output.completion_tokens,
+        "num_hidden_layers": llm.config.num_hidden_layers,
+        "mean_depth": output.mean_depth,
+        "depths": output.depths,
+        "ttft_s": output.ttft_s,
+        "tokens_per_second": output.tokens_per_second,
+        "mode": "full" if output.policy.min_depth == llm.config.num_hidden_layers else "taper",
+        "policy": output.policy.label,
+        "model": llm.model,
+    }
+
+
+def _output(chunks: list[Chunk]) -> Output:
+    output = chunks[-1].output
+    assert output is not None
+    return output
+
+
+def _report(output: Output, chunks: list[Chunk], show_depth: bool) -> None:
+    from .terminal import coloured_tokens, console, depth_chart, summary
+
+    screen = console()
+    if show_depth:
+        layers = output.policy.num_hidden_layers
+        screen.print(depth_chart(output.depths, layers))
+        screen.print(coloured_tokens(chunks, layers))
+    screen.print(summary(output), style="dim", soft_wrap=True)
+
+
+def _read_prompt(prompt: str) -> str:
+    if prompt == "-":
+        try:
+            prompt = sys.stdin.buffer.read().decode()
+        except UnicodeDecodeError as error:
+            raise TaperError(f"standard input is not UTF-8 text (byte {error.start})", "convert it to UTF-8") from None
+    if not prompt.strip():
+        raise TaperError("the prompt is empty", "give some text")
+    return prompt
+
+
+def _ask() -> str | None:
+    """The next line of a chat; None at its end."""
+    if sys.stdin.isatty():
+        with suppress(ImportError):
+            import readline  # noqa: F401  (gives input its line editing and history)
+    try:
+        print("\n> ", end="", file=sys.stderr, flush=True)
+        return input()
+    except (EOFError, KeyboardInterrupt):
+        return None
+    except UnicodeDecodeError:
+        raise TaperError("standard input is not UTF-8 text", "convert it to UTF-8") from None
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+def _fail(error: TaperError) -> NoReturn:
+    _say(f"taper: {error}")
+    sys.exit(_WRONG)
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *rest: object, **more: object) -> None:
+    if issubclass(category, TaperWarning):
+        _say(f"taper: {message}")

@@ -1,0 +1,125 @@
+"""What Taper draws in a terminal: depth by step, tokens coloured by depth, two answers side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from .llm import Chunk, Output
+from .policy import DepthPolicy
+
+_BARS = " ▁▂▃▄▅▆▇█"
+# From full depth to the shallowest; readable on dark and light backgrounds.
+_COLOURS = ("green", "cyan", "blue", "magenta", "red")
+_CHART_HEIGHT, _CHART_WIDTH = 5, 72
+
+
+def summary(output: Output) -> str:
+    """Counts and speed of an answer, one line."""
+    layers = output.policy.num_hidden_layers
+    return (
+        f"{output.completion_tokens} tokens, mean depth {output.mean_depth:.1f} of {layers}, "
+        f"{output.tokens_per_second:.1f} tokens/s, first token after {output.ttft_s:.2f} s, {output.policy.label}"
+    )
+
+
+def depth_chart(depths: Sequence[int], layers: int) -> str:
+    """Layers run at each step, as bars from 0 to `layers`; long answers share a column between steps."""
+    if not depths:
+        return "no tokens"
+    width = min(len(depths), _CHART_WIDTH)
+    edges = [round(column * len(depths) / width) for column in range(width + 1)]
+    columns = [sum(depths[a:b]) / (b - a) for a, b in pairwise(edges)]
+    lines = []
+    for row in range(_CHART_HEIGHT, 0, -1):
+        filled = [value / layers * _CHART_HEIGHT - (row - 1) for value in columns]
+        bars = "".join(_BARS[round(max(0.0, min(1.0, part)) * 8)] for part in filled)
+        label = {_CHART_HEIGHT: str(layers), 1: "0"}.get(row, "")
+        lines.append(f"{label:>5} ┤{bars}")
+    last = str(len(depths) - 1)
+    return "\n".join([*lines, f"{'step':>5}  0{last:>{max(width - 1, len(last))}}"])
+
+
+def coloured_tokens(chunks: Sequence[Chunk], layers: int) -> Text:
+    """The answer with each token in the colour of its depth, and a legend."""
+    depths = sorted({chunk.depth for chunk in chunks if chunk.depth}, reverse=True) or [layers]
+    deepest, span = depths[0], max(1, depths[0] - depths[-1])
+
+    def colour(depth: int) -> str:
+        return _COLOURS[(deepest - depth) * (len(_COLOURS) - 1) // span]
+
+    text = Text()
+    for chunk in chunks:
+        text.append(chunk.text, style=colour(chunk.depth or deepest))
+    text.append("\n\nlayers: ", style="dim")
+    for name in _COLOURS:
+        group = [depth for depth in depths if colour(depth) == name]
+        if group:
+            text.append(f"{group[0]}" if len(group) == 1 else f"{group[0]}-{group[-1]}", style=name)
+            text.append("  ")
+    return text
+
+
+def policy_picture(policy: DepthPolicy, tokens: int) -> str:
+    """Depth by step of a policy, and which layers go."""
+    layers = policy.num_hidden_layers
+    lines = [depth_chart([policy.depth(step) for step in range(tokens)], layers), ""]
+    skipped = set(range(layers)) - set(policy.retained_layers(max(0, tokens - 1)))
+    marks = "".join("·" if i in skipped else "█" if i in policy.core_layers else "▒" for i in range(layers))
+    lines.append(f"layers 0 to {layers - 1} after {tokens} tokens: {marks}")
+    lines.append("█ core, always run   ▒ flex, still run   · skipped by then")
+    if policy.skip_order:
+        lines.append("skipped in this order: " + " ".join(map(str, policy.skip_order)))
+    return "\n".join(lines)
+
+
+@dataclass
+class SideBySide:
+    """Two answers beside each other while they grow."""
+
+    titles: tuple[str, str]
+    texts: list[str] = field(default_factory=lambda: ["", ""])
+    outputs: list[Output | None] = field(default_factory=lambda: [None, None])
+
+    def __rich__(self) -> Table:
+        grid = Table.grid(expand=True)
+        grid.add_column(ratio=1)
+        grid.add_column(ratio=1)
+        grid.add_row(*(self._panel(i) for i in (0, 1)))
+        return grid
+
+    def _panel(self, i: int) -> Panel:
+        output = self.outputs[i]
+        facts = Table.grid(padding=(0, 1))
+        if output is not None:
+            facts.add_row("tokens", str(output.completion_tokens))
+            facts.add_row("mean depth", f"{output.mean_depth:.1f} of {output.policy.num_hidden_layers}")
+            facts.add_row("tokens/s", f"{output.tokens_per_second:.1f}")
+            facts.add_row("first token", f"{output.ttft_s:.2f} s")
+        return Panel(Group(Text(self.texts[i]), Text(""), facts), title=self.titles[i])
+
+    def verdict(self) -> str:
+        """What the comparison comes to, one line."""
+        full, tapered = self.outputs
+        if full is None or tapered is None or not full.tokens_per_second or not tapered.tokens_per_second:
+            return "too short to compare"
+        shared = 0
+        for a, b in zip(full.token_ids, tapered.token_ids, strict=False):
+            if a != b:
+                break
+            shared += 1
+        same = len(full.token_ids) == len(tapered.token_ids) == shared
+        texts = "the same text" if same else f"the first {shared} tokens are the same"
+        ratio = tapered.tokens_per_second / full.tokens_per_second
+        return f"tapered runs {ratio:.2f}x as fast per token; {texts}"
+
+
+def console(stderr: bool = True) -> Console:
+    """The terminal; standard error, where everything but answers goes, unless told otherwise."""
+    return Console(stderr=stderr, highlight=False, markup=False)
