@@ -220,14 +220,16 @@ class DepthPolicy:
             raise PolicyError(f"alpha does nothing to a {self.curve} curve", "choose a policy with a power curve")
         return replace(self, alpha=alpha, name="", provenance={})
 
-    def check_model(self, num_hidden_layers: int, model: ModelIdentity) -> str:
+    def check_model(self, num_hidden_layers: int, model: ModelIdentity | None) -> str:
         """Refuse a model this policy was not made for; return a warning for another quantisation of it, else "".
+
+        With no `model`, only the number of layers is compared.
 
         Raises:
             PolicyError: the number of layers, architecture, hidden size or vocabulary differ.
         """
         facts = [("layers", self.num_hidden_layers, num_hidden_layers)]
-        if self.model is not None:
+        if self.model is not None and model is not None:
             for what in ("architecture", "hidden_size", "vocab_size"):
                 facts.append((what, getattr(self.model, what), getattr(model, what)))
         for what, ours, theirs in facts:
@@ -236,7 +238,7 @@ class DepthPolicy:
                     f"policy {self.name or 'given'} is for a model with {what} {ours}, this model has {theirs}",
                     "use a policy made for this model, or --mode full",
                 )
-        if self.model is not None and self.model.quantization != model.quantization:
+        if self.model is not None and model is not None and self.model.quantization != model.quantization:
             return f"policy was measured on {self.model.quantization} weights, this model has {model.quantization}"
         return ""
 

@@ -1,0 +1,241 @@
+"""The CUDA backend: a compact decoder with a static key-value cache. Runs on a CPU too, where the tests use it.
+
+A decode step whose rows all have one depth replays a CUDA graph, captured on first use for each (depth pattern,
+batch, KV bucket); everything else runs eagerly. Knows neither policies nor text.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from ..errors import ModelError, RequestError
+from ..loading import ModelConfig, Tensor
+from . import TokenBatch, runs_by_slot
+
+DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+KV_BUCKET = 256  # cells; doubled until a step's positions fit
+MAX_GRAPHS = 512
+
+# Tokens, positions and slots, int64 [N] each.
+_Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+_STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class TorchBackend:
+    """A model on a CUDA device, or on the CPU for tests.
+
+    Args:
+        config: facts of the model.
+        tensors: its weights, by our names.
+        num_slots: sequences the key-value cache holds.
+        context_length: tokens of each; memory for all of them is taken at once.
+        dtype: "f32", "f16" or "bf16", of weights, activations and cache.
+        device: "cuda" or "cpu".
+
+    Raises:
+        RequestError: no CUDA device, or a dtype that does not run here.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tensors: dict[str, Tensor],
+        *,
+        num_slots: int = 1,
+        context_length: int,
+        dtype: str = "bf16",
+        device: str = "cuda",
+    ) -> None:
+        if dtype not in DTYPES:
+            raise RequestError(f"dtype {dtype} does not run on {device}", f"choose one of {', '.join(DTYPES)}")
+        if device == "cuda" and not torch.cuda.is_available():
+            raise RequestError("PyTorch finds no CUDA device", "use --device cpu, or install a CUDA build of PyTorch")
+        self.config, self.num_slots, self.context_length = config, num_slots, context_length
+        self.device, self.dtype = torch.device(device), DTYPES[dtype]
+        self._weights = {name: _to_torch(tensor).to(self.device, self.dtype) for name, tensor in tensors.items()}
+        cache = (config.num_hidden_layers, 2, num_slots, config.num_key_value_heads, context_length, config.head_dim)
+        self._cache = torch.zeros(cache, dtype=self.dtype, device=self.device)
+        # [context_length, head_dim / 2]
+        pairs = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=self.device)
+        frequencies = config.rope_theta ** (-pairs / config.head_dim)
+        if config.rope_factors:
+            frequencies /= torch.tensor(config.rope_factors, dtype=torch.float32, device=self.device)
+        positions = torch.arange(context_length, dtype=torch.float32, device=self.device) * config.rope_scale
+        angles = torch.outer(positions, frequencies)
+        self._cos, self._sin = angles.cos(), angles.sin()
+        self._graphs: OrderedDict[tuple[Any, ...], _CapturedStep] = OrderedDict()
+
+    def forward(self, batch: TokenBatch) -> np.ndarray:
+        """Run the batch: write keys and values, return logits float32 [len(logits_rows), vocab_size]."""
+        with torch.inference_mode():
+            logits: np.ndarray = self._logits(batch).float().cpu().numpy()
+        return logits
+
+    def _logits(self, batch: TokenBatch) -> torch.Tensor:
+        kv_length = self._kv_length(int(batch.positions.max()) + 1)
+        runs = runs_by_slot(batch.slots)
+        count = len(batch.tokens)
+        inputs = self._upload(batch.tokens), self._upload(batch.positions), self._upload(batch.slots)
+        one_depth = set(batch.active) <= {0, count}
+        if self.device.type == "cuda" and one_depth and len(runs) == count == len(batch.logits_rows):
+            return self._replay((batch.active, count, kv_length), inputs)[list(batch.logits_rows)]
+        rows = self._upload(np.asarray(batch.logits_rows, np.int32))
+        return self._decoder(inputs, batch.active, runs, kv_length, rows)
+
+    def _kv_length(self, longest: int) -> int:
+        bucket = KV_BUCKET
+        while bucket < longest:
+            bucket *= 2
+        return min(bucket, self.context_length)
+
+    def _upload(self, values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values.astype(np.int64)).to(self.device, non_blocking=True)
+
+    def _replay(self, key: tuple[Any, ...], inputs: _Inputs) -> torch.Tensor:
+        """Logits [count, vocab_size] of a step with one token a row, by its captured graph."""
+        if key not in self._graphs:
+            self._graphs[key] = _CapturedStep.capture(self, key, inputs)
+            if len(self._graphs) > MAX_GRAPHS:
+                self._graphs.popitem(last=False)
+        self._graphs.move_to_end(key)
+        return self._graphs[key].replay(inputs)
+
+    def _decoder(
+        self,
+        inputs: _Inputs,
+        active: tuple[int, ...],
+        runs: tuple[tuple[int, int, int], ...] | None,
+        kv_length: int,
+        logits_rows: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Logits [rows, vocab_size].
+
+        `runs` None promises one token a row, so that nothing depends on which slots they are.
+        """
+        weights = self._weights
+        tokens, positions, slots = inputs
+        x = F.embedding(tokens, weights["embed_tokens"])  # [N, hidden_size]
+        cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)  # [N, 1, head_dim / 2]
+        visible = torch.arange(kv_length, device=self.device) <= positions.unsqueeze(1)  # [N, kv_length]
+        if runs is not None and len(runs) == len(tokens):
+            runs = None
+        for layer, n in enumerate(active):
+            if n == 0:
+                continue
+            w = {name: weights[f"layers.{layer}.{name}"] for name in _LAYER_WEIGHTS}
+            q, k, v = self._project(self._norm(x[:n], w["input_layernorm"]), layer, cos[:n], sin[:n])
+            keys, values = self._cache[layer]  # [num_slots, key-value heads, context_length, head_dim]
+            keys[slots[:n], :, positions[:n]], values[slots[:n], :, positions[:n]] = k, v
+            attended = _attend(q, keys[:, :, :kv_length], values[:, :, :kv_length], visible[:n], slots[:n], runs)
+            x[:n] += F.linear(attended, w["o_proj"])
+            h = self._norm(x[:n], w["post_attention_layernorm"])
+            x[:n] += F.linear(F.silu(F.linear(h, w["gate_proj"])) * F.linear(h, w["up_proj"]), w["down_proj"])
+        if logits_rows is not None:
+            x = x[logits_rows]
+        return F.linear(self._norm(x, weights["norm"]), weights.get("lm_head", weights["embed_tokens"]))
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
+
+    def _project(
+        self, h: torch.Tensor, layer: int, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rotated queries [n, heads, head_dim] and keys, and values [n, key-value heads, head_dim]."""
+        out = {}
+        for name in "qkv":
+            bias = self._weights.get(f"layers.{layer}.{name}_bias")
+            projected = F.linear(h, self._weights[f"layers.{layer}.{name}_proj"], bias)
+            out[name] = projected.unflatten(-1, (-1, self.config.head_dim))
+            if (norm := self._weights.get(f"layers.{layer}.{name}_norm")) is not None:
+                out[name] = self._norm(out[name], norm)
+        return self._rotate(out["q"], cos, sin), self._rotate(out["k"], cos, sin), out["v"]
+
+    def _rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Rotary embedding in f32 (RoFormer, arXiv 2104.09864)."""
+        pairs = (-1, 2) if self.config.rope_interleaved else (2, -1)
+        axis = -1 if self.config.rope_interleaved else -2
+        a, b = x.float().unflatten(-1, pairs).unbind(axis)
+        return torch.stack((a * cos - b * sin, b * cos + a * sin), axis).flatten(-2).to(x.dtype)
+
+
+_LAYER_WEIGHTS = ("input_layernorm", "o_proj", "post_attention_layernorm", "gate_proj", "up_proj", "down_proj")
+
+
+def _attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    visible: torch.Tensor,
+    slots: torch.Tensor,
+    runs: tuple[tuple[int, int, int], ...] | None,
+) -> torch.Tensor:
+    """Attention of q [n, heads, head_dim] over caches [slots, kv heads, cells, head_dim]: [n, heads * head_dim]."""
+    if runs is None:  # one token a row: [n, heads, 1, head_dim]
+        out = F.scaled_dot_product_attention(
+            q.unsqueeze(2), keys[slots], values[slots], visible[:, None, None], enable_gqa=True
+        )
+        return out.flatten(1)
+    parts = []
+    for slot, first, end in runs:  # the tokens of a slot together: [1, heads, tokens, head_dim]
+        end = min(end, len(q))
+        if first < end:
+            queries = q[first:end].transpose(0, 1).unsqueeze(0)
+            cached = keys[slot : slot + 1], values[slot : slot + 1]
+            out = F.scaled_dot_product_attention(queries, *cached, visible[first:end], enable_gqa=True)
+            parts.append(out[0].transpose(0, 1).flatten(1))
+    return torch.cat(parts)
+
+
+@dataclass(frozen=True)
+class _CapturedStep:
+    """A CUDA graph of one decode step, with the memory it reads and writes."""
+
+    graph: Any
+    inputs: _Inputs
+    logits: torch.Tensor
+
+    @classmethod
+    def capture(cls, backend: TorchBackend, key: tuple[Any, ...], inputs: _Inputs) -> _CapturedStep:
+        """Capture the step of `key`: (active, count, kv_length)."""
+        active, _, kv_length = key
+        tokens, positions, slots = inputs
+        static = (tokens.clone(), positions.clone(), slots.clone())
+
+        def step() -> torch.Tensor:
+            return backend._decoder(static, active, None, kv_length, None)
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # libraries set themselves up outside the capture
+            step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = step()
+        return cls(graph, static, logits)
+
+    def replay(self, inputs: _Inputs) -> torch.Tensor:
+        """Run it on new inputs; the logits are overwritten by the next replay."""
+        for static, new in zip(self.inputs, inputs, strict=True):
+            static.copy_(new)
+        self.graph.replay()
+        return self.logits
+
+
+def _to_torch(tensor: Tensor) -> torch.Tensor:
+    if tensor.dtype in _STORED:
+        return torch.from_numpy(tensor.data.copy()).view(_STORED[tensor.dtype]).reshape(tensor.shape)
+    try:
+        from gguf import GGMLQuantizationType
+        from gguf.quants import dequantize
+    except ImportError:
+        raise ModelError("quantised weights need the gguf package here", 'pip install "taper-llm[torch]"') from None
+    rows = tensor.data.reshape(-1, tensor.data.size // int(np.prod(tensor.shape[:-1])))
+    floats = dequantize(np.ascontiguousarray(rows), GGMLQuantizationType[tensor.dtype])
+    return torch.from_numpy(floats.reshape(tensor.shape))

@@ -1,0 +1,119 @@
+"""Depth decay inside Hugging Face transformers, on its own layers and its own decoding loop.
+
+    model.generate(**inputs, custom_generate=taper.hf.decode(policy))
+
+The slow twin: eager, and written to be obviously right. It shares `policy.py` with the engine and nothing else.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from transformers import DynamicCache
+from transformers.generation.configuration_utils import GenerationMode
+
+from .errors import PolicyError, RequestError
+from .policy import DepthPolicy
+
+
+def decode(policy: DepthPolicy) -> Callable[..., Any]:
+    """A `custom_generate` for `model.generate`: greedy or sampled decoding under a policy.
+
+    Token i of every row runs `policy.retained_layers(i)`; the prompt runs all layers. Streamers, logits processors,
+    stopping criteria and left-padded batches work as ever, and `generate` returns what it always does. A cache that
+    the caller passed in is cut back to the tokens whose keys and values every layer has.
+
+    Raises (from `generate`):
+        RequestError: attention that is not full in every layer, shared keys and values, beams, assistants,
+            a static cache or none, `inputs_embeds`.
+        PolicyError: the policy was made for another model, or skips layer 0, from which transformers reads lengths.
+    """
+
+    def generate(
+        model: Any,
+        input_ids: Any,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **model_kwargs: Any,
+    ) -> Any:
+        # transformers hands these two to its own loops only; its frame is the one place to find them.
+        caller = sys._getframe(1).f_locals
+        cache: Any = model_kwargs.get("past_key_values")
+        _check(model, policy, generation_config, caller.get("assistant_model"), cache, model_kwargs)
+        try:
+            with _layers_by_step(model.get_decoder().layers, policy, prompt_length=input_ids.shape[1]):
+                return model._sample(
+                    input_ids,
+                    logits_processor=logits_processor,
+                    stopping_criteria=stopping_criteria,
+                    generation_config=generation_config,
+                    streamer=caller.get("streamer"),
+                    **model_kwargs,
+                )
+        finally:
+            complete = min((layer.get_seq_length() for layer in cache.layers), default=0)
+            for layer in cache.layers:
+                if extra := layer.get_seq_length() - complete:
+                    layer.crop(-extra)
+
+    return generate
+
+
+@contextmanager
+def _layers_by_step(layers: Any, policy: DepthPolicy, prompt_length: int) -> Iterator[None]:
+    """Let each flex layer pass its input on at the steps that skip it; restored whatever happens."""
+    own = {index: layers[index].__dict__.get("forward") for index in policy.skip_order}
+    try:
+        for index in policy.skip_order:
+            layers[index].forward = _forward_by_step(layers[index].forward, index, policy, prompt_length)
+        yield
+    finally:
+        for index, forward in own.items():
+            if forward is None:
+                layers[index].__dict__.pop("forward", None)
+            else:
+                layers[index].forward = forward
+
+
+def _forward_by_step(
+    run: Callable[..., Any], index: int, policy: DepthPolicy, prompt_length: int
+) -> Callable[..., Any]:
+    def forward(hidden_states: Any, *args: Any, past_key_values: Any, **kwargs: Any) -> Any:
+        # Layer 0 has run, so its cache holds this forward's tokens too: the prompt and one for each step.
+        step = past_key_values.get_seq_length() - prompt_length
+        if step > 0 and index not in policy.retained_layers(step):
+            return hidden_states
+        return run(hidden_states, *args, past_key_values=past_key_values, **kwargs)
+
+    return forward
+
+
+def _check(
+    model: Any, policy: DepthPolicy, generation_config: Any, assistant: Any, cache: Any, model_kwargs: dict[str, Any]
+) -> None:
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    window = getattr(config, "sliding_window", None) if getattr(config, "layer_types", None) is None else None
+    mode = generation_config.get_generation_mode(assistant)
+    for wrong, reason in [
+        (model.config.is_encoder_decoder, "the model has an encoder"),
+        (kinds != {"full_attention"} or window, "some layers use sliding-window or hybrid attention"),
+        (getattr(config, "num_kv_shared_layers", 0), "layers share keys and values"),
+        (mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE), f"{mode.value} is not greedy or sampling"),
+        (not generation_config.use_cache, "use_cache is off"),
+        (not isinstance(cache, DynamicCache), f"the cache is a {type(cache).__name__}, not a DynamicCache"),
+        (model_kwargs.get("inputs_embeds") is not None, "the prompt is inputs_embeds, not input_ids"),
+    ]:
+        if wrong:
+            raise RequestError(
+                f"depth decay would not be exact here: {reason}", "call generate without custom_generate"
+            )
+    sizes = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
+    policy.check_model(config.num_hidden_layers, policy.model and replace(policy.model, **sizes))
+    if 0 not in policy.retained_at(policy.min_depth):
+        raise PolicyError("the policy skips layer 0; transformers reads positions from its cache", "keep layer 0 core")
