@@ -15,6 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from taper.loading import LoadedModel, load_model
+from taper.loading.names import default_model_path
 
 torch.set_num_threads(1)
 
@@ -22,6 +23,7 @@ TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+DEFAULT_MODEL_FILE = default_model_path()  # the user's own, before a test points the cache elsewhere
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 VOCAB_SIZE = 300
 

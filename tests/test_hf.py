@@ -1,0 +1,174 @@
+"""The transformers integration: everything `generate` offers keeps working, and what would not be exact is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_parity import policies, random_prompt, twin
+from transformers import (
+    DynamicCache,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    StoppingCriteriaList,
+)
+
+import taper.hf
+from taper.errors import PolicyError, RequestError
+from taper.policy import DepthPolicy, ModelIdentity
+
+POLICY = policies(6)["d3"]
+
+
+def generate(model, prompts, policy=POLICY, tokens=20, **options):
+    ids = torch.tensor(prompts)
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": tokens} | options
+    return model.generate(ids, custom_generate=taper.hf.decode(policy), **options)
+
+
+def naive(model, prompt: list[int], policy: DepthPolicy, tokens: int) -> list[int]:
+    """The policy once more without any cache: hidden states of all tokens, each layer on the tokens that run it.
+
+    A token that sits a layer out passes on its hidden state; later tokens never run that layer, by nesting.
+    """
+    inner, ids = model.model, list(prompt)
+    for _ in range(tokens):
+        depths = [policy.num_hidden_layers] * len(prompt)
+        depths += [policy.depth(step) for step in range(1, len(ids) - len(prompt) + 1)]
+        x = inner.embed_tokens(torch.tensor([ids]))
+        embeddings = inner.rotary_emb(x, position_ids=torch.arange(len(ids))[None])
+        for index, layer in enumerate(inner.layers):
+            n = sum(index in policy.retained_at(depth) for depth in depths)
+            mask = torch.full((1, 1, n, n), -torch.inf).triu(1)
+            ran = layer(x[:, :n], attention_mask=mask, position_embeddings=tuple(e[:, :n] for e in embeddings))
+            x = torch.cat([ran, x[:, n:]], 1)
+        ids.append(int(model.lm_head(inner.norm(x[:, -1])).argmax()))
+    return ids[len(prompt) :]
+
+
+@torch.no_grad()
+def test_equals_a_loop_without_any_cache(tiny_llama):
+    prompt = random_prompt(20)
+    for policy in policies(6).values():
+        assert twin(tiny_llama, prompt, policy, 24) == naive(tiny_llama.hf, prompt, policy, 24)
+
+
+def test_left_padded_batches_equal_each_row_alone(tiny_llama):
+    short, long = random_prompt(21, 9), random_prompt(22, 30)
+    padding = len(long) - len(short)
+    mask = torch.tensor([[0] * padding + [1] * len(short), [1] * len(long)])
+    out = generate(tiny_llama.hf, [[0] * padding + short, long], attention_mask=mask)
+    for row, prompt in zip(out[:, len(long) :].tolist(), (short, long), strict=True):
+        assert row == generate(tiny_llama.hf, [prompt])[0, len(prompt) :].tolist()
+
+
+def test_streamers_receive_every_token(tiny_llama):
+    class Streamer:
+        def __init__(self):
+            self.got, self.ended = [], False
+
+        def put(self, value):
+            self.got += value.flatten().tolist()
+
+        def end(self):
+            self.ended = True
+
+    streamer = Streamer()
+    out = generate(tiny_llama.hf, [random_prompt(23)], streamer=streamer)
+    assert streamer.got == out[0].tolist()
+    assert streamer.ended
+
+
+def test_logits_processors_and_stopping_criteria_apply(tiny_llama):
+    class Only(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            scores = scores.clone()
+            scores[:, 10:] = -torch.inf
+            return scores
+
+    prompt = random_prompt(24)
+    criteria = StoppingCriteriaList([MaxLengthCriteria(len(prompt) + 7)])
+    out = generate(tiny_llama.hf, [prompt], logits_processor=LogitsProcessorList([Only()]), stopping_criteria=criteria)[
+        0, len(prompt) :
+    ]
+    assert len(out) == 7
+    assert out.max() < 10
+
+
+def test_sampling_is_repeatable_and_returns_dictionaries(tiny_llama):
+    results = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        out = generate(
+            tiny_llama.hf, [random_prompt(25)], do_sample=True, return_dict_in_generate=True, output_scores=True
+        )
+        results.append(out.sequences[0].tolist())
+        assert len(out.scores) == 20
+    assert results[0] == results[1]
+
+
+def test_a_cache_passed_in_is_cut_to_what_is_complete(tiny_llama):
+    first, cache = random_prompt(26), DynamicCache()
+    said = generate(tiny_llama.hf, [first], past_key_values=cache)[0].tolist()
+    assert {layer.get_seq_length() for layer in cache.layers} == {len(first)}
+    second = [said + random_prompt(27, 5)]
+    assert torch.equal(generate(tiny_llama.hf, second, past_key_values=cache), generate(tiny_llama.hf, second))
+
+
+def test_layers_are_restored_whatever_happens(tiny_llama):
+    class Breaks(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        generate(tiny_llama.hf, [random_prompt(28)], logits_processor=LogitsProcessorList([Breaks()]))
+    assert all("forward" not in layer.__dict__ for layer in tiny_llama.hf.model.layers)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"num_beams": 2}, "beam_search"),
+        ({"use_cache": False}, "use_cache"),
+        ({"cache_implementation": "static"}, "StaticCache"),
+        ({"prompt_lookup_num_tokens": 3}, "assisted_generation"),
+    ],
+)
+def test_modes_that_would_not_be_exact_are_refused(tiny_llama, options, says):
+    with pytest.raises(RequestError, match=says):
+        generate(tiny_llama.hf, [random_prompt(29)], **options)
+
+
+def test_assistants_are_refused(tiny_llama):
+    with pytest.raises(RequestError, match="assisted"):
+        generate(tiny_llama.hf, [random_prompt(29)], assistant_model=tiny_llama.hf)
+
+
+@pytest.mark.parametrize(
+    ("config_class", "model_class", "options"),
+    [
+        (MistralConfig, MistralForCausalLM, {"sliding_window": 8}),
+        (Qwen2Config, Qwen2ForCausalLM, {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+    ],
+)
+def test_sliding_windows_are_refused(config_class, model_class, options):
+    config = config_class(
+        vocab_size=300, hidden_size=32, intermediate_size=32, num_hidden_layers=6, num_attention_heads=2, **options
+    )
+    with pytest.raises(RequestError, match="sliding"):
+        generate(model_class(config), [random_prompt(30)])
+
+
+def test_policies_that_do_not_fit_are_refused(tiny_llama):
+    other = ModelIdentity("llama", 65, 300, "F32")
+    for policy in (
+        DepthPolicy.early_exit(7, 5),
+        DepthPolicy.static(6, 5, [0]),
+        DepthPolicy(6, "constant", 5, (3,), model=other),
+    ):
+        with pytest.raises(PolicyError):
+            generate(tiny_llama.hf, [random_prompt(30)], policy)

@@ -1,0 +1,124 @@
+"""Sampling: each option does what its name says, and draws follow the distribution."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from taper.errors import RequestError
+from taper.sampling import SamplingParams, sample, token_logprobs
+
+LOGITS = np.log(np.array([0.4, 0.3, 0.2, 0.06, 0.04], np.float32))
+
+
+def draws(count: int = 4000, logits=LOGITS, prompt=(), answer=(), **options) -> np.ndarray:
+    rng = np.random.default_rng(0)
+    params = SamplingParams(**{"temperature": 1.0, **options})
+    return np.array([sample(logits, params, list(prompt), list(answer), rng) for _ in range(count)])
+
+
+def assert_follows(found: np.ndarray, expected: np.ndarray) -> None:
+    """Chi-square at 99.9 %."""
+    used = expected > 0
+    counts = np.bincount(found, minlength=len(expected))
+    assert counts[~used].sum() == 0
+    chi = ((counts[used] - len(found) * expected[used]) ** 2 / (len(found) * expected[used])).sum()
+    limit = {1: 10.8, 2: 13.8, 3: 16.3, 4: 18.5}
+    assert chi < limit[int(used.sum()) - 1]
+
+
+def normal(values) -> np.ndarray:
+    values = np.array(values, np.float64)
+    return values / values.sum()
+
+
+def test_temperature_zero_takes_the_likeliest():
+    assert set(draws(20, temperature=0)) == {0}
+
+
+def test_temperature_one_follows_the_model():
+    assert_follows(draws(), normal([0.4, 0.3, 0.2, 0.06, 0.04]))
+
+
+def test_temperature_sharpens_and_flattens():
+    assert_follows(draws(temperature=0.5), normal(np.exp(LOGITS) ** 2))
+    assert_follows(draws(temperature=2.0), normal(np.exp(LOGITS) ** 0.5))
+
+
+def test_top_k_keeps_the_k_likeliest():
+    assert_follows(draws(top_k=2), normal([0.4, 0.3, 0, 0, 0]))
+    assert set(draws(50, top_k=1)) == {0}
+
+
+def test_top_p_keeps_the_fewest_that_reach_the_sum():
+    assert_follows(draws(top_p=0.65), normal([0.4, 0.3, 0, 0, 0]))
+    assert_follows(draws(top_p=0.75), normal([0.4, 0.3, 0.2, 0, 0]))
+
+
+def test_min_p_is_relative_to_the_likeliest():
+    assert_follows(draws(min_p=0.45), normal([0.4, 0.3, 0.2, 0, 0]))
+
+
+def test_repetition_penalty_counts_prompt_and_answer():
+    logits = np.array([2.0, 1.5, -1.0], np.float32)
+    for prompt, answer in (([0], []), ([], [0])):
+        assert set(draws(10, logits, prompt, answer, temperature=0, repetition_penalty=2.0)) == {1}
+    one = draws(logits=logits, prompt=[2], repetition_penalty=3.0)
+    assert_follows(one, normal(np.exp([2.0, 1.5, -3.0])))
+
+
+def test_presence_and_frequency_penalties_count_the_answer_only():
+    assert_follows(draws(prompt=[0, 0], presence_penalty=1.0), normal(np.exp(LOGITS)))
+    assert_follows(draws(answer=[0, 0], presence_penalty=1.0), normal(np.exp(LOGITS - [1, 0, 0, 0, 0])))
+    assert_follows(draws(answer=[0, 0], frequency_penalty=0.7), normal(np.exp(LOGITS - [1.4, 0, 0, 0, 0])))
+
+
+def test_logits_are_left_unchanged():
+    logits = LOGITS.copy()
+    draws(3, logits, [0], [1], repetition_penalty=2.0, frequency_penalty=1.0)
+    np.testing.assert_array_equal(logits, LOGITS)
+
+
+def test_a_seed_repeats_the_draws():
+    params = SamplingParams(temperature=1.0)
+    one, two = ([sample(LOGITS, params, [], [], rng) for _ in range(30)] for rng in map(np.random.default_rng, (5, 5)))
+    assert one == two
+
+
+def test_logprobs_are_the_models_own():
+    logprobs = token_logprobs(LOGITS + 7, 2, 3)
+    assert logprobs.logprob == pytest.approx(math.log(0.2), abs=1e-5)
+    assert list(logprobs.top) == [0, 1, 2]
+    assert logprobs.top[0] == pytest.approx(math.log(0.4), abs=1e-5)
+    assert token_logprobs(LOGITS, 0, 0).top == {}
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"max_tokens": 0},
+        {"max_tokens": -3},
+        {"max_tokens": 1.5},
+        {"temperature": -0.1},
+        {"temperature": math.nan},
+        {"temperature": math.inf},
+        {"top_p": 0},
+        {"top_p": 1.1},
+        {"top_k": -1},
+        {"min_p": 2},
+        {"repetition_penalty": 0},
+        {"presence_penalty": 3},
+        {"frequency_penalty": -3},
+        {"seed": -1},
+        {"stop": ""},
+        {"stop": ["a", ""]},
+        {"stop_token_ids": [-1]},
+        {"logprobs": 21},
+        {"temperature": True},
+    ],
+)
+def test_values_out_of_range_are_refused_with_the_rule(bad):
+    with pytest.raises(RequestError, match="must be"):
+        SamplingParams(**bad)
