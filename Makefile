@@ -12,6 +12,7 @@ demo: $(VENV)/installed
 	@$(BIN)/taper generate --compare --policy fast --max-tokens 160 "Explain in a few sentences why the sky is blue."
 
 test: lint
+	@$(BIN)/taper pull
 	@$(BIN)/python -m pytest
 
 lint: $(VENV)/installed-test

@@ -7,6 +7,8 @@ its inputs and computes. Knows neither policies nor text.
 from __future__ import annotations
 
 import ctypes
+import math
+import mmap
 import os
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ from typing import Any
 import ggml
 import numpy as np
 
-from ..errors import ModelError
+from ..errors import ModelError, RequestError
 from ..loading import ModelConfig, Tensor
 from ..loading.model import WEIGHT_TYPES, row_bytes
 from . import TokenBatch, runs_by_slot
@@ -73,8 +75,7 @@ class GgmlBackend:
         self._weights = {name: self._add_weight(tensor, dtype) for name, tensor in tensors.items()}
         cache_type = np.dtype(np.float32 if kv_dtype == "f32" else np.float16)
         kv_size = config.num_key_value_heads * config.head_dim
-        # numpy's zeros are pages the system has not yet given: fresh cells are finite and cost nothing.
-        cells = np.zeros((config.num_hidden_layers, 2, num_slots * context_length, kv_size), cache_type)
+        cells = _lazy_zeros((config.num_hidden_layers, 2, num_slots * context_length, kv_size), cache_type)
         self._cache = [[self._add_array(cells[layer, which]) for which in (0, 1)] for layer in range(len(cells))]
         factors = config.rope_factors
         self._rope_factors = self._add_array(np.array(factors, np.float32)) if factors else None
@@ -323,6 +324,21 @@ def convert(tensor: Tensor, dtype: str) -> np.ndarray:
         destination = target.ctypes.data + first * width
         ggml.ggml_quantize_chunk(WEIGHT_TYPES[dtype][0], pointer, destination, 0, count, columns, None)
     return target
+
+
+def _lazy_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+    """Zeros that take memory as they are written, in small pages; numpy's own ask for pages of 2 MiB."""
+    size = math.prod(shape) * dtype.itemsize
+    try:
+        pages = mmap.mmap(-1, size)
+    except (OSError, OverflowError):
+        gib = size / 2**30
+        raise RequestError(
+            f"the key-value cache would take {gib:.1f} GiB, more than there is", "lower --context"
+        ) from None
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        pages.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(pages, dtype).reshape(shape)
 
 
 def _aligned(size: int) -> np.ndarray:

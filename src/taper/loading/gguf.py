@@ -7,6 +7,7 @@ The format: magic, version, counts, key-value metadata, tensor headers, then ali
 from __future__ import annotations
 
 import math
+import mmap
 import struct
 from collections import Counter
 from dataclasses import dataclass
@@ -24,6 +25,13 @@ _STRING, _ARRAY, _BOOL = 8, 9, 7
 _TYPE_NAMES = {type_id: name for name, (type_id, _, _) in WEIGHT_TYPES.items()}
 _MAX_ITEMS = 1 << 22  # of an array; the largest vocabularies have a tenth of that
 _DAMAGED = "the file is damaged or incomplete; download it again"
+
+# Populated at once where the system can: page by page, faults cost more than the first forward.
+_MAPPING: dict[str, Any] = (
+    {"flags": mmap.MAP_SHARED | mmap.MAP_POPULATE, "prot": mmap.PROT_READ}
+    if hasattr(mmap, "MAP_POPULATE")
+    else {"access": mmap.ACCESS_READ}
+)
 
 _LAYER_NAMES = {
     "attn_norm.weight": "input_layernorm",
@@ -138,13 +146,15 @@ def read_gguf(path: Path) -> GGUFFile:
         ModelError: it cannot be read, or is not valid GGUF of version 2 or 3.
     """
     try:
-        data = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "it is empty"
-        raise ModelError(f"cannot read {path}: {reason}") from None
+        with path.open("rb") as file:
+            if file.read(4) != b"GGUF":
+                raise ModelError(
+                    f"{path} is not a GGUF file", "give a .gguf file, a Hugging Face folder or a model name"
+                )
+            data = np.frombuffer(mmap.mmap(file.fileno(), 0, **_MAPPING), np.uint8)
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}") from None
     reader = _Reader(path, data.data)
-    if bytes(data[:4]) != b"GGUF":
-        raise ModelError(f"{path} is not a GGUF file", "give a .gguf file, a Hugging Face folder or a model name")
     reader.offset = 4
     version = reader.scalar("<I")
     if version not in (2, 3):
