@@ -237,5 +237,8 @@ def _to_torch(tensor: Tensor) -> torch.Tensor:
     except ImportError:
         raise ModelError("quantised weights need the gguf package here", 'pip install "taper-llm[torch]"') from None
     rows = tensor.data.reshape(-1, tensor.data.size // int(np.prod(tensor.shape[:-1])))
-    floats = dequantize(np.ascontiguousarray(rows), GGMLQuantizationType[tensor.dtype])
+    try:
+        floats = dequantize(np.ascontiguousarray(rows), GGMLQuantizationType[tensor.dtype])
+    except NotImplementedError:
+        raise ModelError(f"{tensor.dtype} weights do not run on this device", "use --device cpu") from None
     return torch.from_numpy(floats.reshape(tensor.shape))

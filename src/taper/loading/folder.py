@@ -150,7 +150,7 @@ def _read_config(settings: dict[str, Any], tensors: dict[str, Tensor]) -> ModelC
     if not isinstance(rope, dict):
         raise ModelError(f"config.json: rope parameters are {rope!r}; they must be an object")
     hidden, heads = get("hidden_size", int), get("num_attention_heads", int)
-    head_dim = get("head_dim", int, hidden // max(heads, 1))
+    head_dim = get("head_dim", int, 128 if model_type == "qwen3" else hidden // max(heads, 1))
     theta = get("rope_theta", float, rope.get("rope_theta", 10000.0))
     scale, factors = _rope_scaling(rope, head_dim, theta)
     embedding = tensors.get("embed_tokens")
@@ -179,7 +179,9 @@ def _read_config(settings: dict[str, Any], tensors: dict[str, Tensor]) -> ModelC
 def _refuse_variants(settings: dict[str, Any], model_type: str) -> None:
     """Refuse what these architectures can be configured to do and Taper does not."""
     kinds = {str(kind) for kind in settings.get("layer_types") or ["full_attention"]}
-    window = settings.get("sliding_window") if settings.get("use_sliding_window", model_type == "mistral") else None
+    # transformers' own defaults: Mistral has a window unless it says null, Qwen has none unless it says so.
+    uses_window = settings.get("use_sliding_window", model_type == "mistral")
+    window = uses_window and settings.get("sliding_window", 4096)
     if kinds != {"full_attention"} or window:
         raise ModelError(
             f"config.json asks for {'sliding-window' if window else 'hybrid'} attention, which is not supported",

