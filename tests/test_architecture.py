@@ -22,7 +22,8 @@ ALLOWED = {
     "llm": {"errors", "policy", "sampling", "loading", "backends", "engine"},
     "hf": {"errors", "policy"},
     "terminal": {"policy", "llm"},
-    "cli": {"errors", "policy", "sampling", "loading", "llm", "terminal", "__init__"},
+    "compare": {"policy", "sampling", "llm"},
+    "cli": {"errors", "policy", "sampling", "loading", "llm", "terminal", "compare", "__init__"},
     "__init__": {"errors", "policy", "sampling", "llm"},
     "__main__": {"cli"},
 }

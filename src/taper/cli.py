@@ -9,7 +9,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Generator
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
@@ -82,7 +82,8 @@ def pull(model: str | None) -> None:
 
     name = model or DEFAULT_MODEL
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console(), transient=True) as bar:
+    screen = console()
+    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
         task = bar.add_task(name, total=None, visible=model is None)
         path = fetch(name, lambda done, total: bar.update(task, completed=done, total=total))
     _say(f"{name} is at {path}")
@@ -104,6 +105,7 @@ def generate(prompt: str, compare: bool, as_json: bool, **options: Any) -> None:
     llm = _load(options)
     messages = [*_messages(options["system"]), {"role": "user", "content": text}]
     given = _prompt(llm, messages)
+    llm.encode(given)  # a prompt that does not fit is refused before anything else is said
     policy = _policy(llm, options)
     if compare:
         _compare(llm, given, params, policy, options, as_json)
@@ -209,9 +211,11 @@ def main() -> NoReturn:
         _fail(TaperError(error.format_message(), "see --help"))
     except (KeyboardInterrupt, click.Abort):
         sys.exit(_INTERRUPTED)
-    except BrokenPipeError:
+    except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit must not fail again
-        sys.exit(_CLOSED_PIPE)
+        if isinstance(error, BrokenPipeError):
+            sys.exit(_CLOSED_PIPE)
+        _fail(TaperError(f"cannot write the output: {error.strerror or error}"))
     sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -245,8 +249,9 @@ def _policy(llm: LLM, options: dict[str, Any]) -> DepthPolicy:
     if mode == "full":
         raise TaperError("--mode full runs every layer; --alpha does nothing there", "leave out one of the two")
     if name is None and "balanced" not in llm.shipped_policies():
+        middle_first = DepthPolicy.middle_first(llm.config.num_hidden_layers, alpha)
         _say("no measured skip order for this model: the middle layers go first (our reading of the paper)")
-        return DepthPolicy.middle_first(llm.config.num_hidden_layers, alpha)
+        return middle_first
     given = llm.resolve_policy(name, "taper")
     return (
         DepthPolicy.d3(given.num_hidden_layers, alpha, given.start, None, given.skip_order)
@@ -284,37 +289,20 @@ def _follow(stream: Generator[Chunk, None, None], echo: bool) -> list[Chunk]:
 def _compare(
     llm: LLM, prompt: Any, params: SamplingParams, policy: DepthPolicy, options: dict[str, Any], as_json: bool
 ) -> None:
-    """Both answers, a token of each in turn: whatever else the machine does slows both alike."""
-    from rich.live import Live
+    from .compare import compare
+    from .terminal import console, depth_chart
 
-    from .policy import DepthPolicy
-    from .sampling import SamplingParams
-    from .terminal import SideBySide, console, depth_chart
-
-    full = DepthPolicy.full(llm.config.num_hidden_layers)
-    llm.generate("warm up", SamplingParams(max_tokens=4), policy=full, raw=True)
-    picture = SideBySide((f"full depth, {full.num_hidden_layers} layers", f"tapered, {policy.label}"))
-    streams = [llm.stream(prompt, params, policy=each) for each in (full, policy)]
-    screen = console()
-    live = not as_json and screen.is_terminal
-    with Live(picture, console=screen, refresh_per_second=8, transient=True) if live else nullcontext():
-        running = [0, 1]
-        while running:
-            for i in list(running):
-                chunk = next(streams[i])
-                picture.texts[i] += chunk.text
-                if chunk.output is not None:
-                    picture.outputs[i] = chunk.output
-                    running.remove(i)
-    outputs = [output for output in picture.outputs if output is not None]
+    picture = compare(llm, prompt, params, policy, screen=None if as_json else console())
+    outputs = picture.finished()
     if as_json:
-        both = {name: _as_json(output, llm) for name, output in zip(("full", "taper"), outputs, strict=True)}
-        click.echo(json.dumps(both, ensure_ascii=False))
-        return
-    console(stderr=False).print(picture)
-    _say(picture.verdict())
-    if options["show_depth"]:
-        _say(depth_chart(outputs[1].depths, full.num_hidden_layers))
+        click.echo(json.dumps({name: _as_json(output, llm) for name, output in outputs.items()}, ensure_ascii=False))
+    else:
+        console(stderr=False).print(picture)
+        _say(picture.verdict())
+    if options["show_depth"] and "taper" in outputs:
+        _say(depth_chart(outputs["taper"].depths, llm.config.num_hidden_layers))
+    if any(output.finish_reason == "abort" for output in outputs.values()):
+        sys.exit(_INTERRUPTED)
 
 
 def _as_json(output: Output, llm: LLM) -> dict[str, Any]:

@@ -80,10 +80,12 @@ class Engine:
         """Answer requests together; a row leaves as it finishes, and a waiting request takes its slot.
 
         Raises:
-            RequestError: a prompt is empty, too long, or holds an id that the model has not.
+            RequestError: a prompt cannot be answered (`check_prompt`).
+            PolicyError: a policy was made for another model.
         """
         for request in requests:
-            self._check(request)
+            self.check_prompt(request.prompt_ids)
+            request.policy.check_model(self.backend.config.num_hidden_layers, self.backend.config.identity)
         waiting = deque(enumerate(requests))
         rows: list[Row] = []
         try:
@@ -177,8 +179,13 @@ class Engine:
             row.finish_reason = "length"
         return Step(row, token_id, depth, logprobs)
 
-    def _check(self, request: Request) -> None:
-        ids, config = request.prompt_ids, self.backend.config
+    def check_prompt(self, ids: Sequence[int]) -> None:
+        """Refuse a prompt that cannot be answered.
+
+        Raises:
+            RequestError: it is empty, too long, or holds an id that the model has not.
+        """
+        config = self.backend.config
         if not ids:
             raise RequestError("the prompt is empty", "give at least one token")
         if len(ids) >= self.backend.context_length:
@@ -188,7 +195,6 @@ class Engine:
             )
         if bad := next((i for i in ids if not 0 <= i < config.vocab_size), None):
             raise RequestError(f"token id {bad} is outside the vocabulary of {config.vocab_size}")
-        request.policy.check_model(config.num_hidden_layers, config.identity)
 
     def _admit(self, index: int, request: Request) -> Row:
         """Take the free slot that holds most of the prompt, and keep what it holds of it."""

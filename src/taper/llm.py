@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
 from collections.abc import Generator, Sequence
@@ -146,13 +147,12 @@ class LLM:
         raw: bool = False,
     ) -> Generator[Chunk, None, None]:
         """Answer as `generate` does, one chunk a token. Ctrl-C ends it with what was made so far, as "abort"."""
-        params = params or SamplingParams()
-        chosen = self.resolve_policy(policy, mode)
         batch: Any = [prompts] if _is_prompt(prompts) else prompts
         if not batch:
             raise RequestError("there is no prompt")
-        stop_ids = self.tokenizer.stop_ids
-        return self._stream([Request(self.encode(prompt, raw), params, chosen, stop_ids) for prompt in batch])
+        encoded = [self.encode(prompt, raw) for prompt in batch]
+        chosen, stop_ids = self.resolve_policy(policy, mode), self.tokenizer.stop_ids
+        return self._stream([Request(ids, params or SamplingParams(), chosen, stop_ids) for ids in encoded])
 
     def _stream(self, requests: list[Request]) -> Generator[Chunk, None, None]:
         started, paused = time.perf_counter(), 0.0
@@ -173,22 +173,29 @@ class LLM:
         """Token ids of a prompt: messages, or text as one user message where the model has a chat template.
 
         Raises:
-            RequestError: it is empty, or not messages.
+            RequestError: it is empty, not messages, not valid Unicode, or does not fit into the context.
         """
-        if isinstance(prompt, str):
-            if not prompt.strip():
-                raise RequestError("the prompt is empty", "give some text")
-            if raw or not self.tokenizer.chat_template:
-                return self.tokenizer.encode(prompt)
-            prompt = [{"role": "user", "content": prompt}]
-        elif raw:
-            raise RequestError("raw goes with text, not with messages")
-        for message in prompt:
+        text = prompt if isinstance(prompt, str) and (raw or not self.tokenizer.chat_template) else None
+        if text is None:
+            if raw:
+                raise RequestError("raw goes with text, not with messages")
+            text = self._render([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+            ids = self.tokenizer.encode(text, add_special_tokens=False)
+        elif text.strip():
+            ids = self.tokenizer.encode(text)
+        else:
+            raise RequestError("the prompt is empty", "give some text")
+        self.engine.check_prompt(ids)
+        return ids
+
+    def _render(self, messages: Sequence[Message]) -> str:
+        """The prompt of messages, checked."""
+        for message in messages:
             if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
                 raise RequestError(f"{message!r} is not a message", 'a message is {"role": "user", "content": "..."}')
-        if not prompt[-1]["content"].strip():
-            raise RequestError("the last message is empty", "give some text")
-        return self.tokenizer.encode(self.tokenizer.render(prompt), add_special_tokens=False)
+        if not messages[-1]["content"].strip():
+            raise RequestError("the prompt is empty", "give some text")
+        return self.tokenizer.render(messages)
 
     def resolve_policy(self, policy: DepthPolicy | str | None = None, mode: str | None = None) -> DepthPolicy:
         """The policy that a policy and a mode stand for on this model; warns where that may surprise.
@@ -370,10 +377,9 @@ def _cuda_is_there() -> bool:
 
 
 def _policy_path(name: str) -> Path:
-    path = Path(name)
-    if not path.exists() and path.suffix != ".json":
+    if not os.path.exists(name) and not name.endswith(".json"):
         raise PolicyError(f"no policy {name!r} for this model", "taper policy list shows those shipped; or give a file")
-    return path
+    return Path(name)
 
 
 def _warn(message: str) -> None:

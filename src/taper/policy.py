@@ -346,7 +346,7 @@ def _least_depth(num_hidden_layers: int, skip_order: tuple[int, ...]) -> int:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return type(value) is int or (isinstance(value, float) and math.isfinite(value))
 
 
 def _check_int(what: str, value: object, low: int, high: int | None = None) -> None:

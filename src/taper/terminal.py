@@ -1,14 +1,11 @@
-"""What Taper draws in a terminal: depth by step, tokens coloured by depth, two answers side by side."""
+"""What Taper draws in a terminal: depth by step, and tokens coloured by depth."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 
-from rich.console import Console, Group
-from rich.panel import Panel
-from rich.table import Table
+from rich.console import Console
 from rich.text import Text
 
 from .llm import Chunk, Output
@@ -77,47 +74,6 @@ def policy_picture(policy: DepthPolicy, tokens: int) -> str:
     if policy.skip_order:
         lines.append("skipped in this order: " + " ".join(map(str, policy.skip_order)))
     return "\n".join(lines)
-
-
-@dataclass
-class SideBySide:
-    """Two answers beside each other while they grow."""
-
-    titles: tuple[str, str]
-    texts: list[str] = field(default_factory=lambda: ["", ""])
-    outputs: list[Output | None] = field(default_factory=lambda: [None, None])
-
-    def __rich__(self) -> Table:
-        grid = Table.grid(expand=True)
-        grid.add_column(ratio=1)
-        grid.add_column(ratio=1)
-        grid.add_row(*(self._panel(i) for i in (0, 1)))
-        return grid
-
-    def _panel(self, i: int) -> Panel:
-        output = self.outputs[i]
-        facts = Table.grid(padding=(0, 1))
-        if output is not None:
-            facts.add_row("tokens", str(output.completion_tokens))
-            facts.add_row("mean depth", f"{output.mean_depth:.1f} of {output.policy.num_hidden_layers}")
-            facts.add_row("tokens/s", f"{output.tokens_per_second:.1f}")
-            facts.add_row("first token", f"{output.ttft_s:.2f} s")
-        return Panel(Group(Text(self.texts[i]), Text(""), facts), title=self.titles[i])
-
-    def verdict(self) -> str:
-        """What the comparison comes to, one line."""
-        full, tapered = self.outputs
-        if full is None or tapered is None or not full.tokens_per_second or not tapered.tokens_per_second:
-            return "too short to compare"
-        shared = 0
-        for a, b in zip(full.token_ids, tapered.token_ids, strict=False):
-            if a != b:
-                break
-            shared += 1
-        same = len(full.token_ids) == len(tapered.token_ids) == shared
-        texts = "the same text" if same else f"the first {shared} tokens are the same"
-        ratio = tapered.tokens_per_second / full.tokens_per_second
-        return f"tapered runs {ratio:.2f}x as fast per token; {texts}"
 
 
 def console(stderr: bool = True) -> Console:

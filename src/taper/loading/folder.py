@@ -62,7 +62,10 @@ def load_folder(path: Path) -> LoadedModel:
     """
     settings = read_json(path / "config.json")
     tensors = {_our_name(name): tensor for name, tensor in _read_weights(path).items() if "rotary_emb" not in name}
-    config = _read_config(settings, tensors)
+    try:
+        config = _read_config(settings, tensors)
+    except (TypeError, ValueError, ArithmeticError) as error:  # a value of a kind that no formula expects
+        raise ModelError(f"{path / 'config.json'} holds a value that makes no sense: {error}") from None
     check_config(config)
     if config.tie_word_embeddings:
         tensors.pop("lm_head", None)
@@ -137,7 +140,7 @@ def _read_config(settings: dict[str, Any], tensors: dict[str, Tensor]) -> ModelC
         value = default if value is None else value
         if value is None:
             raise ModelError(f"config.json lacks {key}")
-        if kind is float and type(value) is int:
+        if kind is float and type(value) is int and abs(value) < 1 << 53:
             value = float(value)
         if type(value) is not kind:
             raise ModelError(f"config.json: {key} is {value!r}; it must be of type {kind.__name__}")
@@ -178,7 +181,10 @@ def _read_config(settings: dict[str, Any], tensors: dict[str, Tensor]) -> ModelC
 
 def _refuse_variants(settings: dict[str, Any], model_type: str) -> None:
     """Refuse what these architectures can be configured to do and Taper does not."""
-    kinds = {str(kind) for kind in settings.get("layer_types") or ["full_attention"]}
+    layer_types = settings.get("layer_types") or ["full_attention"]
+    if not isinstance(layer_types, list):
+        raise ModelError(f"config.json: layer_types is {layer_types!r}; it must be a list")
+    kinds = {str(kind) for kind in layer_types}
     # transformers' own defaults: Mistral has a window unless it says null, Qwen has none unless it says so.
     uses_window = settings.get("use_sliding_window", model_type == "mistral")
     window = uses_window and settings.get("sliding_window", 4096)
@@ -201,11 +207,11 @@ def _rope_scaling(rope: dict[str, Any], head_dim: int, theta: float) -> tuple[fl
     if kind == "default":
         return 1.0, None
     needed = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
-    if kind not in needed:
+    if not isinstance(kind, str) or kind not in needed:
         raise ModelError(f"rope scaling {kind!r} is not supported", "supported: default, linear, llama3")
     numbers = [rope.get(key) for key in needed[kind]]
-    if not all(isinstance(number, (int, float)) and number > 0 for number in numbers):
-        raise ModelError(f"rope scaling {kind!r} needs positive {', '.join(needed[kind])}")
+    if not all(isinstance(number, (int, float)) and 0 < number < 1e6 for number in numbers):
+        raise ModelError(f"rope scaling {kind!r} needs positive numbers for {', '.join(needed[kind])}")
     if kind == "linear":
         return 1.0 / rope["factor"], None
     if not (0 < theta < 1e12 and 2 <= head_dim <= 1024):

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -48,7 +49,7 @@ def find_model(name: str) -> Path:
         if not path.is_file():
             raise ModelError(f"model {name} is not on this machine yet", "fetch it with: taper pull")
         return path
-    if Path(name).exists():
+    if os.path.exists(name):
         return Path(name)
     if _HUB_ID.fullmatch(name) and not (name.endswith(".gguf") and name.count("/") == 1):
         return _find_hub_model(name)
@@ -92,7 +93,7 @@ def _pull_default(progress: Progress) -> Path:
                     f"the download is damaged: sha256 {found}, expected {_SHA256}", "nothing was kept; retry"
                 )
             os.replace(file, path)
-    except (zipfile.BadZipFile, KeyError, EOFError) as error:
+    except (zipfile.BadZipFile, zlib.error, KeyError, EOFError) as error:
         raise ModelError(f"the download is damaged: {error}", "nothing was kept; retry") from None
     except OSError as error:
         raise ModelError(

@@ -51,8 +51,15 @@ class Tokenizer:
         self._template_tokens = template_tokens
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, with the model's own leading tokens (BOS) where it has them."""
-        ids: list[int] = self.fast.encode(text, add_special_tokens=add_special_tokens).ids
+        """Token ids of a text, with the model's own leading tokens (BOS) where it has them.
+
+        Raises:
+            RequestError: the text is not valid Unicode.
+        """
+        try:
+            ids: list[int] = self.fast.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError:  # what the library makes of lone surrogates
+            raise RequestError("the prompt is not valid Unicode text", "give it as UTF-8") from None
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -75,9 +82,12 @@ class Tokenizer:
         environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
         try:
             template = environment.from_string(self.chat_template)
-            return template.render(messages=list(messages), add_generation_prompt=True, **self._template_tokens)
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
-            raise RequestError(f"the model's chat template refused these messages: {error}") from None
+            absent = {"tools": None, "documents": None}  # templates test them for none, as transformers gives them
+            given = {"messages": list(messages), "add_generation_prompt": True, **self._template_tokens, **absent}
+            return template.render(given)
+        except Exception as error:  # a template is a program that came with the model: it may raise anything
+            reason = str(error) or type(error).__name__
+            raise RequestError(f"the model's chat template refused these messages: {reason}") from None
 
 
 class TextStream:
@@ -131,10 +141,15 @@ def tokenizer_from_folder(path: Path, vocab_size: int) -> Tokenizer:
     settings = _optional_json(path / "tokenizer_config.json")
     template = settings.get("chat_template") or ""
     if isinstance(template, list):  # several named templates
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default") or ""
-    if (path / "chat_template.jinja").is_file():
-        template = (path / "chat_template.jinja").read_text(encoding="utf-8")
+        named = [entry for entry in template if isinstance(entry, dict) and isinstance(entry.get("name"), str)]
+        if len(named) != len(template):
+            raise ModelError(f"{path}: a chat template of a list must have a name")
+        template = next((entry.get("template") for entry in named if entry["name"] == "default"), "")
+    try:
+        if (path / "chat_template.jinja").is_file():
+            template = (path / "chat_template.jinja").read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"cannot read {path / 'chat_template.jinja'}: {error}") from None
     if not isinstance(template, str):
         raise ModelError(f"{path}: the chat template must be text")
     tokens = {}
@@ -146,7 +161,7 @@ def tokenizer_from_folder(path: Path, vocab_size: int) -> Tokenizer:
     stops: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         ids = _optional_json(path / name).get("eos_token_id")
-        stops |= {i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)}
+        stops.update(i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int))
     stops |= _end_of_turn_ids(fast, tokens.get("eos_token"))
     return Tokenizer(fast, frozenset(stops), template, tokens)
 
@@ -168,7 +183,8 @@ def tokenizer_from_gguf(file_name: str, metadata: dict[str, Any], vocab_size: in
 
     model, pieces = get("ggml.model", str), get("ggml.tokens", list)
     types = get("ggml.token_type", list, [1] * len(pieces))
-    if not pieces or len(types) != len(pieces) or not all(isinstance(piece, str) for piece in pieces):
+    of_type = all(isinstance(piece, str) for piece in pieces) and all(isinstance(kind, int) for kind in types)
+    if not pieces or len(types) != len(pieces) or not of_type:
         raise ModelError(f"{file_name}: tokenizer tokens and token types do not match")
     if len(set(pieces)) != len(pieces):
         raise ModelError(f"{file_name}: two tokens of the vocabulary are the same")

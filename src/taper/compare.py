@@ -1,0 +1,100 @@
+"""The full and the tapered answer to one prompt, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from .llm import LLM, Chunk, Output
+from .policy import DepthPolicy
+from .sampling import SamplingParams
+
+
+@dataclass
+class SideBySide:
+    """Two answers beside each other while they grow."""
+
+    titles: tuple[str, str]
+    texts: list[str] = field(default_factory=lambda: ["", ""])
+    outputs: list[Output | None] = field(default_factory=lambda: [None, None])
+
+    def __rich__(self) -> Table:
+        grid = Table.grid(expand=True)
+        grid.add_column(ratio=1)
+        grid.add_column(ratio=1)
+        grid.add_row(*(self._panel(i) for i in (0, 1)))
+        return grid
+
+    def _panel(self, i: int) -> Panel:
+        output = self.outputs[i]
+        facts = Table.grid(padding=(0, 1))
+        if output is not None:
+            facts.add_row("tokens", str(output.completion_tokens))
+            facts.add_row("mean depth", f"{output.mean_depth:.1f} of {output.policy.num_hidden_layers}")
+            facts.add_row("tokens/s", f"{output.tokens_per_second:.1f}")
+            facts.add_row("first token", f"{output.ttft_s:.2f} s")
+        return Panel(Group(Text(self.texts[i]), Text(""), facts), title=self.titles[i])
+
+    def finished(self) -> dict[str, Output]:
+        """The answers by mode; one that Ctrl-C ended before it began is missing."""
+        found = zip(("full", "taper"), self.outputs, strict=True)
+        return {mode: output for mode, output in found if output is not None}
+
+    def verdict(self) -> str:
+        """What the comparison comes to, one line."""
+        full, tapered = self.outputs
+        if full is None or tapered is None or not full.tokens_per_second or not tapered.tokens_per_second:
+            return "too short to compare"
+        shared = 0
+        for a, b in zip(full.token_ids, tapered.token_ids, strict=False):
+            if a != b:
+                break
+            shared += 1
+        same = len(full.token_ids) == len(tapered.token_ids) == shared
+        texts = "the same text" if same else f"the first {shared} tokens are the same"
+        ratio = tapered.tokens_per_second / full.tokens_per_second
+        return f"tapered runs {ratio:.2f}x as fast per token; {texts}"
+
+
+def compare(
+    llm: LLM, prompt: Any, params: SamplingParams, policy: DepthPolicy, screen: Console | None = None
+) -> SideBySide:
+    """Answer at full depth and under a policy, a token of each in turn: what slows the machine slows both alike.
+
+    Drawn on `screen` while it runs, where that is a terminal.
+    """
+    full = DepthPolicy.full(llm.config.num_hidden_layers)
+    llm.generate("warm up", SamplingParams(max_tokens=4), policy=full, raw=True)
+    picture = SideBySide((f"full depth, {full.num_hidden_layers} layers", f"tapered, {policy.label}"))
+    streams = [llm.stream(prompt, params, policy=each) for each in (full, policy)]
+    live = screen is not None and screen.is_terminal
+    with Live(picture, console=screen, refresh_per_second=8, transient=True) if live else nullcontext():
+        for i, chunk in _in_turn(streams):
+            picture.texts[i] += chunk.text
+            picture.outputs[i] = picture.outputs[i] or chunk.output
+    return picture
+
+
+def _in_turn(streams: list[Generator[Chunk, None, None]]) -> Iterator[tuple[int, Chunk]]:
+    """A chunk of each stream in turn, with the stream's index; Ctrl-C ends them all where they are."""
+    running, interrupted = dict(enumerate(streams)), False
+    while running:
+        for i, stream in list(running.items()):
+            try:
+                chunk = stream.throw(KeyboardInterrupt()) if interrupted else next(stream)
+            except KeyboardInterrupt:  # it had not begun
+                del running[i]
+                interrupted = True
+                continue
+            yield i, chunk
+            if chunk.output is not None:
+                del running[i]
+                interrupted |= chunk.output.finish_reason == "abort"
