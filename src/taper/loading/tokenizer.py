@@ -7,8 +7,10 @@ rebuilt here with the `tokenizers` library, which also reads `tokenizer.json` it
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from datetime import datetime
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPLIT_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3_SPLIT = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _SPLIT_TAIL
 _QWEN2_SPLIT = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _SPLIT_TAIL
+
+_BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
 
 # Token types of GGUF's tokenizer.ggml.token_type.
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
@@ -63,8 +67,18 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids; special tokens are left out."""
+        """Text of token ids; special tokens are left out. Bytes that are no character become U+FFFD."""
         text: str = self.fast.decode(list(ids), skip_special_tokens=True)
+        if "\ufffd" not in text or not getattr(self.fast.model, "byte_fallback", False):
+            return text
+        # One bad byte makes the library spoil its whole run of byte tokens; keep the run's good characters.
+        special = {i for i, token in self.fast.get_added_tokens_decoder().items() if token.special}
+        pieces = [piece for i in ids if i not in special and (piece := self.fast.id_to_token(i)) is not None]
+        joined: list[str] = []
+        for is_byte, group in groupby(pieces, lambda piece: bool(_BYTE_PIECE.fullmatch(piece))):
+            run = list(group)
+            joined += [bytes(int(piece[3:5], 16) for piece in run).decode(errors="replace")] if is_byte else run
+        text = self.fast.decoder.decode(joined)
         return text
 
     def render(self, messages: Sequence[Message]) -> str:
@@ -157,11 +171,11 @@ def tokenizer_from_folder(path: Path, vocab_size: int) -> Tokenizer:
         value = settings.get(name)
         value = value.get("content") if isinstance(value, dict) else value
         if isinstance(value, str):
-            tokens[name] = value
+            tokens[name] = value.encode(errors="replace").decode()
     stops: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         ids = _optional_json(path / name).get("eos_token_id")
-        stops.update(i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int))
+        stops.update(i for i in (ids if isinstance(ids, list) else [ids]) if type(i) is int and i >= 0)
     stops |= _end_of_turn_ids(fast, tokens.get("eos_token"))
     return Tokenizer(fast, frozenset(stops), template, tokens)
 
@@ -313,8 +327,14 @@ def _optional_json(path: Path) -> dict[str, Any]:
     return data if isinstance(data, dict) else {}
 
 
-def _tojson(value: object, ensure_ascii: bool = False, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> Callable[..., Any]:
