@@ -78,8 +78,8 @@ class Tokenizer:
         for is_byte, group in groupby(pieces, lambda piece: bool(_BYTE_PIECE.fullmatch(piece))):
             run = list(group)
             joined += [bytes(int(piece[3:5], 16) for piece in run).decode(errors="replace")] if is_byte else run
-        text = self.fast.decoder.decode(joined)
-        return text
+        mended: str = self.fast.decoder.decode(joined)
+        return mended
 
     def render(self, messages: Sequence[Message]) -> str:
         """The prompt of a conversation, ready for the assistant's answer.
