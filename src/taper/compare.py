@@ -72,7 +72,8 @@ def compare(
     Drawn on `screen` while it runs, where that is a terminal.
     """
     full = DepthPolicy.full(llm.config.num_hidden_layers)
-    llm.generate("warm up", SamplingParams(max_tokens=4), policy=full, raw=True)
+    if llm.generate("warm up", SamplingParams(max_tokens=4), policy=full, raw=True).finish_reason == "abort":
+        raise KeyboardInterrupt
     picture = SideBySide((f"full depth, {full.num_hidden_layers} layers", f"tapered, {policy.label}"))
     streams = [llm.stream(prompt, params, policy=each) for each in (full, policy)]
     live = screen is not None and screen.is_terminal
