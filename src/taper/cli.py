@@ -194,6 +194,7 @@ def policy_show(name: str, tokens: int, as_json: bool) -> None:
 
 def main() -> NoReturn:
     """Run the command line; a user's mistake is one line and exit code 2."""
+    _open_standard_streams()
     warnings.showwarning = _show_warning
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -217,6 +218,13 @@ def main() -> NoReturn:
             sys.exit(_CLOSED_PIPE)
         _fail(TaperError(f"cannot write the output: {error.strerror or error}"))
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _open_standard_streams() -> None:
+    """Python has None for a standard stream that was closed before it started."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  (for the process)
 
 
 def _load(options: dict[str, Any]) -> LLM:
