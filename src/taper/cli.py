@@ -199,7 +199,9 @@ def main() -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that is not UTF-8 must not end an answer
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # lets temporary files be removed
+    for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
+        if signal.getsignal(number) == signal.SIG_DFL:  # an exit lets temporary files be removed
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         code = cli.main(standalone_mode=False)
         sys.stdout.flush()
@@ -216,7 +218,7 @@ def main() -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit must not fail again
         if isinstance(error, BrokenPipeError):
             sys.exit(_CLOSED_PIPE)
-        _fail(TaperError(f"cannot write the output: {error.strerror or error}"))
+        _fail(TaperError(f"{error.filename or 'cannot write the output'}: {error.strerror or error}"))
     sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -232,7 +234,7 @@ def _load(options: dict[str, Any]) -> LLM:
     from .loading import DEFAULT_MODEL
 
     return LLM(
-        options["model"] or DEFAULT_MODEL,
+        DEFAULT_MODEL if options["model"] is None else options["model"],
         device=options["device"],
         dtype=options["dtype"],
         context=options["context"],
@@ -258,7 +260,7 @@ def _policy(llm: LLM, options: dict[str, Any]) -> DepthPolicy:
         raise TaperError("--mode full runs every layer; --alpha does nothing there", "leave out one of the two")
     if name is None and "balanced" not in llm.shipped_policies():
         middle_first = DepthPolicy.middle_first(llm.config.num_hidden_layers, alpha)
-        _say("no measured skip order for this model: the middle layers go first (our reading of the paper)")
+        _say("taper: no measured skip order for this model: the middle layers go first (our reading of the paper)")
         return middle_first
     given = llm.resolve_policy(name, "taper")
     return (

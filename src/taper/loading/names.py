@@ -46,7 +46,7 @@ def find_model(name: str) -> Path:
     """
     if name == DEFAULT_MODEL:
         path = default_model_path()
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise ModelError(f"model {name} is not on this machine yet", "fetch it with: taper pull")
         return path
     if os.path.exists(name):
@@ -181,7 +181,9 @@ def _find_hub_model(name: str) -> Path:
 def _pull_hub_model(name: str) -> Path:
     """Fetch into the hub's own cache, which resumes and is shared with other tools; it draws its own bars."""
     from huggingface_hub import HfApi, hf_hub_download, snapshot_download
+    from huggingface_hub.utils import logging
 
+    logging.set_verbosity_error()  # its retries would stand before our one line
     repository, file = _split_hub_id(name)
     try:
         if file:
