@@ -12,7 +12,16 @@ import pytest
 import torch
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from taper.loading import LoadedModel, load_model
 from taper.loading.names import default_model_path
@@ -31,6 +40,7 @@ _CLASSES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
 }
 
 
@@ -88,7 +98,7 @@ def make_tiny(folder: Path, architecture: str = "llama", *, tied: bool = True, l
     return TinyModel(model, folder)
 
 
-@pytest.fixture(scope="session", params=["llama", "qwen2", "qwen3", "llama-untied", "llama-3.1"])
+@pytest.fixture(scope="session", params=["llama", "qwen2", "qwen3", "mistral", "llama-untied", "llama-3.1"])
 def tiny(request, tmp_path_factory) -> TinyModel:
     """One tiny model of each kind."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -103,7 +113,8 @@ def tiny(request, tmp_path_factory) -> TinyModel:
         }
         return make_tiny(folder, rope_parameters=scaling)
     architecture, _, untied = request.param.partition("-")
-    return make_tiny(folder, architecture, tied=not untied)
+    more = {"sliding_window": None} if architecture == "mistral" else {}
+    return make_tiny(folder, architecture, tied=not untied, **more)
 
 
 @pytest.fixture(scope="session")
@@ -121,11 +132,12 @@ def tiny_gguf(tiny_llama, tmp_path_factory) -> Path:
 
 
 def write_gguf(path: Path, tiny: TinyModel, dtype=np.float32) -> None:
-    """Convert a tiny llama with the gguf package, independently of our reader."""
+    """Convert a tiny model with the gguf package, independently of our reader."""
     import gguf
 
     config = tiny.hf.config
-    writer = gguf.GGUFWriter(path, "llama")
+    architecture = "llama" if config.model_type == "mistral" else config.model_type
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -151,6 +163,8 @@ def write_gguf(path: Path, tiny: TinyModel, dtype=np.float32) -> None:
         "norm": "output_norm",
         "lm_head": "output",
         "input_layernorm": "attn_norm",
+        "q_norm": "attn_q_norm",
+        "k_norm": "attn_k_norm",
         "q_proj": "attn_q",
         "k_proj": "attn_k",
         "v_proj": "attn_v",
@@ -163,12 +177,16 @@ def write_gguf(path: Path, tiny: TinyModel, dtype=np.float32) -> None:
     for name, parameter in tiny.hf.named_parameters():
         parts = name.split(".")
         array = parameter.detach().numpy()
-        if parts[-2] in ("q_proj", "k_proj"):
+        if parts[-2] in ("q_proj", "k_proj") and architecture == "llama":
             array = array.reshape(-1, 2, config.head_dim // 2, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
-        target = names[parts[-2]] + ".weight"
+        target = f"{names[parts[-2]]}.{parts[-1]}"
         if "layers" in parts:
             target = f"blk.{parts[parts.index('layers') + 1]}.{target}"
         writer.add_tensor(target, array.astype(np.float32 if array.ndim == 1 else dtype))
+    if config.rope_parameters["rope_type"] == "llama3":
+        plain = config.rope_parameters["rope_theta"] ** (-np.arange(0, config.head_dim, 2) / config.head_dim)
+        factors = plain / tiny.hf.model.rotary_emb.inv_freq.numpy()
+        writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -116,6 +116,12 @@ def test_chat_answers_each_turn_with_all_before(run):
     assert answers[0] == answers[-1]
 
 
+@pytest.mark.parametrize("option", [("--top-p", "0.5"), ("--top-k", "3"), ("--min-p", "0.1"), ("--seed", "1")])
+def test_options_that_do_nothing_at_temperature_zero_are_refused(tiny_gguf, option):
+    result = CliRunner().invoke(cli, ["generate", "hi", "--model", str(tiny_gguf), *option])
+    assert "does nothing at temperature 0" in str(result.exception)
+
+
 def test_policy_list_and_show(policy_file):
     listed = CliRunner().invoke(cli, ["policy", "list"])
     assert all(name in listed.stdout for name in ("gentle", "balanced", "fast"))

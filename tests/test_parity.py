@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from conftest import VOCAB_SIZE, TinyModel, make_tiny
+from conftest import VOCAB_SIZE, TinyModel, make_tiny, write_gguf
 
 import taper.engine
 import taper.hf
@@ -202,11 +202,12 @@ def test_verify_equals_decoding_the_same_tokens(tiny_llama, kind):
         np.testing.assert_allclose(engine.verify(row, tokens[1:-1]), np.stack(decoded[0]), atol=2e-4)
 
 
-def test_gguf_equals_the_folder_it_came_from(tiny_llama, tiny_gguf):
-    prompt, policy = random_prompt(12), policies(6)["middle first"]
+def test_gguf_equals_the_folder_it_came_from(tiny, tmp_path):
+    write_gguf(tmp_path / "tiny.gguf", tiny)
+    prompt, policy = random_prompt(12, 90), policies(5)["middle first"]
     for kind in ("ggml", "torch"):
-        from_gguf = answer(Engine(make_backend(kind, load_model(tiny_gguf))), [prompt], [policy])
-        assert from_gguf[0] == twin(tiny_llama, prompt, policy)
+        from_gguf = answer(Engine(make_backend(kind, load_model(tmp_path / "tiny.gguf"))), [prompt], [policy])
+        assert from_gguf[0] == twin(tiny, prompt, policy)
 
 
 def test_graphs_are_prepared_once_and_bounded(tiny_llama, monkeypatch):

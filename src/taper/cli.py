@@ -245,6 +245,13 @@ def _load(options: dict[str, Any]) -> LLM:
 def _sampling(options: dict[str, Any]) -> SamplingParams:
     from .sampling import SamplingParams
 
+    if options["temperature"] == 0:
+        for name, unset in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0), ("seed", None)):
+            if options[name] != unset:
+                option = "--" + name.replace("_", "-")
+                raise TaperError(
+                    f"{option} does nothing at temperature 0", "give a --temperature above 0, or leave it out"
+                )
     names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "seed")
     return SamplingParams(**{name: options[name] for name in names})
 

@@ -183,7 +183,8 @@ def _pull_hub_model(name: str) -> Path:
     from huggingface_hub import HfApi, hf_hub_download, snapshot_download
     from huggingface_hub.utils import logging
 
-    logging.set_verbosity_error()  # its retries would stand before our one line
+    # Its retries would stand before our one line.
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     repository, file = _split_hub_id(name)
     try:
         if file:
