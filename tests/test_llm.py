@@ -131,6 +131,17 @@ def test_slots_are_free_again_after_a_stream_is_left(llm):
     assert answer(llm).completion_tokens == 30
 
 
+def test_a_request_without_a_free_slot_is_refused_not_waited_for(llm):
+    held = [llm.stream("tell me", SamplingParams(max_tokens=9, ignore_eos=True), policy=TAPERED) for _ in range(3)]
+    next(held[0])
+    next(held[1])
+    with pytest.raises(RequestError, match="slots"):
+        next(held[2])
+    for stream in held:
+        stream.close()
+    assert len(llm.engine._kept) == 2
+
+
 def test_interrupts_end_an_answer_with_what_was_made(llm, monkeypatch):
     steps, run = [], llm.engine.backend.forward
 

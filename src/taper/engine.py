@@ -80,7 +80,7 @@ class Engine:
         """Answer requests together; a row leaves as it finishes, and a waiting request takes its slot.
 
         Raises:
-            RequestError: a prompt cannot be answered (`check_prompt`).
+            RequestError: a prompt cannot be answered (`check_prompt`), or unfinished generators hold every slot.
             PolicyError: a policy was made for another model.
         """
         for request in requests:
@@ -93,6 +93,11 @@ class Engine:
                 while waiting and self._kept:
                     rows.append(row := self._admit(*waiting.popleft()))
                     yield self._take(row, self.prefill(row))
+                if not rows:
+                    raise RequestError(
+                        f"all {self.backend.num_slots} slots answer other requests",
+                        "finish one, or raise max_batch_size",
+                    )
                 rows = self._release(rows)
                 for row, logits in zip(rows, self.decode(rows), strict=True):
                     yield self._take(row, logits)

@@ -11,30 +11,33 @@ from typing import Any
 import numpy as np
 
 from ..errors import ModelError
-from .model import LoadedModel, ModelConfig, Tensor, check_architecture, check_config, check_tensors
+from .model import LoadedModel, ModelConfig, Tensor, TensorNames, check_architecture, check_config, check_tensors
 from .tokenizer import tokenizer_from_folder
 
 # model_type of config.json -> our architecture.
 _MODEL_TYPES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 _DTYPES = {"F32": 4, "F16": 2, "BF16": 2}
 
-_LAYER_NAMES = {
-    "input_layernorm.weight": "input_layernorm",
-    "self_attn.q_proj.weight": "q_proj",
-    "self_attn.k_proj.weight": "k_proj",
-    "self_attn.v_proj.weight": "v_proj",
-    "self_attn.o_proj.weight": "o_proj",
-    "self_attn.q_proj.bias": "q_bias",
-    "self_attn.k_proj.bias": "k_bias",
-    "self_attn.v_proj.bias": "v_bias",
-    "self_attn.q_norm.weight": "q_norm",
-    "self_attn.k_norm.weight": "k_norm",
-    "post_attention_layernorm.weight": "post_attention_layernorm",
-    "mlp.gate_proj.weight": "gate_proj",
-    "mlp.up_proj.weight": "up_proj",
-    "mlp.down_proj.weight": "down_proj",
-}
-_MODEL_NAMES = {"model.embed_tokens.weight": "embed_tokens", "model.norm.weight": "norm", "lm_head.weight": "lm_head"}
+_NAMES = TensorNames(
+    "model.layers.",
+    {
+        "input_layernorm.weight": "input_layernorm",
+        "self_attn.q_proj.weight": "q_proj",
+        "self_attn.k_proj.weight": "k_proj",
+        "self_attn.v_proj.weight": "v_proj",
+        "self_attn.o_proj.weight": "o_proj",
+        "self_attn.q_proj.bias": "q_bias",
+        "self_attn.k_proj.bias": "k_bias",
+        "self_attn.v_proj.bias": "v_bias",
+        "self_attn.q_norm.weight": "q_norm",
+        "self_attn.k_norm.weight": "k_norm",
+        "post_attention_layernorm.weight": "post_attention_layernorm",
+        "mlp.gate_proj.weight": "gate_proj",
+        "mlp.up_proj.weight": "up_proj",
+        "mlp.down_proj.weight": "down_proj",
+    },
+    {"model.embed_tokens.weight": "embed_tokens", "model.norm.weight": "norm", "lm_head.weight": "lm_head"},
+)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -61,7 +64,7 @@ def load_folder(path: Path) -> LoadedModel:
         ModelError: a file is missing or damaged, weights are pickled, or the model is not supported.
     """
     settings = read_json(path / "config.json")
-    tensors = {_our_name(name): tensor for name, tensor in _read_weights(path).items() if "rotary_emb" not in name}
+    tensors = {_NAMES.ours(name): tensor for name, tensor in _read_weights(path).items() if "rotary_emb" not in name}
     try:
         config = _read_config(settings, tensors)
     except (TypeError, ValueError, ArithmeticError) as error:  # a value of a kind that no formula expects
@@ -69,24 +72,8 @@ def load_folder(path: Path) -> LoadedModel:
     check_config(config)
     if config.tie_word_embeddings:
         tensors.pop("lm_head", None)
-    check_tensors(config, tensors, _file_name)
+    check_tensors(config, tensors, _NAMES)
     return LoadedModel(config, tensors, tokenizer_from_folder(path, config.vocab_size))
-
-
-def _our_name(name: str) -> str:
-    if name.startswith("model.layers.") and name.count(".") > 3:
-        _, _, index, rest = name.split(".", 3)
-        if rest in _LAYER_NAMES:
-            return f"layers.{index}.{_LAYER_NAMES[rest]}"
-    return _MODEL_NAMES.get(name, name)
-
-
-def _file_name(name: str) -> str:
-    reverse = {ours: theirs for theirs, ours in (_LAYER_NAMES | _MODEL_NAMES).items()}
-    if name.startswith("layers."):
-        _, index, rest = name.split(".", 2)
-        return f"model.layers.{index}.{reverse[rest]}"
-    return reverse[name]
 
 
 def _read_weights(path: Path) -> dict[str, Tensor]:

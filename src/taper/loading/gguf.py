@@ -17,7 +17,16 @@ from typing import Any
 import numpy as np
 
 from ..errors import ModelError
-from .model import WEIGHT_TYPES, LoadedModel, ModelConfig, Tensor, check_architecture, check_config, check_tensors
+from .model import (
+    WEIGHT_TYPES,
+    LoadedModel,
+    ModelConfig,
+    Tensor,
+    TensorNames,
+    check_architecture,
+    check_config,
+    check_tensors,
+)
 from .tokenizer import tokenizer_from_gguf
 
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
@@ -33,23 +42,26 @@ _MAPPING: dict[str, Any] = (
     else {"access": mmap.ACCESS_READ}
 )
 
-_LAYER_NAMES = {
-    "attn_norm.weight": "input_layernorm",
-    "attn_q.weight": "q_proj",
-    "attn_k.weight": "k_proj",
-    "attn_v.weight": "v_proj",
-    "attn_q.bias": "q_bias",
-    "attn_k.bias": "k_bias",
-    "attn_v.bias": "v_bias",
-    "attn_q_norm.weight": "q_norm",
-    "attn_k_norm.weight": "k_norm",
-    "attn_output.weight": "o_proj",
-    "ffn_norm.weight": "post_attention_layernorm",
-    "ffn_gate.weight": "gate_proj",
-    "ffn_up.weight": "up_proj",
-    "ffn_down.weight": "down_proj",
-}
-_MODEL_NAMES = {"token_embd.weight": "embed_tokens", "output_norm.weight": "norm", "output.weight": "lm_head"}
+_NAMES = TensorNames(
+    "blk.",
+    {
+        "attn_norm.weight": "input_layernorm",
+        "attn_q.weight": "q_proj",
+        "attn_k.weight": "k_proj",
+        "attn_v.weight": "v_proj",
+        "attn_q.bias": "q_bias",
+        "attn_k.bias": "k_bias",
+        "attn_v.bias": "v_bias",
+        "attn_q_norm.weight": "q_norm",
+        "attn_k_norm.weight": "k_norm",
+        "attn_output.weight": "o_proj",
+        "ffn_norm.weight": "post_attention_layernorm",
+        "ffn_gate.weight": "gate_proj",
+        "ffn_up.weight": "up_proj",
+        "ffn_down.weight": "down_proj",
+    },
+    {"token_embd.weight": "embed_tokens", "output_norm.weight": "norm", "output.weight": "lm_head"},
+)
 # Rotary tables that some converters leave behind; they are computed from the config instead.
 _UNUSED_SUFFIXES = ("rotary_emb.inv_freq", "attn_rot_embd", "attn_rot_embd.weight")
 
@@ -213,28 +225,14 @@ def load_gguf(path: Path) -> LoadedModel:
     file = read_gguf(path)
     architecture = file.get("general.architecture", str)
     check_architecture(architecture)
-    tensors = {_our_name(name): tensor for name, tensor in file.tensors.items() if not name.endswith(_UNUSED_SUFFIXES)}
+    tensors = {
+        _NAMES.ours(name): tensor for name, tensor in file.tensors.items() if not name.endswith(_UNUSED_SUFFIXES)
+    }
     factors = tensors.pop("rope_freqs.weight", None)
     config = _read_config(file, architecture, tensors, factors)
     check_config(config)
-    check_tensors(config, tensors, _file_name)
+    check_tensors(config, tensors, _NAMES)
     return LoadedModel(config, tensors, tokenizer_from_gguf(file.path.name, file.metadata, config.vocab_size))
-
-
-def _our_name(name: str) -> str:
-    if name.startswith("blk.") and name.count(".") > 2:
-        _, index, rest = name.split(".", 2)
-        if rest in _LAYER_NAMES:
-            return f"layers.{index}.{_LAYER_NAMES[rest]}"
-    return _MODEL_NAMES.get(name, name)
-
-
-def _file_name(name: str) -> str:
-    reverse = {ours: theirs for theirs, ours in (_LAYER_NAMES | _MODEL_NAMES).items()}
-    if name.startswith("layers."):
-        _, index, rest = name.split(".", 2)
-        return f"blk.{index}.{reverse[rest]}"
-    return reverse[name]
 
 
 def _read_config(file: GGUFFile, architecture: str, tensors: dict[str, Tensor], factors: Tensor | None) -> ModelConfig:

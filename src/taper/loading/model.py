@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
@@ -102,6 +101,31 @@ class LoadedModel:
     tokenizer: Tokenizer
 
 
+@dataclass(frozen=True)
+class TensorNames:
+    """A file format's names of tensors: `layer_prefix` + index + "." + a name of `layer`, or a name of `model`."""
+
+    layer_prefix: str
+    layer: dict[str, str]  # the file's -> ours
+    model: dict[str, str]
+
+    def ours(self, name: str) -> str:
+        """Our name of a tensor; the file's own where it is not part of any architecture."""
+        if name.startswith(self.layer_prefix):
+            index, _, rest = name[len(self.layer_prefix) :].partition(".")
+            if rest in self.layer:
+                return f"layers.{index}.{self.layer[rest]}"
+        return self.model.get(name, name)
+
+    def theirs(self, name: str) -> str:
+        """The file's name of one of our tensors."""
+        reverse = {ours: theirs for theirs, ours in (self.layer | self.model).items()}
+        if name.startswith("layers."):
+            _, index, rest = name.split(".", 2)
+            return f"{self.layer_prefix}{index}.{reverse[rest]}"
+        return reverse[name]
+
+
 def check_architecture(name: str, supported: tuple[str, ...] = SUPPORTED) -> None:
     """Refuse by name an architecture that does not run here.
 
@@ -176,13 +200,13 @@ def check_config(config: ModelConfig) -> None:
         raise ModelError(f"rope factors must be {config.head_dim // 2} positive numbers")
 
 
-def check_tensors(config: ModelConfig, tensors: dict[str, Tensor], file_name: Callable[[str], str]) -> None:
+def check_tensors(config: ModelConfig, tensors: dict[str, Tensor], names: TensorNames) -> None:
     """Check that exactly the tensors of this config are there, with their shapes.
 
     Args:
         config: facts of the model.
         tensors: tensors by our names.
-        file_name: our name of a tensor -> the file's own, for messages.
+        names: the file's own names, for messages.
 
     Raises:
         ModelError: one is missing, of another shape, or not part of the architecture.
@@ -190,10 +214,10 @@ def check_tensors(config: ModelConfig, tensors: dict[str, Tensor], file_name: Ca
     shapes = expected_shapes(config)
     for name, shape in shapes.items():
         if name not in tensors:
-            raise ModelError(f"tensor {file_name(name)} is missing", "the file is incomplete; download it again")
+            raise ModelError(f"tensor {names.theirs(name)} is missing", "the file is incomplete; download it again")
         if tensors[name].shape != shape:
             found = list(tensors[name].shape)
-            raise ModelError(f"tensor {file_name(name)} has shape {found}; its config asks for {list(shape)}")
+            raise ModelError(f"tensor {names.theirs(name)} has shape {found}; its config asks for {list(shape)}")
     if unknown := sorted(set(tensors) - set(shapes)):
         raise ModelError(
             f"tensor {unknown[0]} is not part of a {config.architecture} model", "this variant is not supported"
