@@ -105,7 +105,7 @@ def sample(
     logits = _penalise(logits, params, prompt_ids, answer_ids)
     if params.temperature == 0:
         return int(logits.argmax())
-    ids = np.arange(len(logits))
+    ids: np.ndarray = np.arange(len(logits))
     if 0 < params.top_k < len(logits):
         ids = np.argpartition(logits, -params.top_k)[-params.top_k :]
     ids = ids[np.argsort(-logits[ids], kind="stable")]
