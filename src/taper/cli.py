@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import suppress
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
@@ -232,14 +233,11 @@ def _open_standard_streams() -> None:
 def _load(options: dict[str, Any]) -> LLM:
     from .llm import LLM
     from .loading import DEFAULT_MODEL
+    from .terminal import waiting
 
-    return LLM(
-        DEFAULT_MODEL if options["model"] is None else options["model"],
-        device=options["device"],
-        dtype=options["dtype"],
-        context=options["context"],
-        threads=options["threads"],
-    )
+    model = DEFAULT_MODEL if options["model"] is None else options["model"]
+    with waiting(f"loading {model}"):
+        return LLM(model, **{name: options[name] for name in ("device", "dtype", "context", "threads")})
 
 
 def _sampling(options: dict[str, Any]) -> SamplingParams:
@@ -292,9 +290,13 @@ def _prompt(llm: LLM, messages: list[Message]) -> Any:
 
 def _follow(stream: Generator[Chunk, None, None], echo: bool) -> list[Chunk]:
     """Take all chunks, writing their text as it comes; Ctrl-C ends the answer where it is."""
+    from .terminal import waiting
+
     chunks: list[Chunk] = []
     try:
-        for chunk in stream:
+        with waiting("reading the prompt"):
+            first = next(stream)
+        for chunk in chain([first], stream):
             chunks.append(chunk)
             if echo:
                 click.echo(chunk.text, nl=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 
 from rich.console import Console
@@ -74,6 +75,12 @@ def policy_picture(policy: DepthPolicy, tokens: int) -> str:
     if policy.skip_order:
         lines.append("skipped in this order: " + " ".join(map(str, policy.skip_order)))
     return "\n".join(lines)
+
+
+def waiting(what: str) -> AbstractContextManager[object]:
+    """A sign of life on a terminal while something takes its time."""
+    screen = console()
+    return screen.status(what) if screen.is_terminal else nullcontext()
 
 
 def console(stderr: bool = True) -> Console:
