@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 
 import pytest
@@ -230,6 +231,12 @@ def test_raw_text_is_taken_as_it_is(llm):
 def test_options_out_of_range_are_refused(tiny_llama, options, says):
     with pytest.raises(RequestError, match=says):
         LLM(str(tiny_llama.folder), **options)
+
+
+def test_cuda_without_pytorch_names_what_to_install(tiny_llama, monkeypatch):
+    monkeypatch.setitem(sys.modules, "taper.backends.torch", None)  # as if its import of torch had failed
+    with pytest.raises(RequestError, match="pip install"):
+        LLM(str(tiny_llama.folder), device="cuda")
 
 
 @pytest.mark.parametrize("dtype", ["auto", "f16", "bf16", "q8_0"])

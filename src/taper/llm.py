@@ -354,8 +354,10 @@ def _make_backend(
         )
     if threads is not None:
         raise RequestError("threads does nothing on cuda", "leave it out")
-    from .backends.torch import TorchBackend
-
+    try:
+        from .backends.torch import TorchBackend
+    except ImportError:
+        raise RequestError("device cuda needs PyTorch", 'pip install "taper-llm[torch]", or use --device cpu') from None
     return TorchBackend(
         loaded.config,
         loaded.tensors,
