@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -198,11 +197,3 @@ def _own_cache(tmp_path, monkeypatch):
     """No test reads or writes the user's cache."""
     monkeypatch.setenv("TAPER_CACHE", str(tmp_path / "taper-cache"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-
-
-@pytest.fixture
-def collected():
-    """Frees what a test left before and after it."""
-    gc.collect()
-    yield
-    gc.collect()

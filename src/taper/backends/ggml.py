@@ -22,7 +22,6 @@ from ..loading import ModelConfig, Tensor
 from ..loading.model import WEIGHT_TYPES, row_bytes
 from . import TokenBatch, runs_by_slot
 
-DTYPES = ("f32", "f16", "bf16", "q8_0")
 KV_BUCKET = 256  # cells; attention reads whole buckets, so that one graph serves that many positions
 MAX_GRAPHS = 64
 _ALIGNMENT = 32

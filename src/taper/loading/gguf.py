@@ -30,7 +30,7 @@ from .model import (
 from .tokenizer import tokenizer_from_gguf
 
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
-_STRING, _ARRAY, _BOOL = 8, 9, 7
+_STRING, _ARRAY = 8, 9
 _TYPE_NAMES = {type_id: name for name, (type_id, _, _) in WEIGHT_TYPES.items()}
 _MAX_ITEMS = 1 << 22  # of an array; the largest vocabularies have a tenth of that
 _DAMAGED = "the file is damaged or incomplete; download it again"
