@@ -228,7 +228,7 @@ def test_alpha_can_be_changed_on_power_curves_only():
 
 
 def test_shipped_policies_load_and_keep_their_promised_speed():
-    """0.27 ms a layer and 1.8 ms besides, as measured for the default model: docs/results.md."""
+    """By the step times they were fitted to: 0.27 ms a layer and 1.8 ms besides. Measured: docs/results.md."""
     (shipped,) = shipped_policies().values()
     predicted = {p.name: (1.8 + 0.27 * 30) / (1.8 + 0.27 * p.mean_depth(128)) for p in shipped}
     assert predicted == pytest.approx({"gentle": 1.05, "balanced": 1.10, "fast": 1.20}, abs=0.005)

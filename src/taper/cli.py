@@ -256,6 +256,7 @@ def _sampling(options: dict[str, Any]) -> SamplingParams:
 
 def _policy(llm: LLM, options: dict[str, Any]) -> DepthPolicy:
     """The policy that --policy, --mode and --alpha ask for together."""
+    from .llm import DEFAULT_POLICY
     from .policy import DepthPolicy
 
     name, mode, alpha = options["policy"], options["mode"], options["alpha"]
@@ -263,16 +264,15 @@ def _policy(llm: LLM, options: dict[str, Any]) -> DepthPolicy:
         return llm.resolve_policy(name, mode)
     if mode == "full":
         raise TaperError("--mode full runs every layer; --alpha does nothing there", "leave out one of the two")
-    if name is None and "balanced" not in llm.shipped_policies():
+    if name is not None:
+        return llm.resolve_policy(name, mode).with_alpha(alpha)
+    if DEFAULT_POLICY not in llm.shipped_policies():
         middle_first = DepthPolicy.middle_first(llm.config.num_hidden_layers, alpha)
         _say("taper: no measured skip order for this model: the middle layers go first (our reading of the paper)")
         return middle_first
-    given = llm.resolve_policy(name, "taper")
-    return (
-        DepthPolicy.d3(given.num_hidden_layers, alpha, given.start, None, given.skip_order)
-        if name is None
-        else (given.with_alpha(alpha))
-    )
+    # The measured order of the default policy, without its floor: alpha alone says how deep it goes.
+    given = llm.resolve_policy()
+    return DepthPolicy.d3(given.num_hidden_layers, alpha, given.start, skip_order=given.skip_order)
 
 
 def _messages(system: str | None) -> list[Message]:

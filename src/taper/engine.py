@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -44,7 +44,6 @@ class Row:
     ids: list[int]
     rng: np.random.Generator
     complete: int = 0
-    depths: list[int] = field(default_factory=list)
     finish_reason: str | None = None
 
     @property
@@ -177,7 +176,6 @@ class Engine:
         token_id = sample(logits, params, request.prompt_ids, row.ids[prompt_length:], row.rng)
         logprobs = None if params.logprobs is None else token_logprobs(logits, token_id, params.logprobs)
         row.ids.append(token_id)
-        row.depths.append(depth)
         if (token_id in request.stop_ids and not params.ignore_eos) or token_id in params.stop_token_ids:
             row.finish_reason = "stop"
         elif row.step >= params.max_tokens or len(row.ids) >= self.backend.context_length:

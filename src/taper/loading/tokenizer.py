@@ -227,7 +227,7 @@ def tokenizer_from_gguf(file_name: str, metadata: dict[str, Any], vocab_size: in
         fast.post_processor = TemplateProcessing(
             single=f"{_template_piece(token)} $A", pair=None, special_tokens=[(token, bos)]
         )
-    stops = {eos, _special_id(file_name, metadata, "eot_token_id", len(pieces))} - {None}
+    stops = (eos, _special_id(file_name, metadata, "eot_token_id", len(pieces)))
     tokens = {name: pieces[i] for name, i in (("bos_token", bos), ("eos_token", eos)) if i is not None}
     stop_ids = frozenset(i for i in stops if i is not None) | _end_of_turn_ids(fast, None)
     return Tokenizer(fast, stop_ids, get("chat_template", str, ""), tokens)
