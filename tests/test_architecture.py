@@ -19,6 +19,7 @@ ALLOWED = {
     "loading": {"errors", "policy"},
     "backends": {"errors", "loading"},
     "engine": {"errors", "policy", "sampling", "backends"},
+    "replay": {"errors", "policy", "sampling", "backends", "engine"},
     "llm": {"errors", "policy", "sampling", "loading", "backends", "engine"},
     "hf": {"errors", "policy"},
     "terminal": {"policy", "llm"},

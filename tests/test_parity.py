@@ -196,7 +196,7 @@ def test_verify_equals_decoding_the_same_tokens(tiny_llama, kind):
         tokens = answer(engine, [prompt], [policy], tokens=12)[0]
 
         engine = Engine(make_backend(kind, loaded))
-        row = engine._admit(0, Request(prompt, SamplingParams(), policy))
+        row = engine.admit(Request(prompt, SamplingParams(), policy))
         engine.prefill(row)
         row.ids.append(tokens[0])
         np.testing.assert_allclose(engine.verify(row, tokens[1:-1]), np.stack(decoded[0]), atol=2e-4)

@@ -90,21 +90,22 @@ class Engine:
         try:
             while waiting or rows:
                 while waiting and self._kept:
-                    rows.append(row := self._admit(*waiting.popleft()))
+                    index, request = waiting.popleft()
+                    rows.append(row := self.admit(request, index))
                     yield self._take(row, self.prefill(row))
                 if not rows:
                     raise RequestError(
                         f"all {self.backend.num_slots} slots answer other requests",
                         "finish one, or raise max_batch_size",
                     )
-                rows = self._release(rows)
+                rows = self.release(rows)
                 for row, logits in zip(rows, self.decode(rows), strict=True):
                     yield self._take(row, logits)
-                rows = self._release(rows)
+                rows = self.release(rows)
         finally:
             for row in rows:
                 row.finish_reason = row.finish_reason or "abort"
-            self._release(rows)
+            self.release(rows)
 
     def prefill(self, row: Row) -> np.ndarray:
         """Run the prompt at full depth, in chunks, from where the slot's cache ends; logits of its last token [V]."""
@@ -199,7 +200,12 @@ class Engine:
         if bad := next((i for i in ids if not 0 <= i < config.vocab_size), None):
             raise RequestError(f"token id {bad} is outside the vocabulary of {config.vocab_size}")
 
-    def _admit(self, index: int, request: Request) -> Row:
+    @property
+    def free_slots(self) -> int:
+        """How many more requests can be admitted."""
+        return len(self._kept)
+
+    def admit(self, request: Request, index: int = 0) -> Row:
         """Take the free slot that holds most of the prompt, and keep what it holds of it."""
         prompt = list(request.prompt_ids)
         shared = {slot: _common_prefix(kept, prompt) for slot, kept in self._kept.items()}
@@ -209,7 +215,7 @@ class Engine:
         complete = min(shared[slot], len(prompt) - 1)
         return Row(request, index, slot, prompt, np.random.default_rng(request.params.seed), complete)
 
-    def _release(self, rows: Iterable[Row]) -> list[Row]:
+    def release(self, rows: Iterable[Row]) -> list[Row]:
         """Free the slots of finished rows; the rows that go on."""
         going_on = []
         for row in rows:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol
 
@@ -17,6 +17,10 @@ class TokenBatch:
 
     Layer l runs on the first `active[l]` tokens and leaves the hidden states of the rest as they are. A token
     attends to the cells of its slot up to its own position, itself included.
+
+    Forwards of the same tokens that differ only from some layer on can share what comes before: the first one
+    `keep`s its hidden states there, the others begin from them at `first_layer`. Keys and values of the layers
+    below are then as the cells hold them.
     """
 
     tokens: np.ndarray  # int32 [N]
@@ -24,6 +28,9 @@ class TokenBatch:
     slots: np.ndarray  # int32 [N], which sequence of the key-value cache
     active: tuple[int, ...]  # [num_hidden_layers], each 0 to N
     logits_rows: tuple[int, ...]  # the tokens whose logits come back, in this order
+    first_layer: int = 0  # above 0: begin from hidden[first_layer]
+    keep: tuple[int, ...] = ()  # layers before which to leave hidden states in `hidden`; L: after the last
+    hidden: dict[int, np.ndarray] = field(default_factory=dict)  # layer -> float32 [N, hidden_size]
 
 
 class Backend(Protocol):

@@ -1,7 +1,7 @@
 """The CPU backend: ggml's kernels on weights that stay in the mapped file.
 
-A graph is prepared once for each (depth pattern, slots, rows of logits, KV bucket) and kept; a step then sets
-its inputs and computes. Knows neither policies nor text.
+A graph is prepared once for each `_Key` (depth pattern, slots, rows of logits, KV bucket) and kept; a step then
+sets its inputs and computes. Knows neither policies nor text.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ class _Key:
     runs: tuple[tuple[int, int, int], ...]
     num_logits: int
     kv_length: int
+    first_layer: int
+    keep: tuple[int, ...]
 
 
 class GgmlBackend:
@@ -90,7 +92,7 @@ class GgmlBackend:
     def forward(self, batch: TokenBatch) -> np.ndarray:
         """Run the batch: write keys and values, return logits float32 [len(logits_rows), vocab_size]."""
         graph = self._graph(batch)
-        graph.tokens[:] = batch.tokens
+        graph.start[:] = batch.hidden[batch.first_layer] if batch.first_layer else batch.tokens
         graph.positions[:] = batch.positions
         graph.cells[:] = batch.slots.astype(np.int64) * self.context_length + batch.positions
         visible = np.arange(graph.mask.shape[1]) <= batch.positions[:, None]
@@ -99,6 +101,7 @@ class GgmlBackend:
             graph.logits_rows[:] = batch.logits_rows
         status = ggml.ggml_backend_graph_compute(self._backend, graph.graph)
         assert status == 0, f"ggml status {status}"
+        batch.hidden.update({layer: kept.copy() for layer, kept in graph.kept.items()})
         if graph.logits is None:
             return np.empty((0, self.config.vocab_size), np.float32)
         return graph.logits.copy()
@@ -120,7 +123,8 @@ class GgmlBackend:
     def _graph(self, batch: TokenBatch) -> _Graph:
         longest = int(batch.positions.max()) + 1
         kv_length = min(-(-longest // KV_BUCKET) * KV_BUCKET, self.context_length)
-        key = _Key(batch.active, runs_by_slot(batch.slots), len(batch.logits_rows), kv_length)
+        runs = runs_by_slot(batch.slots)
+        key = _Key(batch.active, runs, len(batch.logits_rows), kv_length, batch.first_layer, batch.keep)
         if key in self._graphs:
             self._graphs.move_to_end(key)
             return self._graphs[key]
@@ -168,18 +172,27 @@ class _Graph:
         self._context = context = _new_context(nodes, graph_nodes=nodes)
         self.graph = ggml.ggml_new_graph_custom(context, nodes, False)
         inputs = {
-            "tokens": ggml.ggml_new_tensor_1d(context, ggml.GGML_TYPE_I32, count),
             "positions": ggml.ggml_new_tensor_1d(context, ggml.GGML_TYPE_I32, count),
             "cells": ggml.ggml_new_tensor_1d(context, ggml.GGML_TYPE_I64, count),
             "mask": ggml.ggml_new_tensor_2d(context, ggml.GGML_TYPE_F16, key.kv_length, count),
         }
+        if key.first_layer:
+            x = inputs["hidden"] = ggml.ggml_new_tensor_2d(context, ggml.GGML_TYPE_F32, config.hidden_size, count)
+        else:
+            inputs["tokens"] = ggml.ggml_new_tensor_1d(context, ggml.GGML_TYPE_I32, count)
+            x = ggml.ggml_get_rows(context, backend._weights["embed_tokens"], inputs["tokens"])
         if key.num_logits:
             inputs["logits_rows"] = ggml.ggml_new_tensor_1d(context, ggml.GGML_TYPE_I32, key.num_logits)
         for tensor in inputs.values():
             ggml.ggml_set_input(tensor)
-        x = ggml.ggml_get_rows(context, backend._weights["embed_tokens"], inputs["tokens"])
-        for layer, active in enumerate(key.active):
-            if active:
+        kept = {}
+        for layer in range(key.first_layer, config.num_hidden_layers + 1):
+            if layer in key.keep:
+                # A copy, made before a later layer updates x in place.
+                kept[layer] = ggml.ggml_dup(context, x)
+                ggml.ggml_set_output(kept[layer])
+                self._run(kept[layer])
+            if layer < config.num_hidden_layers and (active := key.active[layer]):
                 x = self._layer(x, layer, active, count, inputs)
         logits = None
         if key.num_logits:
@@ -191,12 +204,17 @@ class _Graph:
             self._run(logits)
         if not ggml.ggml_gallocr_alloc_graph(backend._allocator, self.graph):
             raise ModelError("not enough memory for this many tokens", "lower --context or shorten the prompt")
-        self.tokens = _view(inputs["tokens"], (count,), np.int32)
-        self.positions = _view(inputs["positions"], (count,), np.int32)
+        hidden_shape = (count, config.hidden_size)
+        if key.first_layer:
+            self.start = _view(inputs["hidden"], hidden_shape, np.float32)
+        else:
+            self.start = _view(inputs["tokens"], (count,), np.int32)
         # Without a retained layer nothing reads these inputs, and they have no memory.
-        used = any(key.active)
+        used = any(key.active[key.first_layer :])
+        self.positions = _view(inputs["positions"], (count,), np.int32) if used else np.empty(count, np.int32)
         self.cells = _view(inputs["cells"], (count,), np.int64) if used else np.empty(count, np.int64)
         self.mask = _view(inputs["mask"], (count, key.kv_length), np.float16) if used else np.empty((count, 1))
+        self.kept = {layer: _view(tensor, hidden_shape, np.float32) for layer, tensor in kept.items()}
         self.logits = None
         if key.num_logits:
             self.logits_rows = _view(inputs["logits_rows"], (key.num_logits,), np.int32)

@@ -83,10 +83,11 @@ class TorchBackend:
         count = len(batch.tokens)
         inputs = self._upload(batch.tokens), self._upload(batch.positions), self._upload(batch.slots)
         one_depth = set(batch.active) <= {0, count}
-        if self.device.type == "cuda" and one_depth and len(runs) == count == len(batch.logits_rows):
+        whole = batch.first_layer == 0 and not batch.keep
+        if self.device.type == "cuda" and whole and one_depth and len(runs) == count == len(batch.logits_rows):
             return self._replay((batch.active, count, kv_length), inputs)[list(batch.logits_rows)]
         rows = self._upload(np.asarray(batch.logits_rows, np.int32))
-        return self._decoder(inputs, batch.active, runs, kv_length, rows)
+        return self._decoder(inputs, batch.active, runs, kv_length, rows, batch)
 
     def _kv_length(self, longest: int) -> int:
         bucket = KV_BUCKET
@@ -113,20 +114,29 @@ class TorchBackend:
         runs: tuple[tuple[int, int, int], ...] | None,
         kv_length: int,
         logits_rows: torch.Tensor | None,
+        sharing: TokenBatch | None = None,
     ) -> torch.Tensor:
         """Logits [rows, vocab_size].
 
-        `runs` None promises one token a row, so that nothing depends on which slots they are.
+        `runs` None promises one token a row, so that nothing depends on which slots they are. `sharing` says where
+        to begin and which hidden states to keep.
         """
         weights = self._weights
         tokens, positions, slots = inputs
-        x = F.embedding(tokens, weights["embed_tokens"])  # [N, hidden_size]
+        begin, keep, hidden = (sharing.first_layer, sharing.keep, sharing.hidden) if sharing else (0, (), {})
+        # x [N, hidden_size]
+        if begin:
+            x = torch.tensor(hidden[begin]).to(self.device, self.dtype)
+        else:
+            x = F.embedding(tokens, weights["embed_tokens"])
         cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)  # [N, 1, head_dim / 2]
         visible = torch.arange(kv_length, device=self.device) <= positions.unsqueeze(1)  # [N, kv_length]
         if runs is not None and len(runs) == len(tokens):
             runs = None
-        for layer, n in enumerate(active):
-            if n == 0:
+        for layer, n in enumerate((*active, 0)):
+            if layer in keep:
+                hidden[layer] = x.float().cpu().numpy().copy()
+            if n == 0 or layer < begin:
                 continue
             w = {name: weights[f"layers.{layer}.{name}"] for name in _LAYER_WEIGHTS}
             q, k, v = self._project(self._norm(x[:n], w["input_layernorm"]), layer, cos[:n], sin[:n])

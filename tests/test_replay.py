@@ -1,0 +1,157 @@
+"""Replay: one forward a window equals decoding step by step, on both backends; what is shared changes nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from test_parity import BACKENDS, make_backend, policies, random_prompt
+
+import taper.replay
+from taper.engine import Engine, Request
+from taper.errors import RequestError
+from taper.policy import DepthPolicy
+from taper.replay import Reference, Replay, Scores
+from taper.sampling import SamplingParams
+
+
+def references(count: int = 3, length: int = 30) -> list[Reference]:
+    return [
+        Reference(tuple(random_prompt(50 + i, 9 + 4 * i)), tuple(random_prompt(80 + i, length - 7 * i)))
+        for i in range(count)
+    ]
+
+
+def step_by_step(engine: Engine, reference: Reference, policy: DepthPolicy) -> np.ndarray:
+    """Logits [steps, V] of decoding a known answer one token at a time."""
+    row = engine.admit(Request(reference.prompt_ids, SamplingParams(), policy))
+    logits = [engine.prefill(row)]
+    for token in reference.answer_ids[:-1]:
+        row.ids.append(token)
+        logits += engine.decode([row])
+    row.finish_reason = "stop"
+    engine.release([row])
+    return np.stack(logits)
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    logits = logits.astype(np.float64)
+    return (
+        logits
+        - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True))
+        - logits.max(-1, keepdims=True)
+    )
+
+
+def expected(engine: Engine, reference: Reference, policy: DepthPolicy, top: int):
+    """KL, agreement and NLL by their definitions."""
+    layers = engine.backend.config.num_hidden_layers
+    p, q = (log_softmax(step_by_step(engine, reference, each)) for each in (DepthPolicy.full(layers), policy))
+    kl = []
+    for a, b in zip(p, q, strict=True):
+        best = np.argsort(-a)[:top]
+        rest = [max(1 - np.exp(x[best]).sum(), 1e-12) for x in (a, b)]
+        kl.append((np.exp(a[best]) * (a[best] - b[best])).sum() + rest[0] * np.log(rest[0] / rest[1]))
+    answer = np.array(reference.answer_ids)
+    steps = np.arange(len(answer))
+    return np.array(kl), p.argmax(-1) == q.argmax(-1), -q[steps, answer], -p[steps, answer]
+
+
+@BACKENDS
+@pytest.mark.parametrize("window", [128, 7])
+def test_replay_equals_decoding_step_by_step(tiny_llama, kind, window, monkeypatch):
+    monkeypatch.setattr(taper.replay, "WINDOW", window)
+    monkeypatch.setattr(taper.replay, "TOP", 50)
+    engine = Engine(make_backend(kind, tiny_llama.load(), num_slots=2))  # fewer slots than answers
+    replay, known = Replay(engine, references()), references()
+    for policy in policies(6).values():
+        scores = replay.score(policy)
+        assert scores.kl.max() > 1e-3, "the policy changes nothing, so this proves nothing"
+        for index, reference in enumerate(known):
+            found = scores.where(scores.reference == index)
+            other = Engine(make_backend(kind, tiny_llama.load()))
+            kl, agreement, nll, nll_full = expected(other, reference, policy, 50)
+            np.testing.assert_allclose(found.kl, kl, atol=2e-4)
+            np.testing.assert_allclose(found.nll, nll, atol=2e-4)
+            np.testing.assert_allclose(found.nll_full, nll_full, atol=2e-4)
+            assert (found.agreement == agreement).all()
+            assert found.depth.tolist() == [policy.depth(step) for step in range(len(reference.answer_ids))]
+
+
+@BACKENDS
+def test_sharing_with_a_base_changes_no_figure(tiny_llama, kind, monkeypatch):
+    monkeypatch.setattr(taper.replay, "WINDOW", 7)
+    engine = Engine(make_backend(kind, tiny_llama.load(), num_slots=3))
+    base = DepthPolicy.static(6, 4, [3, 1])
+    candidates = (
+        [DepthPolicy.static(6, 3, [3, 1, layer]) for layer in (5, 2, 4, 0)] + list(policies(6).values()) + [base]
+    )
+    alone = [Replay(Engine(make_backend(kind, tiny_llama.load())), references()).score(each) for each in candidates]
+    together = [
+        Scores.joined(list(parts)) for parts in zip(*Replay(engine, references()).each(candidates, base), strict=True)
+    ]
+    for one, other in zip(alone, together, strict=True):
+        np.testing.assert_allclose(one.kl, other.kl, atol=2e-4)
+        np.testing.assert_allclose(one.nll, other.nll, atol=2e-4)
+
+
+@BACKENDS
+def test_sharing_runs_only_the_layers_that_differ(tiny_llama, kind):
+    engine = Engine(make_backend(kind, tiny_llama.load()))
+    replay = Replay(engine, references(1))
+    replay.score(DepthPolicy.full(6))
+    ran = []
+    run = engine.backend.forward
+    engine.backend.forward = lambda batch: (
+        ran.append((batch.first_layer, sum(map(bool, batch.active[batch.first_layer :])))) or run(batch)
+    )
+    list(replay.each([DepthPolicy.static(6, 5, [1]), DepthPolicy.static(6, 5, [4])]))
+    assert ran == [(0, 4), (4, 1), (1, 4)]  # up to layer 4, then layer 5, then layers 2 to 5
+
+
+@BACKENDS
+def test_full_depth_costs_nothing(tiny_llama, kind):
+    scores = Replay(Engine(make_backend(kind, tiny_llama.load())), references()).score(DepthPolicy.full(6))
+    np.testing.assert_allclose(scores.kl, 0, atol=1e-6)
+    assert scores.agreement.all()
+    np.testing.assert_allclose(scores.nll, scores.nll_full)
+
+
+@BACKENDS
+def test_block_influence_is_one_minus_the_cosine_of_in_and_out(tiny_llama, kind):
+    import torch
+
+    found = Replay(Engine(make_backend(kind, tiny_llama.load())), references(1)).block_influence()
+    reference = references(1)[0]
+    hidden = []
+    hooks = [
+        layer.register_forward_hook(lambda m, i, o: hidden.append((i[0], o if torch.is_tensor(o) else o[0])))
+        for layer in tiny_llama.hf.model.layers
+    ]
+    with torch.no_grad():
+        tiny_llama.hf(torch.tensor([reference.prompt_ids + reference.answer_ids[:-1]]))
+    for hook in hooks:
+        hook.remove()
+    steps = slice(len(reference.prompt_ids), None)
+    wanted = [1 - torch.cosine_similarity(a[0, steps], b[0, steps], dim=-1).mean().item() for a, b in hidden]
+    np.testing.assert_allclose(found, wanted, atol=1e-4)
+
+
+def test_a_window_counts_what_precedes_it_as_prompt():
+    reference = Reference((1, 2), (3, 4, 5, 6))
+    assert reference.window(1, 2) == Reference((1, 2, 3), (4, 5))
+
+
+def test_slots_are_given_back(tiny_llama):
+    engine = Engine(make_backend("ggml", tiny_llama.load(), num_slots=2))
+    replay = Replay(engine, references())
+    replay.score(DepthPolicy.full(6))
+    assert engine.free_slots == 0
+    replay.close()
+    assert engine.free_slots == 2
+
+
+def test_answers_that_do_not_fit_are_refused(tiny_llama):
+    engine = Engine(make_backend("ggml", tiny_llama.load()))
+    for answer in ((), tuple(random_prompt(1, 600))):
+        with pytest.raises(RequestError):
+            Replay(engine, [Reference((1, 2), answer)])
