@@ -1,40 +1,24 @@
-"""The command line. Answers go to standard output, everything else to standard error."""
+"""`taper generate` and `taper chat`."""
 
 from __future__ import annotations
 
-import io
 import json
-import os
-import signal
 import sys
-import warnings
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from . import __version__
-from .errors import TaperError, TaperWarning
+from ..errors import TaperError
+from .common import INTERRUPTED, load, say
 
 if TYPE_CHECKING:
-    from .llm import LLM, Chunk, Output
-    from .loading import Message
-    from .policy import DepthPolicy
-    from .sampling import SamplingParams
-
-_INTERRUPTED, _CLOSED_PIPE, _WRONG = 130, 141, 2
-
-
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name="taper")
-def cli() -> None:
-    """Language models that run fewer layers per token as the answer grows, without retraining.
-
-    Start with: taper pull, then: taper generate "Why is the sky blue?"
-    """
-
+    from ..llm import LLM, Chunk, Output
+    from ..loading import Message
+    from ..policy import DepthPolicy
+    from ..sampling import SamplingParams
 
 _Command = Callable[..., Any]
 
@@ -71,26 +55,7 @@ def _options(command: _Command) -> _Command:
     return command
 
 
-@cli.command()
-@click.argument("model", required=False)
-def pull(model: str | None) -> None:
-    """Fetch MODEL: a hub id ORG/MODEL, or nothing for the default model."""
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from .loading import DEFAULT_MODEL
-    from .loading import pull as fetch
-    from .terminal import console
-
-    name = model or DEFAULT_MODEL
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    screen = console()
-    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
-        task = bar.add_task(name, total=None, visible=model is None)
-        path = fetch(name, lambda done, total: bar.update(task, completed=done, total=total))
-    _say(f"{name} is at {path}")
-
-
-@cli.command()
+@click.command()
 @click.argument("prompt")
 @_options
 @click.option("--compare", is_flag=True, help="Answer at full depth and tapered, side by side.")
@@ -103,7 +68,7 @@ def generate(prompt: str, compare: bool, as_json: bool, **options: Any) -> None:
         raise click.UsageError("--show-depth draws pictures, --json has none; leave out one")
     params = _sampling(options)
     text = _read_prompt(prompt)
-    llm = _load(options)
+    llm = load(options)
     messages = [*_messages(options["system"]), {"role": "user", "content": text}]
     given = _prompt(llm, messages)
     llm.encode(given)  # a prompt that does not fit is refused before anything else is said
@@ -119,20 +84,20 @@ def generate(prompt: str, compare: bool, as_json: bool, **options: Any) -> None:
         click.echo()
         _report(output, chunks, options["show_depth"])
     if output.finish_reason == "abort":
-        sys.exit(_INTERRUPTED)
+        sys.exit(INTERRUPTED)
 
 
-@cli.command()
+@click.command()
 @_options
 def chat(**options: Any) -> None:
     """Talk over several turns; what was computed is kept. /reset starts over, /exit or Ctrl-D ends."""
     params = _sampling(options)
-    llm = _load(options)
+    llm = load(options)
     if not llm.tokenizer.chat_template:
         raise TaperError(f"{llm.model} has no chat template, so it cannot chat", "use taper generate")
     policy = _policy(llm, options)
     messages = _messages(options["system"])
-    _say("/reset starts over, /exit or Ctrl-D ends")
+    say("/reset starts over, /exit or Ctrl-D ends")
     while (line := _ask()) is not None:
         if line.strip() in ("/exit", "/quit"):
             return
@@ -144,7 +109,7 @@ def chat(**options: Any) -> None:
                 chunks = _follow(llm.stream(messages, params, policy=policy), echo=True)
             except TaperError as error:
                 messages.pop()
-                _say(f"{error}; /reset starts over")
+                say(f"{error}; /reset starts over")
                 continue
             click.echo()
             output = _output(chunks)
@@ -152,96 +117,8 @@ def chat(**options: Any) -> None:
             messages.append({"role": "assistant", "content": output.text})
 
 
-@cli.group()
-def policy() -> None:
-    """Look at depth policies."""
-
-
-@policy.command("list")
-def policy_list() -> None:
-    """The policies that come with Taper."""
-    from rich.table import Table
-
-    from .policy import shipped_policies
-    from .terminal import console
-
-    table = Table("model", "policy", "curve", "mean depth, 128 tokens", "least", box=None)
-    for model, policies in sorted(shipped_policies().items()):
-        for found in policies:
-            mean = f"{found.mean_depth(128):.1f} of {found.num_hidden_layers}"
-            numbers = found.curve if found.alpha is None else f"{found.curve}, alpha {found.alpha}"
-            table.add_row(model, found.name, numbers, mean, str(found.min_depth))
-    console(stderr=False).print(table)
-
-
-@policy.command("show")
-@click.argument("name", metavar="NAME|FILE")
-@click.option("--tokens", type=click.IntRange(1, 100_000), default=128, show_default=True, help="Length of answer.")
-@click.option("--json", "as_json", is_flag=True, help="Print the policy's JSON.")
-def policy_show(name: str, tokens: int, as_json: bool) -> None:
-    """Draw the depth by step of a policy and the layers it skips."""
-    from .policy import load_policy, shipped_policies
-
-    shipped = [found for policies in shipped_policies().values() for found in policies if found.name == name]
-    found = shipped[0] if shipped else load_policy(name)
-    if as_json:
-        click.echo(found.to_json(), nl=False)
-        return
-    from .terminal import policy_picture
-
-    click.echo(f"{found.label}: mean depth {found.mean_depth(tokens):.1f} of {found.num_hidden_layers} layers\n")
-    click.echo(policy_picture(found, tokens))
-
-
-def main() -> NoReturn:
-    """Run the command line; a user's mistake is one line and exit code 2."""
-    _open_standard_streams()
-    warnings.showwarning = _show_warning
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that is not UTF-8 must not end an answer
-    for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
-        if signal.getsignal(number) == signal.SIG_DFL:  # an exit lets temporary files be removed
-            signal.signal(number, lambda number, _: sys.exit(128 + number))
-    try:
-        code = cli.main(standalone_mode=False)
-        sys.stdout.flush()
-    except TaperError as error:
-        _fail(error)
-    except click.exceptions.NoArgsIsHelpError as error:
-        click.echo(error.format_message(), err=True)
-        sys.exit(_WRONG)
-    except click.ClickException as error:
-        _fail(TaperError(error.format_message(), "see --help"))
-    except (KeyboardInterrupt, click.Abort):
-        sys.exit(_INTERRUPTED)
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit must not fail again
-        if isinstance(error, BrokenPipeError):
-            sys.exit(_CLOSED_PIPE)
-        _fail(TaperError(f"{error.filename or 'cannot write the output'}: {error.strerror or error}"))
-    sys.exit(code if isinstance(code, int) else 0)
-
-
-def _open_standard_streams() -> None:
-    """Python has None for a standard stream that was closed before it started."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  (for the process)
-
-
-def _load(options: dict[str, Any]) -> LLM:
-    from .llm import LLM
-    from .loading import DEFAULT_MODEL
-    from .terminal import waiting
-
-    model = DEFAULT_MODEL if options["model"] is None else options["model"]
-    with waiting(f"loading {model}"):
-        return LLM(model, **{name: options[name] for name in ("device", "dtype", "context", "threads")})
-
-
 def _sampling(options: dict[str, Any]) -> SamplingParams:
-    from .sampling import SamplingParams
+    from ..sampling import SamplingParams
 
     if options["temperature"] == 0:
         for name, unset in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0), ("seed", None)):
@@ -256,8 +133,8 @@ def _sampling(options: dict[str, Any]) -> SamplingParams:
 
 def _policy(llm: LLM, options: dict[str, Any]) -> DepthPolicy:
     """The policy that --policy, --mode and --alpha ask for together."""
-    from .llm import DEFAULT_POLICY
-    from .policy import DepthPolicy
+    from ..llm import DEFAULT_POLICY
+    from ..policy import DepthPolicy
 
     name, mode, alpha = options["policy"], options["mode"], options["alpha"]
     if alpha is None:
@@ -268,7 +145,7 @@ def _policy(llm: LLM, options: dict[str, Any]) -> DepthPolicy:
         return llm.resolve_policy(name, mode).with_alpha(alpha)
     if DEFAULT_POLICY not in llm.shipped_policies():
         middle_first = DepthPolicy.middle_first(llm.config.num_hidden_layers, alpha)
-        _say("taper: no measured skip order for this model: the middle layers go first (our reading of the paper)")
+        say("taper: no measured skip order for this model: the middle layers go first (our reading of the paper)")
         return middle_first
     # The measured order of the default policy, without its floor: alpha alone says how deep it goes.
     given = llm.resolve_policy()
@@ -290,7 +167,7 @@ def _prompt(llm: LLM, messages: list[Message]) -> Any:
 
 def _follow(stream: Generator[Chunk, None, None], echo: bool) -> list[Chunk]:
     """Take all chunks, writing their text as it comes; Ctrl-C ends the answer where it is."""
-    from .terminal import waiting
+    from ..terminal import waiting
 
     chunks: list[Chunk] = []
     try:
@@ -308,8 +185,8 @@ def _follow(stream: Generator[Chunk, None, None], echo: bool) -> list[Chunk]:
 def _compare(
     llm: LLM, prompt: Any, params: SamplingParams, policy: DepthPolicy, options: dict[str, Any], as_json: bool
 ) -> None:
-    from .compare import compare
-    from .terminal import console, depth_chart
+    from ..compare import compare
+    from ..terminal import console, depth_chart
 
     picture = compare(llm, prompt, params, policy, screen=None if as_json else console())
     outputs = picture.finished()
@@ -317,11 +194,11 @@ def _compare(
         click.echo(json.dumps({name: _as_json(output, llm) for name, output in outputs.items()}, ensure_ascii=False))
     else:
         console(stderr=False).print(picture)
-        _say(picture.verdict())
+        say(picture.verdict())
     if options["show_depth"] and "taper" in outputs:
-        _say(depth_chart(outputs["taper"].depths, llm.config.num_hidden_layers))
+        say(depth_chart(outputs["taper"].depths, llm.config.num_hidden_layers))
     if any(output.finish_reason == "abort" for output in outputs.values()):
-        sys.exit(_INTERRUPTED)
+        sys.exit(INTERRUPTED)
 
 
 def _as_json(output: Output, llm: LLM) -> dict[str, Any]:
@@ -348,7 +225,7 @@ def _output(chunks: list[Chunk]) -> Output:
 
 
 def _report(output: Output, chunks: list[Chunk], show_depth: bool) -> None:
-    from .terminal import coloured_tokens, console, depth_chart, summary
+    from ..terminal import coloured_tokens, console, depth_chart, summary
 
     screen = console()
     if show_depth:
@@ -381,17 +258,3 @@ def _ask() -> str | None:
         return None
     except UnicodeDecodeError:
         raise TaperError("standard input is not UTF-8 text", "convert it to UTF-8") from None
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr)
-
-
-def _fail(error: TaperError) -> NoReturn:
-    _say(f"taper: {error}")
-    sys.exit(_WRONG)
-
-
-def _show_warning(message: Warning | str, category: type[Warning], *rest: object, **more: object) -> None:
-    if issubclass(category, TaperWarning):
-        _say(f"taper: {message}")

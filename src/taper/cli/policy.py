@@ -1,0 +1,46 @@
+"""`taper policy list` and `taper policy show`."""
+
+from __future__ import annotations
+
+import click
+
+
+@click.group()
+def policy() -> None:
+    """Look at depth policies."""
+
+
+@policy.command("list")
+def policy_list() -> None:
+    """The policies that come with Taper."""
+    from rich.table import Table
+
+    from ..policy import shipped_policies
+    from ..terminal import console
+
+    table = Table("model", "policy", "curve", "mean depth, 128 tokens", "least", box=None)
+    for model, policies in sorted(shipped_policies().items()):
+        for found in policies:
+            mean = f"{found.mean_depth(128):.1f} of {found.num_hidden_layers}"
+            numbers = found.curve if found.alpha is None else f"{found.curve}, alpha {found.alpha}"
+            table.add_row(model, found.name, numbers, mean, str(found.min_depth))
+    console(stderr=False).print(table)
+
+
+@policy.command("show")
+@click.argument("name", metavar="NAME|FILE")
+@click.option("--tokens", type=click.IntRange(1, 100_000), default=128, show_default=True, help="Length of answer.")
+@click.option("--json", "as_json", is_flag=True, help="Print the policy's JSON.")
+def policy_show(name: str, tokens: int, as_json: bool) -> None:
+    """Draw the depth by step of a policy and the layers it skips."""
+    from ..policy import load_policy, shipped_policies
+
+    shipped = [found for policies in shipped_policies().values() for found in policies if found.name == name]
+    found = shipped[0] if shipped else load_policy(name)
+    if as_json:
+        click.echo(found.to_json(), nl=False)
+        return
+    from ..terminal import policy_picture
+
+    click.echo(f"{found.label}: mean depth {found.mean_depth(tokens):.1f} of {found.num_hidden_layers} layers\n")
+    click.echo(policy_picture(found, tokens))
