@@ -86,9 +86,9 @@ def test_sharing_with_a_base_changes_no_figure(tiny_llama, kind, monkeypatch):
         [DepthPolicy.static(6, 3, [3, 1, layer]) for layer in (5, 2, 4, 0)] + list(policies(6).values()) + [base]
     )
     alone = [Replay(Engine(make_backend(kind, tiny_llama.load())), references()).score(each) for each in candidates]
-    together = [
-        Scores.joined(list(parts)) for parts in zip(*Replay(engine, references()).each(candidates, base), strict=True)
-    ]
+    replay = Replay(engine, references())
+    parts = zip(*(replay.at(index, candidates, base) for index in range(3)), strict=True)
+    together = [Scores.joined(part) for part in parts]
     for one, other in zip(alone, together, strict=True):
         np.testing.assert_allclose(one.kl, other.kl, atol=2e-4)
         np.testing.assert_allclose(one.nll, other.nll, atol=2e-4)
@@ -104,7 +104,7 @@ def test_sharing_runs_only_the_layers_that_differ(tiny_llama, kind):
     engine.backend.forward = lambda batch: (
         ran.append((batch.first_layer, sum(map(bool, batch.active[batch.first_layer :])))) or run(batch)
     )
-    list(replay.each([DepthPolicy.static(6, 5, [1]), DepthPolicy.static(6, 5, [4])]))
+    replay.at(0, [DepthPolicy.static(6, 5, [1]), DepthPolicy.static(6, 5, [4])])
     assert ran == [(0, 4), (4, 1), (1, 4)]  # up to layer 4, then layer 5, then layers 2 to 5
 
 

@@ -79,7 +79,7 @@ class Engine:
         """Answer requests together; a row leaves as it finishes, and a waiting request takes its slot.
 
         Raises:
-            RequestError: a prompt cannot be answered (`check_prompt`), or unfinished generators hold every slot.
+            RequestError: a prompt cannot be answered (`check_prompt`), or others hold every slot.
             PolicyError: a policy was made for another model.
         """
         for request in requests:
@@ -89,15 +89,10 @@ class Engine:
         rows: list[Row] = []
         try:
             while waiting or rows:
-                while waiting and self._kept:
+                while waiting and (self._kept or not rows):
                     index, request = waiting.popleft()
                     rows.append(row := self.admit(request, index))
                     yield self._take(row, self.prefill(row))
-                if not rows:
-                    raise RequestError(
-                        f"all {self.backend.num_slots} slots answer other requests",
-                        "finish one, or raise max_batch_size",
-                    )
                 rows = self.release(rows)
                 for row, logits in zip(rows, self.decode(rows), strict=True):
                     yield self._take(row, logits)
@@ -206,10 +201,17 @@ class Engine:
         return len(self._kept)
 
     def admit(self, request: Request, index: int = 0) -> Row:
-        """Take the free slot that holds most of the prompt, and keep what it holds of it."""
+        """Take the free slot that holds most of the prompt and least besides, and keep what it holds of it.
+
+        Raises:
+            RequestError: no slot is free.
+        """
+        if not self._kept:
+            count = self.backend.num_slots
+            raise RequestError(f"all {count} slots answer other requests", "finish one, or raise max_batch_size")
         prompt = list(request.prompt_ids)
         shared = {slot: _common_prefix(kept, prompt) for slot, kept in self._kept.items()}
-        slot = max(shared, key=lambda slot: (shared[slot], -len(self._kept[slot])))
+        slot = max(shared, key=lambda slot: 2 * shared[slot] - len(self._kept[slot]))
         del self._kept[slot]
         # The last token runs in any case: its logits are what comes next.
         complete = min(shared[slot], len(prompt) - 1)

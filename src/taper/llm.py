@@ -98,8 +98,9 @@ class LLM:
                 raise RequestError(f"{what} is {number}; it must be from 1 to {most}")
         if max_batch_size < 1:
             raise RequestError(f"max_batch_size is {max_batch_size}; it must be at least 1")
-        self.model = model
-        loaded = load_model(find_model(model))
+        self.model, self.dtype, self.threads = model, dtype, threads
+        self.path = find_model(model)
+        loaded = load_model(self.path)
         self.config = loaded.config
         self.tokenizer: Tokenizer = loaded.tokenizer
         limit = loaded.config.max_position_embeddings

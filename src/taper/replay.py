@@ -99,22 +99,26 @@ class Replay:
 
     def score(self, policy: DepthPolicy) -> Scores:
         """What one policy costs at each step of all answers."""
-        return Scores.joined([scores for (scores,) in self.each([policy])])
+        return Scores.joined([self.at(index, [policy])[0] for index in range(len(self.references))])
 
-    def each(self, policies: Sequence[DepthPolicy], base: DepthPolicy | None = None) -> Iterator[list[Scores]]:
-        """What each of some policies costs, on one answer after another.
+    def at(self, index: int, policies: Sequence[DepthPolicy], base: DepthPolicy | None = None) -> list[Scores]:
+        """What each of some policies costs on one answer.
 
         What they have in common with `base` (default: full depth) is computed once.
         """
-        for index, reference in enumerate(self.references):
-            self._row(index)
-            parts: list[list[np.ndarray]] = [[] for _ in policies]  # of [3, steps] each
-            for which, first, logits in self._forwards(index, policies, base):
-                parts[which].append(_compare(logits, self._full[index], reference, first))
-            yield [
-                self._scores(index, policy, np.concatenate(part, axis=1) if part else np.empty((3, 0)))
-                for policy, part in zip(policies, parts, strict=True)
-            ]
+        self._row(index)
+        parts: list[list[np.ndarray]] = [[] for _ in policies]  # of [3, steps] each
+        for which, first, logits in self._forwards(index, policies, base):
+            parts[which].append(_compare(logits, self._full[index], self.references[index], first))
+        nll_full = self._full[index].nll
+        steps = np.arange(len(nll_full))
+        found = []
+        for policy, part in zip(policies, parts, strict=True):
+            # Step 0 comes from the prefill, which every policy leaves as it is.
+            kl, agreement, nll = np.concatenate([[[0.0], [1.0], nll_full[:1]], *part], axis=1)
+            depths = np.array([policy.depth(step) for step in steps.tolist()])
+            found.append(Scores(np.full(len(steps), index), steps, depths, kl, agreement, nll, nll_full))
+        return found
 
     def block_influence(self) -> np.ndarray:
         """1 - mean cosine of what enters and what leaves each layer, full depth (ShortGPT, arXiv 2403.03853): [L]."""
@@ -127,14 +131,6 @@ class Replay:
                 sums += [(1 - (a * b).sum(-1)).sum() for a, b in pairwise(unit)]
                 count += len(batch.tokens)
         return sums / max(1, count)
-
-    def _scores(self, index: int, policy: DepthPolicy, compared: np.ndarray) -> Scores:
-        """Add step 0, which every policy leaves as it is."""
-        nll_full = self._full[index].nll
-        kl, agreement, nll = np.concatenate([[[0.0], [1.0], nll_full[:1]], compared], axis=1)
-        steps = np.arange(len(nll_full))
-        depths = np.array([policy.depth(step) for step in steps.tolist()])
-        return Scores(np.full(len(steps), index), steps, depths, kl, agreement, nll, nll_full)
 
     def _forwards(
         self, index: int, policies: Sequence[DepthPolicy], base: DepthPolicy | None
@@ -238,15 +234,19 @@ def _likeliest(logits: np.ndarray, reference: Reference, first: int) -> tuple[np
     """The arrays of `_Full` for the steps from `first` on."""
     normaliser = _log_sum(logits)
     top = min(TOP, logits.shape[1])
-    ids = np.argpartition(logits, -top, axis=-1)[:, -top:].astype(np.int32)
-    # The likeliest goes to the front: ties as argmax breaks them.
-    best = logits.argmax(-1)
-    place = (ids == best[:, None]).argmax(-1)
-    rows = np.arange(len(ids))
-    ids[rows, place], ids[:, 0] = ids[:, 0], best
+    least = np.partition(logits, -top, axis=-1)[:, -top]  # many times faster than argpartition
+    ids = np.stack([_at_least(row, value, top) for row, value in zip(logits, least, strict=True)])
     logprobs = np.take_along_axis(logits, ids, -1) - normaliser[:, None]
     nll = normaliser - np.take_along_axis(logits, _tokens(reference, first, len(logits)), -1)[:, 0]
     return ids, logprobs.astype(np.float32), nll
+
+
+def _at_least(logits: np.ndarray, least: float, count: int) -> np.ndarray:
+    """`count` tokens with logits of at least this much, the likeliest first: int32 [count]."""
+    ids = np.flatnonzero(logits >= least)[:count].astype(np.int32)
+    place = int(logits[ids].argmax())
+    ids[0], ids[place] = ids[place], ids[0]
+    return ids
 
 
 def _compare(logits: np.ndarray, full: _Full, reference: Reference, first: int) -> np.ndarray:

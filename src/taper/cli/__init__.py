@@ -13,7 +13,7 @@ import click
 
 from .. import __version__
 from ..errors import TaperError, TaperWarning
-from . import generate, models, policy
+from . import calibrate, generate, models, policy
 from .common import INTERRUPTED, say
 
 _CLOSED_PIPE, _WRONG = 141, 2
@@ -31,6 +31,7 @@ def cli() -> None:
 cli.add_command(generate.generate)
 cli.add_command(generate.chat)
 cli.add_command(models.pull)
+cli.add_command(calibrate.calibrate)
 cli.add_command(policy.policy)
 
 

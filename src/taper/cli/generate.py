@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import TaperError
-from .common import INTERRUPTED, load, say
+from .common import INTERRUPTED, Command, load, model_options, say, with_options
 
 if TYPE_CHECKING:
     from ..llm import LLM, Chunk, Output
@@ -20,13 +20,10 @@ if TYPE_CHECKING:
     from ..policy import DepthPolicy
     from ..sampling import SamplingParams
 
-_Command = Callable[..., Any]
 
-
-def _options(command: _Command) -> _Command:
+def _options(command: Command) -> Command:
     """What `generate` and `chat` share."""
     options = [
-        click.option("--model", default=None, metavar="MODEL", help="Name, file, folder or hub id ORG/MODEL."),
         click.option("--policy", metavar="NAME|FILE", help="A shipped policy or a JSON file. Default: balanced."),
         click.option("--mode", type=click.Choice(["full", "taper"]), help="All layers, or fewer as the answer grows."),
         click.option("--alpha", type=float, help="D3's decay in (0, 1]: step i runs floor(L * alpha^i) layers."),
@@ -38,21 +35,9 @@ def _options(command: _Command) -> _Command:
         click.option("--min-p", type=float, default=0.0, show_default=True, help="At least this part of the best."),
         click.option("--stop", multiple=True, metavar="TEXT", help="End the answer here; may be given again."),
         click.option("--seed", type=int, help="Repeatable sampling."),
-        click.option("--threads", type=int, help="CPU threads. Default: the cores this process may use."),
-        click.option("--context", type=int, help="Tokens of prompt and answer. Default: 4096 or the model's limit."),
-        click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True),
-        click.option(
-            "--dtype",
-            type=click.Choice(["auto", "f32", "f16", "bf16", "q8_0"]),
-            default="auto",
-            show_default=True,
-            help="Convert weights when loading.",
-        ),
         click.option("--show-depth", is_flag=True, help="Draw depth by step and colour tokens by depth."),
     ]
-    for option in reversed(options):
-        command = option(command)
-    return command
+    return with_options(options, model_options(command))
 
 
 @click.command()

@@ -8,7 +8,7 @@ from ..errors import ModelError
 from .folder import load_folder
 from .gguf import load_gguf
 from .model import LoadedModel, ModelConfig, Tensor
-from .names import DEFAULT_MODEL, find_model, pull
+from .names import DEFAULT_MODEL, cache_folder, content_hash, find_model, pull
 from .tokenizer import Message, TextStream, Tokenizer
 
 __all__ = [
@@ -19,6 +19,8 @@ __all__ = [
     "Tensor",
     "TextStream",
     "Tokenizer",
+    "cache_folder",
+    "content_hash",
     "find_model",
     "load_model",
     "pull",

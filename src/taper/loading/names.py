@@ -38,6 +38,17 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "taper"
 
 
+def content_hash(path: Path) -> str:
+    """sha256 of what a model is made of: a GGUF file, or a folder's configuration, tokenizer and weights, by name."""
+    if path.is_file():
+        return _sha256(path)
+    digest = hashlib.sha256()
+    for file in sorted(path.iterdir()):
+        if file.suffix in (".json", ".safetensors", ".jinja") and file.is_file():
+            digest.update(f"{file.name} {_sha256(file)}\n".encode())
+    return digest.hexdigest()
+
+
 def find_model(name: str) -> Path:
     """The GGUF file or folder of a model: the default model's name, a path, or a hub id that was pulled.
 

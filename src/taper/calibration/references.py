@@ -1,0 +1,125 @@
+"""Prompts, and the model's own answers to them at full depth: what calibration measures on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..engine import Request
+from ..errors import RequestError
+from ..llm import LLM, Prompt
+from ..policy import DepthPolicy
+from ..replay import Reference
+from ..sampling import SamplingParams
+from .measure import Tick, numbers
+from .store import Store
+
+BATCH = 16  # answers generated at a time, and stored together
+LEAST_PROMPTS = 8  # half for the search, half for the proof
+MAX_LINE = 100_000  # characters
+MAX_FILE_BYTES = 1 << 28
+
+
+def builtin_prompts() -> list[Prompt]:
+    """The prompts that come with Taper: chat, explanation, summaries, code, arithmetic, lists."""
+    text = resources.files(__package__).joinpath("prompts.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line)["prompt"] for line in text.splitlines()]
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """The prompts of a file: JSON lines with "prompt" or "messages", or plain text, one a line; empty lines are none.
+
+    Raises:
+        RequestError: the file cannot be read, is not UTF-8, or a line is not a prompt.
+    """
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise RequestError(f"{path} is larger than {MAX_FILE_BYTES >> 20} MiB", "give a sample of it")
+        lines = path.read_bytes().decode().splitlines()
+    except OSError as error:
+        raise RequestError(f"cannot read prompts {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{path} is not UTF-8 text (byte {error.start})", "convert it to UTF-8") from None
+    numbered = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
+    if not numbered:
+        raise RequestError(f"{path} holds no prompt", "one a line, as text or as JSON with prompt or messages")
+    is_json = numbered[0][1].startswith("{")
+    prompts = []
+    for number, line in numbered:
+        if len(line) > MAX_LINE:
+            raise RequestError(f"{path}, line {number} has {len(line)} characters; at most {MAX_LINE} are read")
+        prompts.append(_read_line(line, f"{path}, line {number}") if is_json else line)
+    return prompts
+
+
+def _read_line(line: str, where: str) -> Prompt:
+    try:
+        data = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{where} is not JSON: {error}", "the first line is, so all must be") from None
+    if not isinstance(data, dict) or ("prompt" in data) == ("messages" in data):
+        raise RequestError(f'{where} needs either "prompt" or "messages"')
+    prompt: Any = data.get("prompt", data.get("messages"))
+    if "prompt" in data and not isinstance(prompt, str):
+        raise RequestError(f"{where}: prompt must be text")
+    if "messages" in data and not (isinstance(prompt, list) and prompt):
+        raise RequestError(f"{where}: messages must be a list of messages")
+    return prompt  # type: ignore[no-any-return]
+
+
+def encode_prompts(llm: LLM, prompts: Sequence[Prompt], seed: int, most: int) -> list[tuple[int, ...]]:
+    """Token ids of the prompts, each once, shuffled by the seed; a random sample where there are more than `most`.
+
+    Raises:
+        RequestError: a prompt cannot be answered, or there are too few to split.
+    """
+    encoded: dict[tuple[int, ...], None] = {}
+    for number, prompt in enumerate(prompts, 1):
+        try:
+            encoded[tuple(llm.encode(prompt))] = None
+        except RequestError as error:
+            raise RequestError(f"prompt {number}: {error.message}", error.hint) from None
+    if len(encoded) < LEAST_PROMPTS:
+        raise RequestError(
+            f"{len(encoded)} different prompts are too few",
+            f"at least {LEAST_PROMPTS}: one half is searched on, the other proves the result",
+        )
+    ids = list(encoded)
+    order = np.random.default_rng(seed).permutation(len(ids))[:most]
+    return [ids[i] for i in order]
+
+
+def answer(
+    llm: LLM,
+    prompts: Sequence[tuple[int, ...]],
+    policy: DepthPolicy,
+    max_tokens: int,
+    store: Store,
+    tick: Tick,
+) -> list[Reference]:
+    """The model's greedy answers under a policy, the stop id included, in batches that are stored one by one."""
+    references = []
+    for first in range(0, len(prompts), BATCH):
+        batch = prompts[first : first + BATCH]
+        what: dict[str, Any] = {"answers to": batch, "max_tokens": max_tokens, "policy": numbers(policy)}
+        answers = store.remember(what, partial(_answer_batch, llm, batch, policy, max_tokens))
+        references += [Reference(prompt, tuple(ids)) for prompt, ids in zip(batch, answers, strict=True)]
+        tick()
+    return references
+
+
+def _answer_batch(
+    llm: LLM, prompts: Sequence[tuple[int, ...]], policy: DepthPolicy, max_tokens: int
+) -> list[list[int]]:
+    params = SamplingParams(max_tokens=max_tokens)
+    answers: list[list[int]] = [[] for _ in prompts]
+    requests = [Request(prompt, params, policy, llm.tokenizer.stop_ids) for prompt in prompts]
+    for step in llm.engine.generate_step(requests):
+        answers[step.row.index].append(step.token_id)
+    return answers

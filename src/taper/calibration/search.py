@@ -1,0 +1,88 @@
+"""Which layers to skip, in which order: measured, by greedy addition with look-ahead.
+
+Knows sets of layers and what skipping them costs on some answers of the model's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..replay import Reference
+
+ANSWERS, STEPS = 20, 48  # what an order is searched on: answers, and the first steps of each
+FIRST_LOOK = 7  # answers all candidates are tried on; the best go on to the others
+CANDIDATES, FINALISTS = 8, 3
+BEAM, NEAR = 2, 0.05  # follow a second order too, where its log KL is this close: it may be first a layer later
+
+# Sums of KL, one for each candidate, over the steps of some answers (given by their indices), of skipping some layers
+# and that candidate besides.
+Measure = Callable[[frozenset[int], Sequence[int], range], np.ndarray]
+
+
+@dataclass(frozen=True, order=True)
+class _Path:
+    """An order so far, the KL at each of its lengths, and the sum of their logarithms."""
+
+    cost: float
+    order: tuple[int, ...]
+    losses: tuple[float, ...]
+
+
+def search_answers(references: Sequence[Reference]) -> list[Reference]:
+    """The first steps of some answers."""
+    return [reference.window(0, STEPS + 1) for reference in references[:ANSWERS] if len(reference.answer_ids) > 1]
+
+
+def layer_importance(layers: int, steps: Sequence[int], measure: Measure) -> list[float]:
+    """Mean KL of skipping each layer alone, on half of the answers: [L]."""
+    half = range((len(steps) + 1) // 2)
+    sums = measure(frozenset(), range(layers), half)
+    return (sums / sum(steps[i] for i in half)).tolist()  # type: ignore[no-any-return]
+
+
+def find_order(
+    importance: Sequence[float], flex: Sequence[int], rounds: int, steps: Sequence[int], measure: Measure
+) -> tuple[list[int], list[float]]:
+    """The first `rounds` layers to skip, in order, and the mean KL at each length: lowest in log over all lengths.
+
+    Args:
+        importance: mean KL of skipping each layer alone, [L].
+        flex: the layers that may be skipped.
+        rounds: layers to order, at most all of them.
+        steps: tapered steps of each answer, [answers].
+        measure: what skipping costs on those answers.
+    """
+    marginal = {layer: importance[layer] for layer in flex}  # what each layer added when it was last tried
+    paths = [_Path(0.0, (), ())]
+    for _ in range(rounds):
+        grown: dict[frozenset[int], _Path] = {}
+        for path in paths:
+            left = sorted((layer for layer in flex if layer not in path.order), key=lambda layer: marginal[layer])
+            finalists, others = _try(frozenset(path.order), left[:CANDIDATES], steps, measure)
+            for layer, loss in (finalists | others).items():
+                marginal[layer] = loss - (path.losses[-1] if path.losses else 0.0)
+            for layer, loss in finalists.items():
+                cost = path.cost + math.log(max(loss, 1e-9))
+                new = _Path(cost, (*path.order, layer), (*path.losses, loss))
+                skipped = frozenset(new.order)
+                grown[skipped] = min(new, grown.get(skipped, new))
+        best = min(grown.values())
+        paths = [path for path in sorted(grown.values())[:BEAM] if path.cost <= best.cost + NEAR]
+    return list(paths[0].order), list(paths[0].losses)
+
+
+def _try(
+    skipped: frozenset[int], candidates: Sequence[int], steps: Sequence[int], measure: Measure
+) -> tuple[dict[int, float], dict[int, float]]:
+    """Mean KL over all answers of the candidates that look best on the first ones; and of the others on those alone."""
+    first, rest = range(min(FIRST_LOOK, len(steps))), range(min(FIRST_LOOK, len(steps)), len(steps))
+    sums = dict(zip(candidates, measure(skipped, candidates, first).tolist(), strict=True))
+    finalists = sorted(sums, key=lambda layer: sums[layer])[:FINALISTS]
+    more = measure(skipped, finalists, rest) if rest else np.zeros(len(finalists))
+    means = {layer: (sums[layer] + extra) / sum(steps) for layer, extra in zip(finalists, more.tolist(), strict=True)}
+    looked_at = sum(steps[i] for i in first)
+    return means, {layer: sums[layer] / looked_at for layer in candidates if layer not in means}
