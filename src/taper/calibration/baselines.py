@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,9 +16,13 @@ RANDOM_SEEDS = 3
 
 
 def compare_orders(
-    measurements: Measurements, order: Sequence[int], depths: Sequence[int], ticks: Callable[[int], Tick]
+    measurements: Measurements,
+    order: Sequence[int],
+    depths: Sequence[int],
+    ticks: Callable[[int], Tick],
+    more: Mapping[str, Sequence[int]] | None = None,
 ) -> dict[str, Any]:
-    """Loss of an order and of every baseline at constant depths (SkipDecode: at that mean depth), on the same steps.
+    """Loss of an order, every baseline and `more` orders at constant depths (SkipDecode: mean ones), on the same steps.
 
     Returns:
         "kl" and "agreement": method -> depth -> [value, low, high]; "kl_above_measured_order": the same of the
@@ -29,10 +33,11 @@ def compare_orders(
     tokens = max(len(reference.answer_ids) for reference in references)
     influence = measurements.block_influence()
     found: dict[str, dict[str, Any]] = {"kl": {}, "agreement": {}, "kl_above_measured_order": {}}
-    tick = ticks(len(depths) * (5 + RANDOM_SEEDS + 1) * len(references))
+    tick = ticks(len(depths) * (6 + RANDOM_SEEDS + len(more or {})) * len(references))
     for depth in depths:
         ours = skipping(layers, frozenset(order[: layers - depth]))
         policies = {"measured order": ours} | baseline_policies(layers, depth, influence, tokens)
+        policies |= {name: skipping(layers, frozenset(other[: layers - depth])) for name, other in (more or {}).items()}
         base = None
         for name, policy in policies.items():
             scores = measurements.scores(policy, tick)

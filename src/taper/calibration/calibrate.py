@@ -25,7 +25,7 @@ from .cost import CostModel, measure_cost, measure_speedup
 from .fit import ATTEMPTS, Budget, LossTable, curves, curves_of_speed, fit_quality, fit_speed
 from .measure import Measurements, skipping
 from .proof import free_running, plain
-from .references import BATCH, answer, encode_prompts
+from .references import BATCH, answer, encode_prompts, split
 from .search import find_order, layer_importance, search_answers
 from .statistics import Estimate, over_steps
 from .store import Store, digest
@@ -72,14 +72,27 @@ def calibrate(
         progress: told how far each stage is.
 
     Raises:
-        RequestError: too few prompts, one that cannot be answered, or no layers to spare.
+        RequestError: too few prompts, one that cannot be answered, no layers to spare, or a speed out of reach.
     """
+    if not name.isprintable() or len(name) > 100:
+        raise RequestError(f"name is {name[:100]!r}; it must be at most 100 printable characters")
     calibrator = _Calibrator(llm, seed, progress)
     try:
         ids = encode_prompts(llm, prompts, seed, MAX_PROMPTS)
         return calibrator.run(ids, budget, answer_tokens, baselines, name)
     finally:
         calibrator.store.close()
+
+
+def open_store(llm: LLM, model_hash: str) -> Store:
+    """What was measured on a model, in the cache folder."""
+    common = {"model": model_hash, "backend": type(llm.engine.backend).__name__, "dtype": llm.dtype}
+    return Store(cache_folder() / "calibration.sqlite", common)
+
+
+def name_of(llm: LLM) -> str:
+    """What to call a model in a file that others read: of a path the last part."""
+    return Path(llm.model).name if Path(llm.model).exists() else llm.model
 
 
 @dataclass(frozen=True)
@@ -101,17 +114,22 @@ class _Calibrator:
         if self.layers < 2:
             raise RequestError(f"a model of {self.layers} layer has none to spare")
         self.model_hash = content_hash(llm.path)
-        common = {"model": self.model_hash, "backend": type(llm.engine.backend).__name__, "dtype": llm.dtype}
-        self.store = Store(cache_folder() / "calibration.sqlite", common)
+        self.store = open_store(llm, self.model_hash)
 
     def run(
         self, prompts: Sequence[tuple[int, ...]], budget: Budget, answer_tokens: int | None, baselines: bool, name: str
     ) -> Calibration:
         """All stages in turn."""
         full, longest = DepthPolicy.full(self.layers), answer_tokens or REFERENCE_TOKENS
+        context, most = self.llm.engine.backend.context_length, max(map(len, prompts))
+        if most + longest > context:
+            raise RequestError(
+                f"a prompt of {most} tokens and an answer of {longest} do not fit into a context of {context}",
+                "raise --context, shorten the prompts or lower --answer-tokens",
+            )
         references = self._answers("answers at full depth", prompts, full, longest)
         tokens = answer_tokens or int(np.median([len(reference.answer_ids) for reference in references]))
-        search, held_out = references[: len(references) // 2], references[len(references) // 2 :]
+        search, held_out = split(references)
         if tokens < 2 or not all(any(len(r.answer_ids) > 1 for r in part) for part in (search, held_out)):
             raise RequestError(
                 "the answers end with their first token: there is no step to taper", "give other prompts"
@@ -132,12 +150,12 @@ class _Calibrator:
 
         met = budget.worst(found.get("tapered steps")) <= 1
         summary = {
-            "model": {"name": self.llm.model, "sha256": self.model_hash, "num_hidden_layers": self.layers},
-            "model_identity": asdict(self.llm.config.identity),
+            "model": {"name": name_of(self.llm), "sha256": self.model_hash, "num_hidden_layers": self.layers},
             "prompts": {"search": len(search), "held_out": len(held_out), "sha256": digest(sorted(prompts))},
             "seed": self.seed,
             "budget": budget.given,
             "budget_met": met,
+            "tokens": sum(len(reference.prompt_ids) + len(reference.answer_ids) for reference in references),
             "answer_tokens": tokens,
             "policy": name or policy.label,
             "mean_depth": round(policy.mean_depth(tokens), 3),
@@ -149,6 +167,7 @@ class _Calibrator:
         }
         provenance = dict(summary)
         details = {
+            "model_identity": asdict(self.llm.config.identity),
             "cost_ms": asdict(cost),
             "importance": order.importance,
             "skip_order": order.layers,
@@ -236,7 +255,7 @@ class _Calibrator:
         if not baselines:
             kl = {str(depth): loss for depth, loss in zip(depths, order.losses, strict=True)}
             return {"prompts": "search", "speedup": speedup, "kl": {"measured order": kl}}
-        answers = search_answers(held_out)
+        answers = search_answers(held_out, len(held_out))
         with closing(Measurements(self.llm.engine, answers, self.store)) as measurements:
             compared = compare_orders(measurements, order.layers, depths, partial(self._ticks, "baselines"))
         return {"prompts": "held out", "speedup": speedup, **compared}

@@ -19,7 +19,7 @@ from ..replay import Scores
 from .cost import CostModel
 from .statistics import Estimate, over_steps
 
-ATTEMPTS = 5  # curves replayed before the best of them is taken
+ATTEMPTS = 4  # curves replayed before the best of them is taken
 _PLACES = 4  # parts of an answer whose loss is told apart
 _STARTS = (0, 1 / 8, 1 / 4, 1 / 2, 3 / 4)  # where the fall may begin, and how long it may last, in answers
 _SPANS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4)

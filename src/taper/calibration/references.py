@@ -114,6 +114,12 @@ def answer(
     return references
 
 
+def split(references: Sequence[Reference]) -> tuple[Sequence[Reference], Sequence[Reference]]:
+    """The half that is searched on, and the half that proves what was found; the prompts were shuffled."""
+    half = len(references) // 2
+    return references[:half], references[half:]
+
+
 def _answer_batch(
     llm: LLM, prompts: Sequence[tuple[int, ...]], policy: DepthPolicy, max_tokens: int
 ) -> list[list[int]]:

@@ -13,10 +13,10 @@ import numpy as np
 
 from ..replay import Reference
 
-ANSWERS, STEPS = 20, 48  # what an order is searched on: answers, and the first steps of each
-FIRST_LOOK = 7  # answers all candidates are tried on; the best go on to the others
-CANDIDATES, FINALISTS = 8, 3
-BEAM, NEAR = 2, 0.05  # follow a second order too, where its log KL is this close: it may be first a layer later
+ANSWERS, STEPS = 16, 48  # what an order is searched on: answers, and the first steps of each
+FIRST_LOOK = 6  # answers all candidates are tried on; the best go on to the others
+CANDIDATES, FINALISTS = 6, 3
+BEAM, NEAR = 2, 0.03  # follow a second order too, where its log KL is this close: it may be first a layer later
 
 # Sums of KL, one for each candidate, over the steps of some answers (given by their indices), of skipping some layers
 # and that candidate besides.
@@ -32,9 +32,9 @@ class _Path:
     losses: tuple[float, ...]
 
 
-def search_answers(references: Sequence[Reference]) -> list[Reference]:
+def search_answers(references: Sequence[Reference], most: int = ANSWERS) -> list[Reference]:
     """The first steps of some answers."""
-    return [reference.window(0, STEPS + 1) for reference in references[:ANSWERS] if len(reference.answer_ids) > 1]
+    return [reference.window(0, STEPS + 1) for reference in references[:most] if len(reference.answer_ids) > 1]
 
 
 def layer_importance(layers: int, steps: Sequence[int], measure: Measure) -> list[float]:

@@ -1,0 +1,141 @@
+"""What calibration takes and what it finds, on the default model: one JSON file, part by part.
+
+    python benchmarks/calibration.py --cache EMPTY_FOLDER policies orders growth
+
+`policies` makes the shipped policies from an empty cache (about ten minutes), `orders` compares the order found with
+every baseline on held-out prompts (about fifteen more), `growth` times whole calibrations on more and more prompts.
+Leave the machine alone while it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "calibration.json"
+SHIPPED = ROOT / "src" / "taper" / "policies" / "smollm2-135m-instruct"
+SPEEDS = {"fast": 1.20, "balanced": 1.10, "gentle": 1.05}  # the first finds the cache empty
+ANSWER_TOKENS, THREADS = 128, 2
+# The order that a first sketch found on other answers of the same model, with other code.
+FIRST_SKETCH = [3, 5, 17, 16, 25, 7, 6, 4, 18, 26]
+
+
+def run_cli(cache: Path, *options: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`taper calibrate` in a process of its own: its summary, and what it took."""
+    command = [sys.executable, "-m", "taper", "calibrate", "--threads", str(THREADS), "--json", *options]
+    started = time.perf_counter()
+    done = subprocess.run(command, stdout=-1, env={**os.environ, "TAPER_CACHE": str(cache)}, check=True)
+    seconds = time.perf_counter() - started
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+    return json.loads(done.stdout), {"seconds": round(seconds, 1), "peak_mib_so_far": round(peak)}
+
+
+def policies(cache: Path) -> dict[str, Any]:
+    """The shipped policies: time, memory, predicted and measured speed, proof."""
+    found = {}
+    for name, speed in SPEEDS.items():
+        options = ["--speedup", str(speed), "--answer-tokens", str(ANSWER_TOKENS), "--name", name]
+        summary, took = run_cli(cache, *options, "--out", str(SHIPPED / f"{name}.json"))
+        predicted, measured = summary["speedup"]["predicted"], summary["speedup"]["measured"]
+        keys = ("mean_depth", "speedup", "held_out", "free_running", "cost_ms", "skip_order", "conditions")
+        ratio = round(predicted / measured[0], 4)
+        found[name] = {**took, "predicted_over_measured": ratio, **{key: summary[key] for key in keys}}
+    return found
+
+
+def orders(cache: Path) -> dict[str, Any]:
+    """KL of the order found, every baseline and the first sketch's order on held-out prompts, by depth."""
+    os.environ["TAPER_CACHE"] = str(cache)
+    from taper import LLM
+    from taper.calibration.baselines import compare_orders
+    from taper.calibration.calibrate import open_store
+    from taper.calibration.measure import Measurements
+    from taper.calibration.references import answer, builtin_prompts, encode_prompts, split
+    from taper.calibration.search import search_answers
+    from taper.loading import content_hash
+    from taper.policy import DepthPolicy, load_policy
+
+    llm = LLM(threads=THREADS, max_batch_size=64)
+    store = open_store(llm, content_hash(llm.path))
+    full = DepthPolicy.full(llm.config.num_hidden_layers)
+    prompts = encode_prompts(llm, builtin_prompts(), 0, 256)
+    _, held_out = split(answer(llm, prompts, full, ANSWER_TOKENS, store, lambda: None))
+    measurements = Measurements(llm.engine, search_answers(held_out, len(held_out)), store)
+    order = load_policy(SHIPPED / "fast.json").skip_order
+    more = {"first sketch": FIRST_SKETCH}
+    started = time.perf_counter()
+    found = compare_orders(measurements, order, range(29, 19, -1), lambda count: lambda: None, more)
+    steps = sum(len(reference.answer_ids) - 1 for reference in measurements.replay.references)
+    above = found["kl_above_measured_order"]
+    not_clear = {
+        name: {depth: interval for depth, interval in by_depth.items() if interval[1] <= 0}
+        for name, by_depth in above.items()
+    }
+    return {
+        "seconds": round(time.perf_counter() - started, 1),
+        "steps": steps,
+        "answers": len(held_out),
+        "order": order[:10],
+        "not_clear_of_zero": {name: by_depth for name, by_depth in not_clear.items() if by_depth},
+        **found,
+    }
+
+
+def growth(cache: Path) -> dict[str, Any]:
+    """Seconds of a whole calibration against the tokens it reads and writes, from empty caches; and a line through it."""
+    from taper.calibration.references import builtin_prompts
+
+    rows = []
+    for count in (12, 24, 36, 48):
+        folder = cache / f"growth-{count}"
+        with_model(folder)
+        file = folder / "prompts.jsonl"
+        file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in builtin_prompts()[:count]))
+        options = ["--prompts", str(file), "--speedup", "1.1", "--answer-tokens", "48", "--out", str(folder / "p.json")]
+        summary, took = run_cli(folder, *options)
+        rows.append({"prompts": count, "tokens": summary["tokens"], "seconds": took["seconds"]})
+        shutil.rmtree(folder)
+    tokens, seconds = (np.array([row[key] for row in rows], float) for key in ("tokens", "seconds"))
+    slope, fixed = np.polyfit(tokens, seconds, 1)
+    left = ((seconds - fixed - slope * tokens) ** 2).sum()
+    r_squared = 1 - left / ((seconds - seconds.mean()) ** 2).sum()
+    return {"rows": rows, "seconds_per_1000_tokens": round(1000 * slope, 2), "r_squared": round(r_squared, 4)}
+
+
+def with_model(cache: Path) -> None:
+    """A cache folder that holds the default model and nothing else."""
+    from taper.loading.names import default_model_path
+
+    (cache / "models").mkdir(parents=True, exist_ok=True)
+    link = cache / "models" / default_model_path().name
+    if not link.exists():
+        link.symlink_to(default_model_path())
+
+
+def main() -> None:
+    """Run the parts asked for; each is written as it ends."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cache", type=Path, required=True, help="folder for what is measured; empty at first")
+    parser.add_argument("parts", nargs="+", choices=["policies", "orders", "growth"])
+    options = parser.parse_args()
+    with_model(options.cache)
+    for part in options.parts:
+        print(f"{part} ...", file=sys.stderr)
+        found = globals()[part](options.cache)
+        results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+        RESULTS.write_text(json.dumps(results | {part: found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""`taper calibrate`: what it prints and writes, what it refuses, and that a kill loses nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from test_calibration import comparable
+
+from taper import DepthPolicy
+from taper.cli import cli
+
+PROMPTS = "".join(f"tell me about number {i}\n" for i in range(10))
+
+
+@pytest.fixture
+def arguments(tiny_gguf, tmp_path):
+    """A short calibration of a tiny model that keeps its budget."""
+    (tmp_path / "prompts.txt").write_text(PROMPTS)
+    options = ["--model", tiny_gguf, "--prompts", tmp_path / "prompts.txt", "--out", tmp_path / "out" / "policy.json"]
+    options += ["--max-kl", "90", "--answer-tokens", "32", "--threads", "1", "--dtype", "f32"]
+    return ["calibrate", *map(str, options)]
+
+
+def test_writes_a_policy_and_says_what_it_costs(arguments, tmp_path):
+    result = CliRunner().invoke(cli, [*arguments, "--name", "mine"])
+    assert result.exit_code == 0, result.output
+    policy = DepthPolicy.from_json((tmp_path / "out" / "policy.json").read_text())
+    assert policy.name == "mine"
+    assert policy.provenance["budget"] == {"max_kl": 90.0}
+    for words in ("policy mine", "measured", "5 held-out prompts", "KL to full depth", "repeated 4-grams"):
+        assert words in result.stdout
+    assert "taper generate --policy" in result.stderr
+    shown = CliRunner().invoke(cli, ["policy", "show", str(tmp_path / "out" / "policy.json")])
+    assert shown.exit_code == 0
+
+
+def test_json_is_one_object_with_everything(arguments):
+    result = CliRunner().invoke(cli, [*arguments, "--json"])
+    data = json.loads(result.stdout)
+    assert data["budget_met"] is True
+    assert {"held_out", "free_running", "speedup", "importance", "frontier", "conditions"} <= set(data)
+
+
+def test_a_budget_that_no_policy_keeps_writes_none_and_names_the_nearest(arguments, tmp_path):
+    arguments[arguments.index("--max-kl") + 1] = "1e-9"
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exit_code == 1
+    assert "nearest policy" in result.stdout
+    assert "no policy" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_report_is_written_beside_the_policy(arguments, tmp_path):
+    result = CliRunner().invoke(cli, [*arguments, "--report", str(tmp_path / "report")])
+    assert result.exit_code == 0, result.output
+    assert {"index.html", "frontier.png", "importance.png"} <= {path.name for path in (tmp_path / "report").iterdir()}
+
+
+def start(arguments) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, "-m", "taper", *arguments], stdout=-1, stderr=-1)
+
+
+def test_killed_three_times_it_finds_the_same_policy(arguments, tmp_path, monkeypatch):
+    def cache(name: str) -> None:
+        monkeypatch.setenv("TAPER_CACHE", str(tmp_path / name))
+
+    out = tmp_path / "out" / "policy.json"
+    cache("undisturbed")
+    begun = time.perf_counter()
+    assert start(arguments).wait(60) == 0
+    seconds = time.perf_counter() - begun
+    undisturbed = comparable(out.read_text())
+    out.unlink()
+
+    cache("killed")
+    for part in (0.45, 0.6, 0.75):
+        process = start(arguments)
+        time.sleep(part * seconds)
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL
+        assert not out.exists()
+    assert (tmp_path / "killed" / "calibration.sqlite").exists()
+    assert start(arguments).wait(60) == 0
+    assert comparable(out.read_text()) == undisturbed
+
+
+WRONG = {
+    "prompts file empty": (b"\n \n", [], "no prompt"),
+    "prompts file not UTF-8": (b"caf\xe9\n" * 9, [], "not UTF-8"),
+    "a line of a million characters": (b"x" * 1_000_000 + b"\n" + PROMPTS.encode(), [], "1000000 characters"),
+    "too few prompts": (b"one\ntwo\ntwo\n", [], "too few"),
+    "a prompt too long for the context": (PROMPTS.encode() + b"y " * 900, ["--context", "256"], "prompt 11"),
+    "broken JSON": (b'{"prompt": "a"}\n{"prompt": \n', [], "line 2"),
+    "JSON without a prompt": (b'{"text": "a"}\n', [], "prompt"),
+    "JSON with both": (b'{"prompt": "a", "messages": []}\n', [], "either"),
+    "a prompt that is no text": (b'{"prompt": 7}\n', [], "text"),
+    "messages that are none": (b'{"messages": [{"role": "user"}]}\n' * 9, [], "not a message"),
+    "no budget": (None, ["--max-kl"], "no budget"),
+    "speed and quality": (None, ["--speedup", "1.1"], "cannot both"),
+    "agreement above one": (None, ["--min-agreement", "95"], "(0, 1]"),
+    "not a number": (None, ["--max-kl", "nan"], "above 0"),
+    "a speed out of reach": (None, ["--max-kl", "--speedup", "50"], "speedup"),
+    "answers that do not fit": (None, ["--answer-tokens", "90000"], "context"),
+    "a name with a line break": (None, ["--name", "a\nb"], "name"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_mistakes_are_one_line_and_leave_nothing(case, arguments, tmp_path):
+    content, more, says = WRONG[case]
+    if content is not None:
+        (tmp_path / "prompts.txt").write_bytes(content)
+    if "--max-kl" in more[:1] and "nan" not in more:  # the option is taken away
+        place = arguments.index("--max-kl")
+        del arguments[place : place + 2]
+        more = more[1:]
+    refused([*arguments, *more], says)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("option", ["--out", "--report"])
+def test_outputs_that_cannot_be_written_are_refused_before_the_work(option, arguments, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    refused([*arguments, option, str(tmp_path / "file" / "below" / "x")], "file")
+    refused([*arguments, option, "/proc/taper/x"], "/proc")
+    refused([*arguments, option, str(tmp_path / "file") if option == "--report" else str(tmp_path)], "folder")
+    assert (tmp_path / "file").read_text() == "in the way"
+    assert not Path(os.environ["TAPER_CACHE"]).exists()
+
+
+def refused(arguments, says: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "taper", *arguments], capture_output=True, text=True, timeout=60)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("taper:")]
+    assert done.returncode == 2, done.stderr
+    assert len(lines) == 1, done.stderr
+    assert says in lines[0]
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
