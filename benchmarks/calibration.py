@@ -93,7 +93,7 @@ def orders(cache: Path) -> dict[str, Any]:
 
 
 def growth(cache: Path) -> dict[str, Any]:
-    """Seconds of a whole calibration against the tokens it reads and writes, from empty caches; and a line through it."""
+    """Seconds of whole calibrations from empty caches against the tokens of prompts and answers, with the line through."""
     from taper.calibration.references import builtin_prompts
 
     rows = []

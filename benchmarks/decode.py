@@ -117,12 +117,6 @@ def against_depth(loaded: LoadedModel, prompt: list[int]) -> dict[str, Any]:
         runs["full"].append(engine_tokens_per_second(engine, prompt, DepthPolicy.full(layers)))
         runs["depth 20"].append(engine_tokens_per_second(engine, prompt, DepthPolicy.static(layers, 20, order)))
     whole = [b / a for a, b in zip(*runs.values(), strict=True)]
-    policies = {p.name: p for p in next(iter(shipped_policies().values()))}
-    shipped: dict[str, list[float]] = {name: [] for name in policies}
-    for _ in range(ROUNDS):
-        base = engine_tokens_per_second(engine, prompt, DepthPolicy.full(layers))
-        for name, policy in policies.items():
-            shipped[name].append(engine_tokens_per_second(engine, prompt, policy) / base)
     return {
         "step_ms": {d: round(ms, 3) for d, ms in step_ms.items()},
         "speedup": {d: round(s, 3) for d, s in speedup.items()},
@@ -132,7 +126,6 @@ def against_depth(loaded: LoadedModel, prompt: list[int]) -> dict[str, Any]:
         "fixed_ms_per_step": round(float(fixed), 3),
         "r_squared": round(1 - float((left**2).sum() / ((spread - spread.mean()) ** 2).sum()), 5),
         "answers_of_128_speedup_at_20": median(whole),
-        "answers_of_128_speedup_of_shipped_policies": {name: median(values) for name, values in shipped.items()},
     }
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "decode.json"
+RESULTS = ROOT / "benchmarks" / "results"
 MARKS = ("<!-- numbers: python benchmarks/render.py -->\n", "<!-- end of numbers -->\n")
 
 
@@ -26,10 +26,9 @@ def conditions(c: dict[str, Any]) -> str:
     )
 
 
-def summary(result: dict[str, Any]) -> list[str]:
+def summary(result: dict[str, Any], calibrated: dict[str, Any]) -> list[str]:
     """The table of the README."""
     depth, start = result["depth"], result["start_up"]
-    shipped = depth["answers_of_128_speedup_of_shipped_policies"]
     rows = []
     if "ratio" in result["llama_bench"]:
         bench = result["llama_bench"]
@@ -37,10 +36,95 @@ def summary(result: dict[str, Any]) -> list[str]:
     rows += [
         ("full depth against transformers `generate`, f32", f"{result['transformers']['ratio']:.1f}x"),
         ("20 of 30 layers from step 1 on, whole answer of 128 tokens", f"{depth['answers_of_128_speedup_at_20']:.2f}x"),
-        *((f"policy `{name}`, whole answer of 128 tokens", f"{ratio:.2f}x") for name, ratio in shipped.items()),
         ("load with tokenizer; first token of a 45-token prompt after that", f"{times(start)}"),
     ]
+    for name, policy in deepest_first(calibrated):
+        agreement = interval(policy["held_out"]["tapered steps"]["agreement"], 100, ".0f")
+        what = f"policy `{name}`, answers of 128 tokens: speed; same likeliest token as full depth, held-out prompts"
+        rows.append((what, f"{policy['speedup']['measured'][0]:.2f}x; {agreement} %"))
     return ["| default model on two CPU cores | |", "| --- | --- |", *(f"| {what} | {value} |" for what, value in rows)]
+
+
+def deepest_first(calibrated: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """The shipped policies by name."""
+    return sorted(calibrated["policies"].items(), key=lambda item: -item[1]["mean_depth"])
+
+
+def interval(estimate: list[float], factor: float, digits: str) -> str:
+    """A figure with its 95 % interval."""
+    value, low, high = (format(x * factor, digits) for x in estimate)
+    return f"{value} ({low} to {high})"
+
+
+def quality(calibrated: dict[str, Any]) -> list[str]:
+    """What the shipped policies cost, and the order of layers beside others'."""
+    lines = [
+        "On held-out prompts, answers of up to 128 tokens, 95 % intervals; how: [calibration](calibration.md). Made by",
+        "`python benchmarks/calibration.py --cache FOLDER policies orders growth` from the built-in prompts.",
+        "",
+        "| | " + " | ".join(f"`{name}`" for name, _ in deepest_first(calibrated)) + " |",
+        "| --- |" + " --- |" * len(calibrated["policies"]),
+    ]
+    rows: list[tuple[str, Any]] = [
+        ("mean depth of 30", lambda p: f"{p['mean_depth']:.1f}"),
+        ("speed predicted", lambda p: f"{p['speedup']['predicted']:.2f}x"),
+        ("speed measured", lambda p: f"{p['speedup']['measured'][0]:.2f}x"),
+        ("KL to full depth, nats", lambda p: interval(p["held_out"]["tapered steps"]["kl"], 1, ".2f")),
+        ("same likeliest token, %", lambda p: interval(p["held_out"]["tapered steps"]["agreement"], 100, ".0f")),
+        (
+            "NLL of full depth's answers, + %",
+            lambda p: interval(p["held_out"]["tapered steps"]["nll_increase"], 1, ".0f"),
+        ),
+        ("own answers: NLL at full depth, nats", lambda p: interval(p["free_running"]["nll"]["policy"], 1, ".2f")),
+        ("full depth's own answers: the same", lambda p: interval(p["free_running"]["nll"]["full"], 1, ".2f")),
+        ("own answers: repeated 4-grams, %", lambda p: interval(p["free_running"]["repetition"]["policy"], 100, ".0f")),
+        ("full depth's own answers: the same", lambda p: interval(p["free_running"]["repetition"]["full"], 100, ".0f")),
+    ]
+    lines += [f"| {what} | " + " | ".join(cell(p) for _, p in deepest_first(calibrated)) + " |" for what, cell in rows]
+    took = {name: p["seconds"] / 60 for name, p in calibrated["policies"].items()}
+    first = calibrated["policies"]["fast"]
+    lines += [
+        "",
+        "These three visibly change this small model's text. The NLL rises over steps that ran fewer layers.",
+        "",
+        f"A whole calibration from an empty cache (`fast`) took {took['fast']:.1f} minutes and {first['peak_mib_so_far']} MiB; "
+        f"then `balanced`, from cached answers, {took['balanced']:.1f} and `gentle` {took['gentle']:.1f} minutes.",
+    ]
+    if "growth" in calibrated:
+        growth = calibrated["growth"]
+        sizes = ", ".join(f"{row['prompts']} prompts {row['seconds']:.0f} s" for row in growth["rows"])
+        lines.append(
+            f"Time grows in a straight line with the tokens of prompts and answers: {sizes}; "
+            f"{growth['seconds_per_1000_tokens']:.1f} s per 1000 tokens, R² {growth['r_squared']:.3f}."
+        )
+    return lines + (orders(calibrated["orders"]) if "orders" in calibrated else [])
+
+
+def orders(found: dict[str, Any]) -> list[str]:
+    """KL by depth, a column a method."""
+    methods = list(found["kl"])
+    depths = list(found["kl"]["measured order"])
+    lines = [
+        "",
+        "### Which layers: the measured order beside others'",
+        "",
+        f"Mean KL to full depth, nats, at constant depth from step 1 on (SkipDecode: linear decay of that mean depth), over "
+        f"{found['steps']} steps of {found['answers']} held-out answers; in brackets the 95 % interval of the paired difference "
+        "to the measured order.",
+        "",
+        "| layers | " + " | ".join(methods) + " |",
+        "| --- |" + " --- |" * len(methods),
+    ]
+    for depth in depths:
+        cells = []
+        for method in methods:
+            text = f"{found['kl'][method][depth][0]:.2f}"
+            above = found["kl_above_measured_order"].get(method, {}).get(depth)
+            cells.append(text + (f" ({above[1]:+.2f} to {above[2]:+.2f})" if above else ""))
+        lines.append(f"| {depth} | " + " | ".join(cells) + " |")
+    unclear = [f"{name} at {', '.join(by_depth)}" for name, by_depth in found["not_clear_of_zero"].items()]
+    lines += ["", "Differences whose interval is not clear of zero: " + ("; ".join(unclear) or "none") + "."]
+    return lines
 
 
 def times(start: dict[str, Any]) -> str:
@@ -48,7 +132,7 @@ def times(start: dict[str, Any]) -> str:
     return f"{start['load_with_tokenizer_s']:.2f} s; {start['first_token_s']:.2f} s"
 
 
-def page(result: dict[str, Any]) -> str:
+def page(result: dict[str, Any], calibrated: dict[str, Any]) -> str:
     """docs/results.md."""
     depth, memory = result["depth"], result["memory"]
     table = [
@@ -58,10 +142,10 @@ def page(result: dict[str, Any]) -> str:
     lines = [
         "# Results",
         "",
-        "Written by `python benchmarks/render.py` from `benchmarks/results/decode.json`, which comes from",
-        "`python benchmarks/decode.py --out benchmarks/results/decode.json`.",
+        "Written by `python benchmarks/render.py`. Speed comes from `benchmarks/results/decode.json`, made by",
+        "`python benchmarks/decode.py --out benchmarks/results/decode.json`; quality from `benchmarks/results/calibration.json`.",
         "",
-        *summary(result),
+        *summary(result, calibrated),
         "",
         "## One decode step by depth",
         "",
@@ -86,8 +170,7 @@ def page(result: dict[str, Any]) -> str:
         "The kernels: against the same weights in f32, Q4_1 decoding has a mean KL below 0.005 per token; with f32",
         "weights 64 greedy tokens equal transformers', at full depth and tapered (`tests/test_default_model.py`).",
         "",
-        "The policies: `gentle`, `balanced` and `fast` visibly change this small model's text. Their quality is not",
-        "yet calibrated, so no figure is given here.",
+        *quality(calibrated),
         "",
         "## Conditions",
         "",
@@ -99,12 +182,15 @@ def page(result: dict[str, Any]) -> str:
 
 def rendered() -> dict[Path, str]:
     """The files as they should be."""
-    result = json.loads(RESULTS.read_text())
+    result, calibrated = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("decode", "calibration"))
     readme = ROOT / "README.md"
     before, rest = readme.read_text().split(MARKS[0])
     after = rest.split(MARKS[1])[1]
-    block = "\n".join(summary(result)) + "\n"
-    return {ROOT / "docs" / "results.md": page(result), readme: before + MARKS[0] + block + MARKS[1] + after}
+    block = "\n".join(summary(result, calibrated)) + "\n"
+    return {
+        ROOT / "docs" / "results.md": page(result, calibrated),
+        readme: before + MARKS[0] + block + MARKS[1] + after,
+    }
 
 
 if __name__ == "__main__":

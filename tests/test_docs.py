@@ -23,7 +23,7 @@ def test_numbers_are_those_of_the_committed_results():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_and_options_in_the_docs_exist(page):
     help_of = {}
-    for name in ("pull", "generate", "chat", "policy"):
+    for name in ("pull", "generate", "chat", "policy", "calibrate"):
         help_of[name] = CliRunner().invoke(cli, [name, "--help"]).stdout
     for line in page.read_text().splitlines():
         for command in re.findall(r"taper (\w+)\b(?=[^.]*$)", line):

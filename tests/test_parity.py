@@ -185,6 +185,18 @@ def test_reuse_saves_the_forward_of_the_shared_prefix(tiny_llama, kind):
     assert sizes == [3]
 
 
+def test_a_new_prompt_leaves_what_other_slots_keep(tiny_llama):
+    """A shared beginning alone is no reason to give up another answer's cache while a slot is empty."""
+    engine = Engine(make_backend("ggml", tiny_llama.load(), num_slots=3))
+    system = random_prompt(60, 12)
+    prompts = [[*system, *random_prompt(61 + i, 40)] for i in range(3)]
+    for prompt in prompts:
+        answer(engine, [prompt], [DepthPolicy.full(6)], tokens=2)
+    assert sorted(len(kept) for kept in engine._kept.values()) == [53, 53, 53]
+    row = engine.admit(Request([*prompts[1], 7], SamplingParams(), DepthPolicy.full(6)))
+    assert row.complete == 52
+
+
 @BACKENDS
 def test_verify_equals_decoding_the_same_tokens(tiny_llama, kind):
     loaded, prompt = tiny_llama.load(), random_prompt(11)

@@ -338,8 +338,7 @@ def _make_backend(
     loaded: LoadedModel, device: str, dtype: str, context: int, threads: int | None, num_slots: int
 ) -> Backend:
     """The backend for a device; each is imported only where it is used."""
-    if device == "auto":
-        device = "cuda" if _cuda_is_there() else "cpu"
+    device = choose_device(device)
     if device == "cpu":
         from .backends.ggml import GgmlBackend
 
@@ -367,6 +366,13 @@ def _make_backend(
         dtype="bf16" if dtype == "auto" else dtype,
         device="cuda",
     )
+
+
+def choose_device(device: str) -> str:
+    """What "auto" stands for here: cuda where PyTorch and a GPU are there."""
+    if device == "auto":
+        return "cuda" if _cuda_is_there() else "cpu"
+    return device
 
 
 def _cuda_is_there() -> bool:

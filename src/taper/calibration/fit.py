@@ -112,8 +112,9 @@ class LossTable:
         steps = np.arange(1, self._tokens)
         depths = np.array([policy.depth(step) for step in steps.tolist()])
         cost = self._table[depths, self._place(steps)]
-        kl, disagreement, rise, nll = cost[depths < self._layers].sum(0) if (depths < self._layers).any() else cost[0]
-        count = max(1, int((depths < self._layers).sum()))
+        tapered = cost[depths < self._layers]
+        kl, disagreement, rise, nll = tapered.sum(0)
+        count = max(1, len(tapered))
         values = {"kl": kl / count, "agreement": 1 - disagreement / count, "nll_increase": 100 * rise / max(nll, 1e-9)}
         return {name: Estimate(value, value, value) for name, value in values.items()}, float(cost[:, 0].mean())
 
@@ -197,25 +198,24 @@ def fit_quality(
 
     Time plays no part: it falls with mean depth, and a quality budget gives the same policy on every machine.
     """
-    shallow_first = sorted(
-        ((policy.mean_depth(tokens), i, policy) for i, policy in enumerate(every)), key=lambda x: x[:2]
-    )
-    worst = {i: budget.worst(table.predict(policy)[0]) for _, i, policy in shallow_first}
+    depth = [policy.mean_depth(tokens) for policy in every]
+    predicted = [budget.worst(table.predict(policy)[0]) for policy in every]
     tried: dict[int, float] = {}
     margin = 1.0  # replayed over predicted
     for _ in range(ATTEMPTS):
         kept = [i for i, found in tried.items() if found <= 1]
-        bound = next((n for n, (_, i, _) in enumerate(shallow_first) if i in kept), len(shallow_first))
-        options = [i for _, i, _ in shallow_first[:bound] if i not in tried]
-        chosen = next((i for i in options if worst[i] * margin <= 1), None)
-        if chosen is None:
-            if kept or not options:
+        faster = [i for i in range(len(every)) if i not in tried and all(depth[i] < depth[k] for k in kept)]
+        promising = [i for i in faster if predicted[i] * margin <= 1]
+        if promising:
+            chosen = min(promising, key=lambda i: depth[i])
+        else:  # the gentlest of all might keep it, where none has
+            chosen = min(range(len(every)), key=lambda i: predicted[i])
+            if kept or chosen in tried:
                 break
-            chosen = min(options, key=lambda i: worst[i])  # none is predicted to keep it: the gentlest might
         tried[chosen] = budget.worst(over_steps(replay(every[chosen])).get("tapered steps"), surely=True)
-        margin = tried[chosen] / max(worst[chosen], 1e-9)
-    best = next((i for _, i, _ in shallow_first if tried.get(i, 2.0) <= 1), None)
-    return every[min(tried, key=lambda i: tried[i]) if best is None else best]
+        margin = tried[chosen] / max(predicted[chosen], 1e-9)
+    kept = [i for i, found in tried.items() if found <= 1]
+    return every[min(kept, key=lambda i: depth[i]) if kept else min(tried, key=lambda i: tried[i])]
 
 
 def fit_speed(every: Sequence[DepthPolicy], table: LossTable, replay: Replayed) -> DepthPolicy:

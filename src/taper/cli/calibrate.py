@@ -63,6 +63,7 @@ def calibrate(
     from ..calibration.calibrate import calibrate as run
     from ..calibration.fit import Budget
     from ..calibration.references import builtin_prompts, read_prompts
+    from ..llm import choose_device
 
     budget = Budget(max_kl, min_agreement, max_nll_increase, speedup)
     given = builtin_prompts() if prompts is None else read_prompts(prompts)
@@ -71,7 +72,7 @@ def calibrate(
         raise RequestError(f"--out {out} is a folder", "name a file")
     if report is not None:
         _check_report(report)
-    llm = load(options, max_batch_size=min(len(given), _SLOTS["cuda" if options["device"] == "cuda" else "cpu"]))
+    llm = load(options, max_batch_size=min(len(given), _SLOTS[choose_device(options["device"])]))
     names = ("answer_tokens", "seed", "baselines", "name")
     with _progress() as progress:
         found = run(llm, given, budget, progress=progress, **{name: options[name] for name in names})

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
 import click
+
+if TYPE_CHECKING:
+    from ..policy import DepthPolicy
 
 
 @click.group()
@@ -18,12 +24,12 @@ def policy_list() -> None:
     from ..policy import shipped_policies
     from ..terminal import console
 
-    table = Table("model", "policy", "curve", "mean depth, 128 tokens", "least", box=None)
+    table = Table("model", "policy", "curve", "mean depth, 128 tokens", "least", "measured", box=None)
     for model, policies in sorted(shipped_policies().items()):
         for found in policies:
             mean = f"{found.mean_depth(128):.1f} of {found.num_hidden_layers}"
             numbers = found.curve if found.alpha is None else f"{found.curve}, alpha {found.alpha}"
-            table.add_row(model, found.name, numbers, mean, str(found.min_depth))
+            table.add_row(model, found.name, numbers, mean, str(found.min_depth), _proof(found))
     console(stderr=False).print(table)
 
 
@@ -44,3 +50,13 @@ def policy_show(name: str, tokens: int, as_json: bool) -> None:
 
     click.echo(f"{found.label}: mean depth {found.mean_depth(tokens):.1f} of {found.num_hidden_layers} layers\n")
     click.echo(policy_picture(found, tokens))
+    click.echo(f"measured when it was made: {_proof(found)}")
+
+
+def _proof(policy: DepthPolicy) -> str:
+    """What its provenance says of speed and quality; anything may stand there."""
+    with suppress(KeyError, TypeError, IndexError, ValueError):
+        speed = policy.provenance["speedup"]["measured"][0]
+        agreement = policy.provenance["held_out"]["tapered steps"]["agreement"][0]
+        return f"{speed:.2f}x, {agreement:.0%} of tapered steps as full depth"
+    return "nothing"
