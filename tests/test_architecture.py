@@ -21,14 +21,20 @@ ALLOWED = {
     "engine": {"errors", "policy", "sampling", "backends"},
     "replay": {"errors", "policy", "sampling", "backends", "engine"},
     "llm": {"errors", "policy", "sampling", "loading", "backends", "engine"},
+    "calibration": {"errors", "policy", "sampling", "loading", "engine", "llm", "replay", "__init__"},
     "hf": {"errors", "policy"},
     "terminal": {"policy", "llm"},
     "compare": {"policy", "sampling", "llm"},
-    "cli": {"errors", "policy", "sampling", "loading", "llm", "terminal", "compare", "__init__"},
+    "cli": {"errors", "policy", "sampling", "loading", "llm", "terminal", "compare", "calibration", "__init__"},
     "__init__": {"errors", "policy", "sampling", "llm"},
     "__main__": {"cli"},
 }
-HEAVY = {"torch": {"backends/torch.py", "hf.py", "llm.py"}, "ggml": {"backends/ggml.py"}, "transformers": {"hf.py"}}
+HEAVY = {
+    "torch": {"backends/torch.py", "hf.py", "llm.py"},
+    "ggml": {"backends/ggml.py"},
+    "transformers": {"hf.py"},
+    "matplotlib": {"calibration/report.py", "cli/calibrate.py"},
+}
 
 
 def part(path: Path) -> str:

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 from test_parity import CONTEXT, answer, policies, random_prompt, twin
+from test_replay import expected, references
 
 from taper.backends.torch import TorchBackend
 from taper.engine import Engine
+from taper.replay import TOP, Replay
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")]
 
@@ -33,6 +35,18 @@ def test_batches_of_captured_and_eager_steps_equal_each_alone(tiny_llama):
     together = answer(Engine(make(loaded, num_slots=3)), prompts, chosen)
     for prompt, policy, found in zip(prompts, chosen, together, strict=True):
         assert found == answer(Engine(make(loaded)), [prompt], [policy])[0]
+
+
+def test_replay_equals_captured_steps(tiny):
+    loaded = tiny.load()
+    replay = Replay(Engine(make(loaded)), references())
+    for policy in policies(loaded.config.num_hidden_layers).values():
+        scores = replay.score(policy)
+        for index, reference in enumerate(references()):
+            kl, _, nll, _ = expected(Engine(make(loaded)), reference, policy, TOP)
+            found = scores.where(scores.reference == index)
+            np.testing.assert_allclose(found.kl, kl, atol=2e-3)
+            np.testing.assert_allclose(found.nll, nll, atol=2e-3)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])

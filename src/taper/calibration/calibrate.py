@@ -264,7 +264,7 @@ class _Calibrator:
         return {
             "date": datetime.date.today().isoformat(),
             "taper": __version__,
-            "backend": type(self.llm.engine.backend).__name__,
+            "backend": type(self.llm.engine.backend).__name__.removesuffix("Backend").lower(),
             "dtype": self.llm.dtype,
             "threads": self.llm.threads,
             "machine": _machine(),

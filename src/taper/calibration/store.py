@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
@@ -49,6 +50,17 @@ class Store:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all, making its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.part")
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def digest(value: Any) -> str:

@@ -63,6 +63,7 @@ def calibrate(
     from ..calibration.calibrate import calibrate as run
     from ..calibration.fit import Budget
     from ..calibration.references import builtin_prompts, read_prompts
+    from ..calibration.store import write_whole
     from ..llm import choose_device
 
     budget = Budget(max_kl, min_agreement, max_nll_increase, speedup)
@@ -77,7 +78,7 @@ def calibrate(
     with _progress() as progress:
         found = run(llm, given, budget, progress=progress, **{name: options[name] for name in names})
     if found.met:
-        _write(out, found.policy.to_json())
+        write_whole(out, found.policy.to_json().encode())
     if report is not None:
         from ..calibration.report import write_report
 
@@ -179,11 +180,3 @@ def _check_writable(folder: Path) -> None:
             pass
     except OSError as error:
         raise RequestError(f"cannot write to {folder}: {error.strerror}", "choose another folder") from None
-
-
-def _write(path: Path, content: str) -> None:
-    """Write a file whole or not at all, making its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.part")
-    temporary.write_text(content, encoding="utf-8")
-    temporary.replace(path)

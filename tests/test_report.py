@@ -1,0 +1,216 @@
+"""The report of a calibration: pictures and one page, from a summary made by hand."""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from taper.calibration import report, store
+from taper.calibration.baselines import RANDOM_SEEDS
+from taper.calibration.report import write_report
+
+PICTURES = ["depth_by_step", "frontier", "importance", "loss_by_step", "speed"]
+PAPER = "https://arxiv.org/abs/2503.08524"
+OTHERS = ["middle first (our reading of D3)", "early exit", "ShortGPT", "Unified (evenly spread)"]
+
+
+def around(value: float, part: float = 0.1) -> list[float]:
+    """An estimate and an interval about it."""
+    return [value, value * (1 - part), value * (1 + part)]
+
+
+def frontier(layers: int, baselines: bool) -> dict:
+    depths = range(layers - 1, layers - 1 - max(2, layers // 3), -1)
+    losses = {depth: 0.01 * math.exp(0.45 * (layers - depth)) for depth in depths}
+    found = {"prompts": "search", "speedup": {str(depth): round(layers / (depth + 0.3), 4) for depth in depths}}
+    if not baselines:
+        return found | {"kl": {"measured order": {str(depth): kl for depth, kl in losses.items()}}}
+    methods = ["measured order", *OTHERS, *(f"random order {i + 1}" for i in range(RANDOM_SEEDS)), "SkipDecode"]
+    kl = {name: {str(depth): around(kl * (1.5**i)) for depth, kl in losses.items()} for i, name in enumerate(methods)}
+    return found | {"prompts": "held out", "kl": kl, "agreement": {}, "kl_above_measured_order": {}}
+
+
+def summary(layers: int = 6, *, baselines: bool = False, tapers: bool = True, agreement: float = 0.953) -> dict:
+    """A summary in the shape of `calibrate`'s, of a policy that skips two layers from step 8 on."""
+    tokens, least = 40, layers - 2 * tapers
+    curve = [layers if step < 8 else least for step in range(tokens)]
+    steps = range(tokens + 10)
+    kl = [0.05 * (1 + math.sin(step)) * (step >= 8) * tapers for step in steps]
+    tapered = {
+        "kl": around(0.0523),
+        "agreement": [agreement, agreement - 0.01, agreement + 0.01],
+        "nll_increase": around(1.234),
+    }
+    every = {"kl": around(0.0417 * tapers), "agreement": [0.9625] * 3, "nll_increase": around(0.987)}
+    return {
+        "model": {"name": "tiny", "sha256": "ab" * 32, "num_hidden_layers": layers},
+        "model_identity": {"architecture": "llama", "hidden_size": 64, "vocab_size": 300, "quantization": "f32"},
+        "prompts": {"search": 21, "held_out": 22, "sha256": "cd" * 32},
+        "seed": 7,
+        "budget": {"max_kl": 0.06},
+        "budget_met": True,
+        "answer_tokens": tokens,
+        "policy": "constant start=8 min_depth=4",
+        "mean_depth": sum(curve[1:]) / (tokens - 1),
+        "speedup": {"predicted": 1.3712, "measured": [1.3456, 1.3123, 1.3789] if tapers else [1.0, 0.99, 1.01]},
+        "held_out": {"all steps": every} | ({"tapered steps": tapered} if tapers else {}),
+        "on_search_prompts": {"all steps": every},
+        "free_running": {
+            "nll": {"policy": around(0.812), "full": around(0.745)},
+            "length": {"policy": around(83.2), "full": around(91.7)},
+            "repetition": {"policy": around(0.123), "full": around(0.118)},
+        },
+        "conditions": {
+            "date": "2026-02-03",
+            "taper": "0.1.0",
+            "backend": "GgmlBackend",
+            "dtype": "f32",
+            "threads": 2,
+            "machine": "A processor, 2 cores",
+            "python": "3.12.1",
+        },
+        "cost_ms": {"fixed_ms": 1.0, "layer_ms": 0.2},
+        "importance": [3.0, *(0.02 * (1 + layer % 5) for layer in range(1, layers - 1)), 0.8],
+        "skip_order": list(range(layers - 2, 0, -1)),
+        "searched_layers": max(2, layers // 3),
+        "core_layers": [0, layers - 1],
+        "curve": curve,
+        "by_step": {"answers": [22 - step // 4 for step in steps], "kl": kl, "agreement": [1 - x for x in kl]},
+        "frontier": frontier(layers, baselines),
+    }
+
+
+def page(data: dict) -> str:
+    """The page with empty pictures."""
+    return report._page(data, dict.fromkeys(PICTURES, b""))
+
+
+def words(data: dict) -> str:
+    """What the page says, on one line."""
+    source = page(data)
+    return " ".join(re.sub(r"<[^>]*>", " ", source[source.index("<body>") :]).split())
+
+
+ONE_DEPTH = {"prompts": "search", "speedup": {"1": 1.5}, "kl": {"measured order": {"1": 2.5}}}
+CASES = {
+    "plain": summary(),
+    "with baselines": summary(30, baselines=True),
+    "baselines close together": summary(baselines=True),
+    "tapers nothing": summary(tapers=False),
+    "tapers nothing, logarithmic": summary(30, baselines=True, tapers=False),
+    "two layers": summary(2, tapers=False) | {"frontier": ONE_DEPTH},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_writes_a_page_with_pictures_that_show_something(tmp_path, name):
+    folder = tmp_path / "new" / "report"
+    write_report(folder, CASES[name])
+    assert {path.name for path in folder.iterdir()} == {"index.html", *(f"{picture}.png" for picture in PICTURES)}
+    source = (folder / "index.html").read_text(encoding="utf-8")
+    embedded = [base64.b64decode(data) for data in re.findall(r'src="data:image/png;base64,([^"]+)"', source)]
+    assert sorted(embedded) == sorted((folder / f"{picture}.png").read_bytes() for picture in PICTURES)
+    for data in embedded:
+        pixels = imread(io.BytesIO(data))[:, :, :3]
+        assert pixels.shape[1] == 7 * 160
+        assert (pixels < 0.9).any(-1).mean() > 0.005, "blank"
+        assert (pixels[[0, -1]] == 1).all(), "cut off at the edge"
+    assert "<script" not in source
+    assert re.findall(r'https?:[^"<> ]*', source) == [PAPER]
+
+
+def test_page_says_what_was_found():
+    verdict = ["Budget met.", "1.35 times the speed of full depth (1.31 to 1.38", "4.4 of the model’s 6 layers"]
+    verdict += ["at 5 % (4 to 6 %) of the tapered steps", "mean KL at most 0.06 nats. Found: 0.0523 nats"]
+    held_out = ["21 prompts", "22 held-out", "0.052 (0.047 to 0.058)", "0.042 (0.038 to 0.046)", "95 (94 to 96)"]
+    held_out += ["1.2 (1.1 to 1.4)", "0.99 (0.89 to 1.09)"]
+    own = ["0.81 (0.73 to 0.89)", "0.74 (0.67 to 0.82)", "83 (75 to 92)", "92 (83 to 101)", "12 (11 to 14)"]
+    conditions = ["tiny, llama, f32, 6 layers", "ab" * 32, "cd" * 32, "seed 7", "2026-02-03", "A processor, 2 cores"]
+    conditions += ["2 threads, GgmlBackend, f32", "Taper 0.1.0, Python 3.12.1", "1.37 times full depth predicted"]
+    said = words(summary())
+    for part in ["constant start=8 min_depth=4", *verdict, *held_out, *own, "the search prompts", *conditions]:
+        assert part in said, part
+    assert "hurts" not in said
+
+
+def test_a_missed_budget_and_a_policy_that_hurts_are_said_plainly():
+    data = summary(agreement=0.85) | {"budget": {"max_kl": 0.05, "min_agreement": 0.9}, "budget_met": False}
+    data["free_running"]["repetition"]["policy"] = around(0.3)
+    said = words(data)
+    for part in ["not met.", "agreement of 90 % or more. Found: 85 %", "This policy hurts", "repeats itself more"]:
+        assert part in said, part
+
+
+def test_a_speed_that_was_asked_for_is_set_beside_what_was_measured():
+    said = words(summary() | {"budget": {"speedup": 1.5}})
+    assert "1.5 times the speed of full depth. Found: 1.37 predicted, 1.35 measured" in said
+    assert "slower than was asked for" in said
+    assert "Budget met" not in said
+
+
+def test_a_policy_that_tapers_nothing_says_so():
+    said = words(summary(tapers=False))
+    assert "It skips no layer" in said
+    assert "another token becomes the likeliest" not in said
+
+
+def test_frontier_names_its_prompts_and_methods():
+    said = words(summary(baselines=True))
+    assert "on answers to held-out prompts" in said
+    assert all(name in said for name in OTHERS)
+
+
+def test_names_are_text_and_never_markup():
+    data = summary() | {"policy": "<i>"}
+    data["model"]["name"] = '<b>&"{{ 1 }}'
+    source = page(data)
+    assert "<b>&" not in source
+    assert "<i>" not in source
+    assert "<h1>&lt;b&gt;&amp;&#34;{{ 1 }}</h1>" in source
+
+
+@pytest.mark.parametrize("fails", ["write", "replace"])
+def test_a_failed_write_leaves_the_old_file_and_nothing_half_written(tmp_path, monkeypatch, fails):
+    write_report(tmp_path, summary())
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def half(path, content):
+        with path.open("wb") as file:
+            file.write(content[: len(content) // 2])
+        raise OSError("disk full")
+
+    def refuse(source, target):
+        raise OSError("disk full")
+
+    if fails == "write":
+        monkeypatch.setattr(Path, "write_bytes", half)
+    else:
+        monkeypatch.setattr(store.os, "replace", refuse)
+    with pytest.raises(OSError, match="disk full"):
+        write_report(tmp_path, summary(agreement=0.5))
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_figures_have_the_digits_that_their_intervals_leave_open():
+    assert report._interval([0.05231, 0.0481, 0.0567]) == "0.052 (0.048 to 0.057)"
+    assert report._interval([0.97512, 0.971, 0.979], 100) == "97.5 (97.1 to 97.9)"
+    assert report._interval([116.06, 106.3, 124.1]) == "116 (106 to 124)"
+    assert report._interval([1.0, 1.0, 1.0]) == "1 (1 to 1)"
+    assert report._interval(None) == "–"
+
+
+def test_running_mean_weighs_steps_by_their_answers():
+    values, weights = np.array([1.0, 4.0, 0.0]), np.array([2.0, 1.0, 1.0])
+    assert report._running_mean(values, weights) == pytest.approx([1.5, 1.5, 1.5])
+    far = np.zeros(20)
+    far[0] = 1.0
+    smooth = report._running_mean(far, np.ones(20))
+    assert smooth[4] == pytest.approx(1 / report.SMOOTHED)
+    assert smooth[5] == 0
