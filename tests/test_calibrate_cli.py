@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -64,32 +66,49 @@ def test_the_report_is_written_beside_the_policy(arguments, tmp_path):
     assert {"index.html", "frontier.png", "importance.png"} <= {path.name for path in (tmp_path / "report").iterdir()}
 
 
-def start(arguments) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, "-m", "taper", *arguments], stdout=-1, stderr=-1)
+# Runs `taper` and kills it without warning while its n-th measurement is taken.
+KILLED = """
+import os, signal, sys
+from taper.calibration.store import Store
+remember, left = Store.remember, [int(sys.argv.pop(1))]
+def killed(self, what, compute):
+    def measure():
+        left[0] -= 1
+        found = compute()
+        if left[0] < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return found
+    return remember(self, what, measure)
+Store.remember = killed
+from taper.cli import main
+main()
+"""
 
 
 def test_killed_three_times_it_finds_the_same_policy(arguments, tmp_path, monkeypatch):
-    def cache(name: str) -> None:
-        monkeypatch.setenv("TAPER_CACHE", str(tmp_path / name))
+    def run(after: int) -> int:
+        command = [sys.executable, "-c", KILLED, str(after), *arguments]
+        return subprocess.run(command, capture_output=True, timeout=120).returncode
+
+    def measured() -> int:
+        file = sqlite3.connect(tmp_path / "cache" / "calibration.sqlite")
+        return file.execute("SELECT COUNT(*) FROM measured").fetchone()[0]
 
     out = tmp_path / "out" / "policy.json"
-    cache("undisturbed")
-    begun = time.perf_counter()
-    assert start(arguments).wait(60) == 0
-    seconds = time.perf_counter() - begun
-    undisturbed = comparable(out.read_text())
+    monkeypatch.setenv("TAPER_CACHE", str(tmp_path / "cache"))
+    assert run(10**9) == 0
+    undisturbed, total = comparable(out.read_text()), measured()
+    shutil.rmtree(tmp_path / "cache")
     out.unlink()
 
-    cache("killed")
-    for part in (0.45, 0.6, 0.75):
-        process = start(arguments)
-        time.sleep(part * seconds)
-        os.kill(process.pid, signal.SIGKILL)
-        process.communicate()
-        assert process.returncode == -signal.SIGKILL
+    rng, done = random.Random(), 0
+    for _ in range(3):
+        more = rng.randrange(1, (total - done) // 2)
+        assert run(more) == -signal.SIGKILL
         assert not out.exists()
-    assert (tmp_path / "killed" / "calibration.sqlite").exists()
-    assert start(arguments).wait(60) == 0
+        done += more
+        assert measured() == done  # what was finished is kept, and nothing else
+    assert run(total - done) == 0
     assert comparable(out.read_text()) == undisturbed
 
 
@@ -108,7 +127,7 @@ WRONG = {
     "speed and quality": (None, ["--speedup", "1.1"], "cannot both"),
     "agreement above one": (None, ["--min-agreement", "95"], "(0, 1]"),
     "not a number": (None, ["--max-kl", "nan"], "above 0"),
-    "a speed out of reach": (None, ["--max-kl", "--speedup", "50"], "speedup"),
+    "a speed out of reach": (None, ["--max-kl", "--speedup", "50"], "as fast"),
     "answers that do not fit": (None, ["--answer-tokens", "90000"], "context"),
     "a name with a line break": (None, ["--name", "a\nb"], "name"),
 }

@@ -107,17 +107,19 @@ class Replay:
         What they have in common with `base` (default: full depth) is computed once.
         """
         self._row(index)
-        parts: list[list[np.ndarray]] = [[] for _ in policies]  # of [3, steps] each
-        for which, first, logits in self._forwards(index, policies, base):
-            parts[which].append(_compare(logits, self._full[index], self.references[index], first))
         nll_full = self._full[index].nll
         steps = np.arange(len(nll_full))
         found = []
-        for policy, part in zip(policies, parts, strict=True):
-            # Step 0 comes from the prefill, which every policy leaves as it is.
-            kl, agreement, nll = np.concatenate([[[0.0], [1.0], nll_full[:1]], *part], axis=1)
+        for policy in policies:
             depths = np.array([policy.depth(step) for step in steps.tolist()])
-            found.append(Scores(np.full(len(steps), index), steps, depths, kl, agreement, nll, nll_full))
+            # As at full depth: so it stays for step 0, which the prefill predicts, and wherever no layer is skipped.
+            same = (np.zeros(len(steps)), np.ones(len(steps)), nll_full.copy())
+            found.append(Scores(np.full(len(steps), index), steps, depths, *same, nll_full))
+        skipping = [which for which, scores in enumerate(found) if (scores.depth < self._layers).any()]
+        for which, first, logits in self._forwards(index, [policies[which] for which in skipping], base):
+            scores, part = found[skipping[which]], slice(first, first + len(logits))
+            compared = _compare(logits, self._full[index], self.references[index], first)
+            scores.kl[part], scores.agreement[part], scores.nll[part] = compared
         return found
 
     def block_influence(self) -> np.ndarray:
@@ -136,6 +138,8 @@ class Replay:
         self, index: int, policies: Sequence[DepthPolicy], base: DepthPolicy | None
     ) -> Iterator[tuple[int, int, np.ndarray]]:
         """(policy, first step, logits [steps, V]) of each window of each policy."""
+        if not policies:
+            return
         base = base or DepthPolicy.full(self._layers)
         common = self._active(index, base)
         begins = []

@@ -32,7 +32,7 @@ from .store import Store, digest
 
 REFERENCE_TOKENS = 128  # most tokens of an answer, where no length is planned for
 MAX_PROMPTS = 256
-PROBES = 12  # answers on which the loss is measured by depth and place
+PROBES, FITTED = 12, 24  # answers on which the loss is measured by depth and place, and curves are compared
 CORE = 5.0  # a layer that costs this many times the median of all, skipped alone, always runs
 Progress = Callable[[str, float], None]  # a stage, and what part of it was done since it was last told
 
@@ -233,12 +233,14 @@ class _Calibrator:
         probes = range(min(PROBES, len(search)))
         constant = [skipping(self.layers, frozenset(order.layers[:count])) for count in counts]
         shapes = (order.layers, order.searched, self.layers, tokens)
-        with closing(Measurements(self.llm.engine, search, self.store)) as measurements:
+        with closing(Measurements(self.llm.engine, search[:FITTED], self.store)) as measurements:
             tick = self._ticks("loss by depth and place", len(counts) * len(probes))
             table = LossTable(
                 {p.min_depth: measurements.scores(p, tick, probes) for p in constant}, self.layers, tokens
             )
-            replay = partial(measurements.scores, tick=self._ticks("curve for the budget", ATTEMPTS * len(search)))
+            replay = partial(
+                measurements.scores, tick=self._ticks("curve for the budget", ATTEMPTS * len(measurements))
+            )
             if budget.speedup is None:
                 policy = fit_quality(budget, curves(*shapes), table, tokens, replay)
             else:

@@ -19,7 +19,8 @@ from ..replay import Scores
 from .cost import CostModel
 from .statistics import Estimate, over_steps
 
-ATTEMPTS = 4  # curves replayed before the best of them is taken
+ATTEMPTS = 4  # curves replayed for a quality budget
+FINALISTS = 3  # curves replayed for a speed
 _PLACES = 4  # parts of an answer whose loss is told apart
 _STARTS = (0, 1 / 8, 1 / 4, 1 / 2, 3 / 4)  # where the fall may begin, and how long it may last, in answers
 _SPANS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4)
@@ -213,12 +214,12 @@ def fit_quality(
             if kept or chosen in tried:
                 break
         tried[chosen] = budget.worst(over_steps(replay(every[chosen])).get("tapered steps"), surely=True)
-        margin = tried[chosen] / max(predicted[chosen], 1e-9)
+        margin = 1.01 * tried[chosen] / max(predicted[chosen], 1e-9)  # a hair of safety: the next should keep it
     kept = [i for i, found in tried.items() if found <= 1]
     return every[min(kept, key=lambda i: depth[i]) if kept else min(tried, key=lambda i: tried[i])]
 
 
 def fit_speed(every: Sequence[DepthPolicy], table: LossTable, replay: Replayed) -> DepthPolicy:
     """Of policies that are equally fast, the one of the lowest replayed KL over all steps."""
-    best = sorted(every, key=lambda policy: table.predict(policy)[1])[:ATTEMPTS]
+    best = sorted(every, key=lambda policy: table.predict(policy)[1])[:FINALISTS]
     return min(best, key=lambda policy: float(replay(policy).kl.mean()))
