@@ -93,7 +93,7 @@ def orders(cache: Path) -> dict[str, Any]:
 
 
 def growth(cache: Path) -> dict[str, Any]:
-    """Seconds of whole calibrations from empty caches against the tokens of prompts and answers, with the line through."""
+    """Seconds of whole calibrations from empty caches against the tokens of prompts and answers, and a line."""
     from taper.calibration.references import builtin_prompts
 
     rows = []

@@ -6,6 +6,7 @@ python benchmarks/render.py
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +46,30 @@ def summary(result: dict[str, Any], calibrated: dict[str, Any]) -> list[str]:
     return ["| default model on two CPU cores | |", "| --- | --- |", *(f"| {what} | {value} |" for what, value in rows)]
 
 
-def deepest_first(calibrated: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """The shipped policies by name."""
-    return sorted(calibrated["policies"].items(), key=lambda item: -item[1]["mean_depth"])
-
-
 def interval(estimate: list[float], factor: float, digits: str) -> str:
     """A figure with its 95 % interval."""
     value, low, high = (format(x * factor, digits) for x in estimate)
     return f"{value} ({low} to {high})"
+
+
+# What is told of a policy, each from the summary of its calibration.
+FIGURES: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
+    ("mean depth", lambda p: f"{p['mean_depth']:.1f}"),
+    ("speed predicted", lambda p: f"{p['speedup']['predicted']:.2f}x"),
+    ("speed measured", lambda p: f"{p['speedup']['measured'][0]:.2f}x"),
+    ("KL to full depth, nats", lambda p: interval(p["held_out"]["tapered steps"]["kl"], 1, ".2f")),
+    ("same likeliest token, %", lambda p: interval(p["held_out"]["tapered steps"]["agreement"], 100, ".0f")),
+    ("NLL of full depth's answers, + %", lambda p: interval(p["held_out"]["tapered steps"]["nll_increase"], 1, ".0f")),
+    ("own answers: NLL at full depth, nats", lambda p: interval(p["free_running"]["nll"]["policy"], 1, ".2f")),
+    ("full depth's own answers: the same", lambda p: interval(p["free_running"]["nll"]["full"], 1, ".2f")),
+    ("own answers: repeated 4-grams, %", lambda p: interval(p["free_running"]["repetition"]["policy"], 100, ".0f")),
+    ("full depth's own answers: the same", lambda p: interval(p["free_running"]["repetition"]["full"], 100, ".0f")),
+]
+
+
+def deepest_first(calibrated: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """The shipped policies by name."""
+    return sorted(calibrated["policies"].items(), key=lambda item: -item[1]["mean_depth"])
 
 
 def quality(calibrated: dict[str, Any]) -> list[str]:
@@ -65,30 +81,16 @@ def quality(calibrated: dict[str, Any]) -> list[str]:
         "| | " + " | ".join(f"`{name}`" for name, _ in deepest_first(calibrated)) + " |",
         "| --- |" + " --- |" * len(calibrated["policies"]),
     ]
-    rows: list[tuple[str, Any]] = [
-        ("mean depth of 30", lambda p: f"{p['mean_depth']:.1f}"),
-        ("speed predicted", lambda p: f"{p['speedup']['predicted']:.2f}x"),
-        ("speed measured", lambda p: f"{p['speedup']['measured'][0]:.2f}x"),
-        ("KL to full depth, nats", lambda p: interval(p["held_out"]["tapered steps"]["kl"], 1, ".2f")),
-        ("same likeliest token, %", lambda p: interval(p["held_out"]["tapered steps"]["agreement"], 100, ".0f")),
-        (
-            "NLL of full depth's answers, + %",
-            lambda p: interval(p["held_out"]["tapered steps"]["nll_increase"], 1, ".0f"),
-        ),
-        ("own answers: NLL at full depth, nats", lambda p: interval(p["free_running"]["nll"]["policy"], 1, ".2f")),
-        ("full depth's own answers: the same", lambda p: interval(p["free_running"]["nll"]["full"], 1, ".2f")),
-        ("own answers: repeated 4-grams, %", lambda p: interval(p["free_running"]["repetition"]["policy"], 100, ".0f")),
-        ("full depth's own answers: the same", lambda p: interval(p["free_running"]["repetition"]["full"], 100, ".0f")),
-    ]
-    lines += [f"| {what} | " + " | ".join(cell(p) for _, p in deepest_first(calibrated)) + " |" for what, cell in rows]
+    for what, cell in FIGURES:
+        lines.append(f"| {what} | " + " | ".join(cell(p) for _, p in deepest_first(calibrated)) + " |")
     took = {name: p["seconds"] / 60 for name, p in calibrated["policies"].items()}
     first = calibrated["policies"]["fast"]
     lines += [
         "",
         "These three visibly change this small model's text. The NLL rises over steps that ran fewer layers.",
         "",
-        f"A whole calibration from an empty cache (`fast`) took {took['fast']:.1f} minutes and {first['peak_mib_so_far']} MiB; "
-        f"then `balanced`, from cached answers, {took['balanced']:.1f} and `gentle` {took['gentle']:.1f} minutes.",
+        f"A whole calibration from an empty cache (`fast`) took {took['fast']:.1f} minutes and "
+        f"{first['peak_mib_so_far']} MiB; then `balanced`, from cached answers, {took['balanced']:.1f} and `gentle` {took['gentle']:.1f} minutes.",
     ]
     if "growth" in calibrated:
         growth = calibrated["growth"]
@@ -108,9 +110,9 @@ def orders(found: dict[str, Any]) -> list[str]:
         "",
         "### Which layers: the measured order beside others'",
         "",
-        f"Mean KL to full depth, nats, at constant depth from step 1 on (SkipDecode: linear decay of that mean depth), over "
-        f"{found['steps']} steps of {found['answers']} held-out answers; in brackets the 95 % interval of the paired difference "
-        "to the measured order.",
+        "Mean KL to full depth, nats, at constant depth from step 1 on (SkipDecode: linear decay of that mean depth), "
+        f"over {found['steps']} steps of {found['answers']} held-out answers; in brackets the 95 % interval of the paired "
+        "difference to the measured order.",
         "",
         "| layers | " + " | ".join(methods) + " |",
         "| --- |" + " --- |" * len(methods),
@@ -125,6 +127,39 @@ def orders(found: dict[str, Any]) -> list[str]:
     unclear = [f"{name} at {', '.join(by_depth)}" for name, by_depth in found["not_clear_of_zero"].items()]
     lines += ["", "Differences whose interval is not clear of zero: " + ("; ".join(unclear) or "none") + "."]
     return lines
+
+
+def model_page(found: dict[str, Any]) -> str:
+    """The page of a model that was calibrated once."""
+    model, prompts, c = found["model"], found["prompts"], found["conditions"]
+    budget = ", ".join(f"{name} {value}" for name, value in found["budget"].items())
+    verdict = "kept" if found["budget_met"] else "kept by no policy that was found, this is the nearest"
+    lines = [
+        f"# {model['name']}",
+        "",
+        f"Calibrated once, budget {budget}: {verdict}. [The report](report/index.html) has the pictures, `policy.json` the",
+        "policy, `summary.json` every figure. Made by",
+        "",
+        f"    {found['command']}",
+        "",
+        "| | on held-out prompts, tapered steps, 95 % intervals |",
+        "| --- | --- |",
+        f"| layers | {model['num_hidden_layers']} |",
+        *(f"| {what} | {cell(found)} |" for what, cell in FIGURES),
+        f"| first layers to go | {' '.join(map(str, found['skip_order'][: found['searched_layers']]))} |",
+        f"| KL on search prompts as they go | {' '.join(f'{kl:.2f}' for kl in kls(found))} |",
+        "",
+        f"{prompts['search']} prompts searched on, {prompts['held_out']} held out, answers of up to "
+        f"{found['answer_tokens']} tokens. {c['date']}, Taper {c['taper']}, {c['machine']}, {c['threads']} thread(s), "
+        f"weights as they are in the file (sha256 {model['sha256'][:16]}...).",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def kls(found: dict[str, Any]) -> list[float]:
+    """Mean KL of the order found by how many layers are skipped, where it was measured on search prompts."""
+    return list(found["frontier"]["kl"]["measured order"].values()) if found["frontier"]["prompts"] == "search" else []
 
 
 def times(start: dict[str, Any]) -> str:
@@ -143,7 +178,8 @@ def page(result: dict[str, Any], calibrated: dict[str, Any]) -> str:
         "# Results",
         "",
         "Written by `python benchmarks/render.py`. Speed comes from `benchmarks/results/decode.json`, made by",
-        "`python benchmarks/decode.py --out benchmarks/results/decode.json`; quality from `benchmarks/results/calibration.json`.",
+        "`python benchmarks/decode.py --out benchmarks/results/decode.json`; quality from",
+        "`benchmarks/results/calibration.json`.",
         "",
         *summary(result, calibrated),
         "",
