@@ -90,7 +90,8 @@ def quality(calibrated: dict[str, Any]) -> list[str]:
         "These three visibly change this small model's text. The NLL rises over steps that ran fewer layers.",
         "",
         f"A whole calibration from an empty cache (`fast`) took {took['fast']:.1f} minutes and "
-        f"{first['peak_mib_so_far']} MiB; then `balanced`, from cached answers, {took['balanced']:.1f} and `gentle` {took['gentle']:.1f} minutes.",
+        f"{first['peak_mib_so_far']} MiB; then `balanced`, from "
+        f"cached answers, {took['balanced']:.1f} and `gentle` {took['gentle']:.1f} minutes.",
     ]
     if "growth" in calibrated:
         growth = calibrated["growth"]
@@ -111,8 +112,8 @@ def orders(found: dict[str, Any]) -> list[str]:
         "### Which layers: the measured order beside others'",
         "",
         "Mean KL to full depth, nats, at constant depth from step 1 on (SkipDecode: linear decay of that mean depth), "
-        f"over {found['steps']} steps of {found['answers']} held-out answers; in brackets the 95 % interval of the paired "
-        "difference to the measured order.",
+        f"over {found['steps']} steps of {found['answers']} held-out answers; in brackets the 95 % interval "
+        "of the paired difference to the measured order.",
         "",
         "| layers | " + " | ".join(methods) + " |",
         "| --- |" + " --- |" * len(methods),
@@ -137,8 +138,8 @@ def model_page(found: dict[str, Any]) -> str:
     lines = [
         f"# {model['name']}",
         "",
-        f"Calibrated once, budget {budget}: {verdict}. [The report](report/index.html) has the pictures, `policy.json` the",
-        "policy, `summary.json` every figure. Made by",
+        f"Calibrated once, budget {budget}: {verdict}. [The report](report/index.html) has the pictures, `policy.json`",
+        "the policy, `summary.json` every figure. Made by",
         "",
         f"    {found['command']}",
         "",
