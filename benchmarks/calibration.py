@@ -3,8 +3,8 @@
     python benchmarks/calibration.py --cache EMPTY_FOLDER policies orders growth
 
 `policies` makes the shipped policies from an empty cache (about ten minutes), `orders` compares the order found with
-every baseline on held-out prompts (about fifteen more), `growth` times whole calibrations on more and more prompts.
-Leave the machine alone while it runs.
+every baseline on held-out prompts (about fifteen more), `growth` takes whole calibrations on more and more prompts
+(CPU time of one thread). Leave the machine alone while `policies` runs.
 """
 
 from __future__ import annotations
@@ -33,12 +33,15 @@ FIRST_SKETCH = [3, 5, 17, 16, 25, 7, 6, 4, 18, 26]
 
 def run_cli(cache: Path, *options: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """`taper calibrate` in a process of its own: its summary, and what it took."""
-    command = [sys.executable, "-m", "taper", "calibrate", "--threads", str(THREADS), "--json", *options]
-    started = time.perf_counter()
+    command = [sys.executable, "-m", "taper", "calibrate", "--json", *options]
+    before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     done = subprocess.run(command, stdout=-1, env={**os.environ, "TAPER_CACHE": str(cache)}, check=True)
-    seconds = time.perf_counter() - started
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
-    return json.loads(done.stdout), {"seconds": round(seconds, 1), "peak_mib_so_far": round(peak)}
+    seconds, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
+    return json.loads(done.stdout), {
+        "seconds": round(seconds, 1),
+        "cpu_seconds": round(after.ru_utime - before.ru_utime, 1),
+        "peak_mib_so_far": round(after.ru_maxrss / 1024),
+    }
 
 
 def policies(cache: Path) -> dict[str, Any]:
@@ -46,6 +49,7 @@ def policies(cache: Path) -> dict[str, Any]:
     found = {}
     for name, speed in SPEEDS.items():
         options = ["--speedup", str(speed), "--answer-tokens", str(ANSWER_TOKENS), "--name", name]
+        options += ["--threads", str(THREADS)]
         summary, took = run_cli(cache, *options, "--out", str(SHIPPED / f"{name}.json"))
         predicted, measured = summary["speedup"]["predicted"], summary["speedup"]["measured"]
         keys = ("mean_depth", "speedup", "held_out", "free_running", "cost_ms", "skip_order", "conditions")
@@ -93,24 +97,24 @@ def orders(cache: Path) -> dict[str, Any]:
 
 
 def growth(cache: Path) -> dict[str, Any]:
-    """Seconds of whole calibrations from empty caches against the tokens of prompts and answers, and a line."""
+    """CPU seconds of whole calibrations in one thread, from empty caches, by the tokens of prompts and answers."""
     from taper.calibration.references import builtin_prompts
 
     rows = []
-    for count in (12, 24, 36, 48):
+    for count in (12, 18, 24, 30):  # above 32 prompts the search has all it takes, and only the rest grows
         folder = cache / f"growth-{count}"
         with_model(folder)
         file = folder / "prompts.jsonl"
         file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in builtin_prompts()[:count]))
-        options = ["--prompts", str(file), "--speedup", "1.1", "--answer-tokens", "48", "--out", str(folder / "p.json")]
-        summary, took = run_cli(folder, *options)
-        rows.append({"prompts": count, "tokens": summary["tokens"], "seconds": took["seconds"]})
+        options = ["--prompts", str(file), "--speedup", "1.1", "--answer-tokens", "32", "--threads", "1"]
+        summary, took = run_cli(folder, *options, "--out", str(folder / "policy.json"))
+        rows.append({"prompts": count, "tokens": summary["tokens"], **took})
         shutil.rmtree(folder)
-    tokens, seconds = (np.array([row[key] for row in rows], float) for key in ("tokens", "seconds"))
+    tokens, seconds = (np.array([row[key] for row in rows], float) for key in ("tokens", "cpu_seconds"))
     slope, fixed = np.polyfit(tokens, seconds, 1)
     left = ((seconds - fixed - slope * tokens) ** 2).sum()
     r_squared = 1 - left / ((seconds - seconds.mean()) ** 2).sum()
-    return {"rows": rows, "seconds_per_1000_tokens": round(1000 * slope, 2), "r_squared": round(r_squared, 4)}
+    return {"rows": rows, "cpu_seconds_per_1000_tokens": round(1000 * slope, 2), "r_squared": round(r_squared, 4)}
 
 
 def with_model(cache: Path) -> None:

@@ -95,10 +95,11 @@ def quality(calibrated: dict[str, Any]) -> list[str]:
     ]
     if "growth" in calibrated:
         growth = calibrated["growth"]
-        sizes = ", ".join(f"{row['prompts']} prompts {row['seconds']:.0f} s" for row in growth["rows"])
+        sizes = ", ".join(f"{row['prompts']} prompts {row['cpu_seconds']:.0f} s" for row in growth["rows"])
         lines.append(
-            f"Time grows in a straight line with the tokens of prompts and answers: {sizes}; "
-            f"{growth['seconds_per_1000_tokens']:.1f} s per 1000 tokens, R² {growth['r_squared']:.3f}."
+            "It grows in a straight line with the tokens of prompts and answers (CPU time of one thread, answers of 32 "
+            f"tokens: {sizes}; {growth['cpu_seconds_per_1000_tokens']:.0f} s per 1000 tokens, "
+            f"R² {growth['r_squared']:.3f}); above 32 prompts more slowly, as the search then has all it takes."
         )
     return lines + (orders(calibrated["orders"]) if "orders" in calibrated else [])
 
