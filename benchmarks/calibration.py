@@ -62,11 +62,11 @@ def orders(cache: Path) -> dict[str, Any]:
     """KL of the order found, every baseline and the first sketch's order on held-out prompts, by depth."""
     os.environ["TAPER_CACHE"] = str(cache)
     from taper import LLM
-    from taper.calibration.baselines import compare_orders
+    from taper.calibration.baselines import COMPARED, compare_orders
     from taper.calibration.calibrate import open_store
     from taper.calibration.measure import Measurements
     from taper.calibration.references import answer, builtin_prompts, encode_prompts, split
-    from taper.calibration.search import search_answers
+    from taper.calibration.search import first_steps
     from taper.loading import content_hash
     from taper.policy import DepthPolicy, load_policy
 
@@ -75,7 +75,7 @@ def orders(cache: Path) -> dict[str, Any]:
     full = DepthPolicy.full(llm.config.num_hidden_layers)
     prompts = encode_prompts(llm, builtin_prompts(), 0, 256)
     _, held_out = split(answer(llm, prompts, full, ANSWER_TOKENS, store, lambda: None))
-    measurements = Measurements(llm.engine, search_answers(held_out, len(held_out)), store)
+    measurements = Measurements(llm.engine, first_steps(held_out, COMPARED), store)
     order = load_policy(SHIPPED / "fast.json").skip_order
     more = {"first sketch": FIRST_SKETCH}
     started = time.perf_counter()

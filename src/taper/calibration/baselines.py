@@ -13,6 +13,7 @@ from .proof import plain
 from .statistics import by_answer, ratio_estimate
 
 RANDOM_SEEDS = 3
+COMPARED = 48  # first steps of each held-out answer that the methods are compared on
 
 
 def compare_orders(

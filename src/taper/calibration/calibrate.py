@@ -20,13 +20,13 @@ from ..llm import LLM, Prompt
 from ..loading import cache_folder, content_hash
 from ..policy import DepthPolicy
 from ..replay import Reference, Scores
-from .baselines import compare_orders
+from .baselines import COMPARED, compare_orders
 from .cost import CostModel, measure_cost, measure_speedup
 from .fit import ATTEMPTS, Budget, LossTable, curves, curves_of_speed, fit_quality, fit_speed
 from .measure import Measurements, skipping
 from .proof import free_running, plain
 from .references import BATCH, answer, encode_prompts, split
-from .search import find_order, layer_importance, search_answers
+from .search import ANSWERS, STEPS, find_order, first_steps, layer_importance
 from .statistics import Estimate, over_steps
 from .store import Store, digest
 
@@ -204,7 +204,7 @@ class _Calibrator:
 
     def _order(self, search: Sequence[Reference], budget: Budget, cost: CostModel, tokens: int) -> _Order:
         """Importance of each layer, then the order of as many as the budget may need."""
-        answers = search_answers(search)
+        answers = first_steps(search[:ANSWERS], STEPS)
         steps = [len(reference.answer_ids) - 1 for reference in answers]
         with closing(Measurements(self.llm.engine, answers, self.store)) as measurements:
             tick = self._ticks("importance of each layer", (len(answers) + 1) // 2)
@@ -257,7 +257,7 @@ class _Calibrator:
         if not baselines:
             kl = {str(depth): loss for depth, loss in zip(depths, order.losses, strict=True)}
             return {"prompts": "search", "speedup": speedup, "kl": {"measured order": kl}}
-        answers = search_answers(held_out, len(held_out))
+        answers = first_steps(held_out, COMPARED)
         with closing(Measurements(self.llm.engine, answers, self.store)) as measurements:
             compared = compare_orders(measurements, order.layers, depths, partial(self._ticks, "baselines"))
         return {"prompts": "held out", "speedup": speedup, **compared}

@@ -13,8 +13,8 @@ import numpy as np
 
 from ..replay import Reference
 
-ANSWERS, STEPS = 16, 48  # what an order is searched on: answers, and the first steps of each
-FIRST_LOOK = 6  # answers all candidates are tried on; the best go on to the others
+ANSWERS, STEPS = 36, 32  # what an order is searched on: answers (they differ more than steps), and first steps of each
+FIRST_LOOK = 12  # answers all candidates are tried on; the best go on to the others
 CANDIDATES, FINALISTS = 6, 3
 BEAM, NEAR = 2, 0.03  # follow a second order too, where its log KL is this close: it may be first a layer later
 
@@ -32,9 +32,9 @@ class _Path:
     losses: tuple[float, ...]
 
 
-def search_answers(references: Sequence[Reference], most: int = ANSWERS) -> list[Reference]:
-    """The first steps of some answers."""
-    return [reference.window(0, STEPS + 1) for reference in references[:most] if len(reference.answer_ids) > 1]
+def first_steps(references: Sequence[Reference], steps: int) -> list[Reference]:
+    """The steps up to `steps` of each answer that has any besides step 0."""
+    return [reference.window(0, steps + 1) for reference in references if len(reference.answer_ids) > 1]
 
 
 def layer_importance(layers: int, steps: Sequence[int], measure: Measure) -> list[float]:
