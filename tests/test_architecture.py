@@ -22,13 +22,20 @@ ALLOWED = {
     "replay": {"errors", "policy", "sampling", "backends", "engine"},
     "llm": {"errors", "policy", "sampling", "loading", "backends", "engine"},
     "hf": {"errors", "policy"},
+    "vllm_plugin": {"errors", "policy"},
     "terminal": {"policy", "llm"},
     "compare": {"policy", "sampling", "llm"},
     "cli": {"errors", "policy", "sampling", "loading", "llm", "terminal", "compare", "__init__"},
     "__init__": {"errors", "policy", "sampling", "llm"},
     "__main__": {"cli"},
 }
-HEAVY = {"torch": {"backends/torch.py", "hf.py", "llm.py"}, "ggml": {"backends/ggml.py"}, "transformers": {"hf.py"}}
+INSIDE_VLLM = {f"vllm_plugin/{name}.py" for name in ("attention", "models", "runner_v1", "runner_v2", "steps")}
+HEAVY = {
+    "torch": {"backends/torch.py", "hf.py", "llm.py", "vllm_plugin/attention.py", "vllm_plugin/models.py"},
+    "ggml": {"backends/ggml.py"},
+    "transformers": {"hf.py"},
+    "vllm": {*INSIDE_VLLM, "vllm_plugin/__init__.py", "vllm_plugin/config.py", "vllm_plugin/requests.py"},
+}
 
 
 def part(path: Path) -> str:
