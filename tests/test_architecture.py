@@ -25,7 +25,7 @@ ALLOWED = {
     "vllm_plugin": {"errors", "policy"},
     "terminal": {"policy", "llm"},
     "compare": {"policy", "sampling", "llm"},
-    "cli": {"errors", "policy", "sampling", "loading", "llm", "terminal", "compare", "__init__"},
+    "cli": {"errors", "policy", "sampling", "loading", "llm", "terminal", "compare", "vllm_plugin", "__init__"},
     "__init__": {"errors", "policy", "sampling", "llm"},
     "__main__": {"cli"},
 }
