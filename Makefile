@@ -21,7 +21,7 @@ test: lint
 
 test-vllm: .venv-vllm/installed
 	@$(VLLM_BIN)/taper pull
-	@$(VLLM_BIN)/python -m pytest tests/vllm
+	@OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest tests/vllm
 
 lint: $(VENV)/installed-test
 	@$(BIN)/ruff check src tests benchmarks
