@@ -29,6 +29,7 @@ os.environ |= {
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
 
+import numpy as np
 from reference import transformers_from_gguf
 from vllm import LLM, SamplingParams
 
@@ -40,7 +41,7 @@ from taper.policy import shipped_policies
 THREADS = 1
 LAYERS, DEPTH, PROMPT_TOKENS, WARM_UP, STEPS = 30, 20, 32, 8, 60
 BATCHES = (1, 16)
-COST_BATCHES, COST_DEPTHS, COST_STEPS = (1, 2, 4, 8, 16, 32), (30, 20, 10), 16
+COST_BATCHES, COST_DEPTHS, COST_STEPS, COST_ROUNDS = (1, 2, 4, 8, 16, 32), (30, 20, 10), 10, 5
 
 
 def engine(folder: str, **more: Any) -> LLM:
@@ -87,28 +88,33 @@ class Decoding:
             self.engine.step()
 
 
-def alternate(runs: dict[str, tuple[LLM, list[int]]], steps: int) -> dict[str, list[float]]:
+def alternate(runs: dict[str, tuple[LLM, list[int]]], steps: int, warm_up: int = WARM_UP) -> dict[str, list[float]]:
     """Times by name; a step of each in turn, so that whatever else the machine does slows all alike."""
-    decodings = {name: Decoding(llm, depths, steps + WARM_UP) for name, (llm, depths) in runs.items()}
+    decodings = {name: Decoding(llm, depths, steps + warm_up) for name, (llm, depths) in runs.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}
-    for step in range(steps + WARM_UP):
+    for step in range(steps + warm_up):
         for name, decoding in decodings.items():
             taken = decoding.step()
-            if step >= WARM_UP:
+            if step >= warm_up:
                 times[name].append(taken)
     for decoding in decodings.values():
         decoding.end()
     return times
 
 
+def mixed_depths(batch: int) -> list[int]:
+    """Sixteen different depths whose mean is `DEPTH`."""
+    depths = [DEPTH + offset for offset in range(-8, 9) if offset]
+    assert len(depths) == batch
+    return depths
+
+
 def compare(engines: dict[str, LLM], batch: int, ideal: float) -> dict[str, Any]:
     """One batch size: every row at depth 20, and rows of different depths with that mean."""
-    spread = [DEPTH + offset for offset in range(-8, 9) if offset][:batch] if batch > 1 else [DEPTH]
     runs = {name: (llm, [LAYERS] * batch) for name, llm in engines.items()}
     runs |= {"same depth": (engines["full depth, tapered"], [DEPTH] * batch)}
     if batch > 1:
-        assert sum(spread) == DEPTH * batch
-        runs |= {"mixed depths": (engines["full depth, tapered"], spread)}
+        runs |= {"mixed depths": (engines["full depth, tapered"], mixed_depths(batch))}
     # Two runs of one engine would share its steps: each is compared with stock on its own.
     result: dict[str, Any] = {"ideal_speedup": round(ideal, 4)}
     stock = {"stock eager": runs.pop("stock eager")}
@@ -131,13 +137,24 @@ def costs(llm: LLM) -> dict[str, Any]:
     result = {}
     for batch in COST_BATCHES:
         ms = {depth: [] for depth in COST_DEPTHS}
-        for _ in range(2):
+        for _ in range(COST_ROUNDS):
             for depth in COST_DEPTHS:
-                ms[depth] += alternate({"": (llm, [depth] * batch)}, COST_STEPS)[""]
+                ms[depth] += alternate({"": (llm, [depth] * batch)}, COST_STEPS, warm_up=2)[""]
         medians = [statistics.median(ms[depth]) for depth in COST_DEPTHS]
         slope, fixed = statistics.linear_regression(COST_DEPTHS, medians)
         result[str(batch)] = {"layer_ms": round(slope, 4), "fixed_ms": round(fixed, 3)}
     return result
+
+
+def ideal_of_mixed(costs_by_rows: dict[str, Any]) -> float:
+    """What rows of mixed depths could gain if gathering were free: each layer at the cost of the rows it has."""
+    rows = [0, *map(int, costs_by_rows)]
+    layer = [0.0, *(cost["layer_ms"] for cost in costs_by_rows.values())]
+    batch = max(BATCHES)
+    active = [sum(depth > place for depth in mixed_depths(batch)) for place in range(LAYERS)]
+    fixed = costs_by_rows[str(batch)]["fixed_ms"]
+    full = fixed + LAYERS * costs_by_rows[str(batch)]["layer_ms"]
+    return full / (fixed + float(np.interp(active, rows, layer).sum()))
 
 
 def ideal_speedup(path: Path) -> float:
@@ -189,6 +206,8 @@ def main() -> None:
     result: dict[str, Any] = {"conditions": conditions(path)}
     result["batches"] = {str(batch): compare(engines, batch, ideal) for batch in BATCHES}
     result["costs"] = costs(engines["full depth, tapered"])
+    mixed = result["batches"][str(max(BATCHES))]["mixed depths"]
+    mixed["ideal_with_rows_as_measured"] = round(ideal_of_mixed(result["costs"]), 4)
     line = json.dumps(result)
     if options.out:
         options.out.write_text(line + "\n")

@@ -38,27 +38,26 @@ class Step:
     def __init__(self, plan: Plan, rows: Rows) -> None:
         self.plan = plan
         self._rows = rows
-        self._built: dict[int, tuple[torch.Tensor, Any, torch.Tensor]] = {}
+        self._built: dict[int, tuple[torch.Tensor, CommonAttentionMetadata, Any]] = {}
 
-    def enter(self, active: ActiveSet, layer_names: Iterable[str]) -> torch.Tensor:
-        """Have the layers of these names attend with the active rows; the rows' indices: [active tokens]."""
+    def enter(self, active: ActiveSet, layer_names: Iterable[str]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Have the layers of these names attend with the active rows; their indices and positions, [active tokens]."""
         if id(active) not in self._built:
             self._built[id(active)] = self._build(active)
-        tokens, metadata, slot_mapping = self._built[id(active)]
+        tokens, common, metadata = self._built[id(active)]
         context = get_forward_context()
         for name in layer_names:
             context.attn_metadata[name] = metadata
-            context.slot_mapping[name] = slot_mapping
-        return tokens
+            context.slot_mapping[name] = common.slot_mapping
+        return tokens, common.positions
 
-    def _build(self, active: ActiveSet) -> tuple[torch.Tensor, Any, torch.Tensor]:
+    def _build(self, active: ActiveSet) -> tuple[torch.Tensor, CommonAttentionMetadata, Any]:
         rows, device = self._rows, self._rows.positions.device
         chosen, counts = active.chunks, active.counts[active.chunks]
         seq_lens = torch.from_numpy((rows.first_positions[chosen] + counts).astype(np.int32))
         starts = torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32))
         tokens = torch.from_numpy(active.tokens).to(device, non_blocking=True)
         requests = torch.from_numpy(chosen).to(device, non_blocking=True)
-        slot_mapping = rows.slot_mapping[tokens]
         common = CommonAttentionMetadata(
             query_start_loc=starts.to(device, non_blocking=True),
             query_start_loc_cpu=starts,
@@ -68,13 +67,13 @@ class Step:
             num_actual_tokens=len(active.tokens),
             max_query_len=int(counts.max()),
             max_seq_len=int(seq_lens.max()),
-            block_table_tensor=rows.block_table[requests],
-            slot_mapping=slot_mapping,
+            block_table_tensor=rows.block_table.index_select(0, requests),
+            slot_mapping=rows.slot_mapping.index_select(0, tokens),
             causal=True,
-            positions=rows.positions[tokens],
+            positions=rows.positions.index_select(0, tokens),
             is_prefilling=torch.from_numpy(rows.first_positions[chosen] < rows.prompt_lengths[chosen]),
         )
-        return tokens, rows.attention_group.build_metadata(common), slot_mapping
+        return tokens, common, rows.attention_group.build_metadata(common)
 
 
 def the_attention_group(attention_groups: Any) -> Any:

@@ -44,9 +44,10 @@ class DepthDecay:
             if active.everyone:
                 hidden_states, residual = _run(modules, positions, hidden_states, residual)
                 continue
-            rows = step.enter(active, [layer.self_attn.attn.layer_name for layer in modules])
-            states = _run(modules, positions[rows], hidden_states[rows], residual[rows])
-            hidden_states[rows], residual[rows] = states
+            rows, at = step.enter(active, [layer.self_attn.attn.layer_name for layer in modules])
+            states = _run(modules, at, hidden_states.index_select(0, rows), residual.index_select(0, rows))
+            hidden_states.index_copy_(0, rows, states[0])
+            residual.index_copy_(0, rows, states[1])
         if not get_pp_group().is_last_rank:
             return IntermediateTensors({"hidden_states": hidden_states, "residual": residual})
         return self.norm(hidden_states, residual)[0]

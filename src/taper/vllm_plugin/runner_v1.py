@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from vllm.distributed import get_pp_group
 from vllm.forward_context import get_forward_context
 from vllm.platforms import current_platform
 
@@ -53,3 +54,11 @@ class Worker(PlatformWorker):
         super().init_device()
         kind = type(self.model_runner)
         self.model_runner.__class__ = type(f"Taper{kind.__name__}", (DepthDecayRunner, kind), {})
+
+    def determine_available_memory(self) -> int:
+        """As ever; before it, on a CPU, the dummy run that makes a later pipeline stage's buffers."""
+        # vLLM's CPU worker leaves it out when layers run eagerly, and then fails at the first batch.
+        if current_platform.is_cpu() and not get_pp_group().is_first_rank:
+            self.model_runner.profile_run()
+        memory: int = super().determine_available_memory()
+        return memory
