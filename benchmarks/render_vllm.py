@@ -31,11 +31,15 @@ def speed_table(speed: dict[str, Any]) -> str:
                 ratio = f"{run['ratio']:.2f} | {run['realised_fraction']:.2f}" if "ratio" in run else " | "
                 rows.append(f"| {batch} | {label} | {run['ms']:.1f} | {run['speedup']:.2f}x | {ratio} |")
     ideal = next(iter(speed["batches"].values()))["ideal_speedup"]
+    mixed = next(run for runs in speed["batches"].values() for name, run in runs.items() if name == "mixed depths")
     versions = ", ".join(f"{name} {number}" for name, number in c["versions"].items())
     rows += [
         "",
         f"Ideal: {ideal:.2f}x, by bytes and by multiplications alike (layers and lm_head). Ratio = speedup / ideal; "
         "realised fraction = (speedup - 1) / (ideal - 1).",
+        f"Mixed depths could reach {mixed['ideal_with_rows_as_measured']:.2f}x if gathering were free: each layer at "
+        "the measured cost (below) of the rows it has.",
+        "",
         f"{c['date']}, commit {c['commit']}. {c['cpu']}, {c['cores']} cores, {c['threads']} thread, {versions}. "
         f"{c['model']}, {c['dtype']}, prompts of {c['prompt_tokens']} tokens, {c['steps']} steps of each engine in "
         f"turn; {c['statistic']}. `python benchmarks/vllm_speed.py`",
