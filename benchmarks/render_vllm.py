@@ -1,0 +1,107 @@
+"""Writes the numbers of benchmarks/results/vllm_speed.json and scale.json into docs/vllm.md; a test checks them.
+
+python benchmarks/render_vllm.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "vllm.md"
+RESULTS = ROOT / "benchmarks" / "results"
+KINDS = {"measured": "measured costs", "memory-bound": "memory-bound limit"}
+
+
+def speed_table(speed: dict[str, Any]) -> str:
+    """Measured speed, and its conditions."""
+    c = speed["conditions"]
+    rows = [
+        "| rows | engine | ms a step | against stock eager | ratio to ideal | realised fraction |",
+        "| - | - | - | - | - | - |",
+    ]
+    for batch, runs in speed["batches"].items():
+        for name, run in runs.items():
+            if isinstance(run, dict):
+                label = (
+                    f"tapered, {c['mean_depth']} of {c['num_hidden_layers']} layers, {name}" if "ratio" in run else name
+                )
+                ratio = f"{run['ratio']:.2f} | {run['realised_fraction']:.2f}" if "ratio" in run else " | "
+                rows.append(f"| {batch} | {label} | {run['ms']:.1f} | {run['speedup']:.2f}x | {ratio} |")
+    ideal = next(iter(speed["batches"].values()))["ideal_speedup"]
+    mixed = next(run for runs in speed["batches"].values() for name, run in runs.items() if name == "mixed depths")
+    versions = ", ".join(f"{name} {number}" for name, number in c["versions"].items())
+    rows += [
+        "",
+        f"Ideal: {ideal:.2f}x, by bytes and by multiplications alike (layers and lm_head). Ratio = speedup / ideal; "
+        "realised fraction = (speedup - 1) / (ideal - 1).",
+        f"Mixed depths could reach {mixed['ideal_with_rows_as_measured']:.2f}x if gathering were free: each layer at "
+        "the measured cost (below) of the rows it has.",
+        "",
+        f"{c['date']}, commit {c['commit']}. {c['cpu']}, {c['cores']} cores, {c['threads']} thread, {versions}. "
+        f"{c['model']}, {c['dtype']}, prompts of {c['prompt_tokens']} tokens, {c['steps']} steps of each engine in "
+        f"turn; {c['statistic']}. `python benchmarks/vllm_speed.py`",
+    ]
+    return "\n".join(rows)
+
+
+def costs_table(speed: dict[str, Any]) -> str:
+    """What a layer costs by rows."""
+    rows = ["| rows | ms a layer | ms a step besides |", "| - | - | - |"]
+    rows += [f"| {n} | {cost['layer_ms']:.2f} | {cost['fixed_ms']:.1f} |" for n, cost in speed["costs"].items()]
+    return "\n".join(rows)
+
+
+def scale_table(scale: dict[str, Any], part: str, heading: str, pick: str | None = None) -> str:
+    """One part of the simulation, both machines and both policies."""
+    first = scale["measured"]["decaying"][part]
+    rows = [f"| {heading} | " + " | ".join(first) + " |", "| - |" + " - |" * len(first)]
+    for machine, label in KINDS.items():
+        for kind in ("decaying", "constant"):
+            values = scale[machine][kind][part].values()
+            cells = [f"{value[pick] if pick else value:.2f}x" for value in values]
+            rows.append(f"| {label}, {kind} | " + " | ".join(cells) + " |")
+    return "\n".join(rows)
+
+
+def scale_conditions(scale: dict[str, Any]) -> str:
+    """What was assumed."""
+    c = scale["conditions"]
+    policies = "; ".join(f"{kind}: {label}" for kind, label in c["policies"].items())
+    ages = ", ".join(f"{KINDS[machine]} {scale[machine]['decaying']['engines_by_age']:.2f}x" for machine in KINDS)
+    return (
+        f"Engines by age, decaying: {ages}.\n\nCosts from `{c['costs']['from']}` ({c['costs']['cpu']}). Answers: "
+        f"{c['answers']}; prompts of {c['prompt_tokens']} tokens run in the same steps; {c['steps']} steps. Policies: "
+        f"{policies}. Waves, tensor and pipeline parallel at {c['batch_of_parallel_and_waves']} rows; a split layer's "
+        f"all-reduces are assumed to take {c['communication']:.0%} of its time on one rank. "
+        "`python benchmarks/scale.py`"
+    )
+
+
+def rendered() -> str:
+    """The page as it should be."""
+    speed = json.loads((RESULTS / "vllm_speed.json").read_text())
+    scale = json.loads((RESULTS / "scale.json").read_text())
+    parts = {
+        "speed": speed_table(speed),
+        "costs": costs_table(speed),
+        "batch": scale_table(scale, "batch", "rows"),
+        "waves": scale_table(scale, "waves", "steps between waves"),
+        "tensor": scale_table(scale, "tensor_parallel", "ranks"),
+        "pipeline even": scale_table(scale, "pipeline", "stages, even split", "even"),
+        "pipeline best": scale_table(scale, "pipeline", "stages, best split", "best_split"),
+        "conditions": scale_conditions(scale),
+    }
+    text = PAGE.read_text()
+    for name, part in parts.items():
+        start, end = f"<!-- numbers: {name} -->\n", "<!-- end of numbers -->\n"
+        before, rest = text.split(start)
+        text = before + start + part + "\n" + end + rest.split(end, 1)[1]
+    return text
+
+
+if __name__ == "__main__":
+    PAGE.write_text(rendered())
+    print(PAGE.relative_to(ROOT))

@@ -1,0 +1,40 @@
+"""What docs/vllm.md claims is what the committed results say; the flags it shows are those that are printed."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+import pytest
+import render_vllm
+from click.testing import CliRunner
+
+from taper import DepthPolicy
+from taper.cli import cli
+from taper.errors import PolicyError
+from taper.vllm_plugin.args import vllm_args
+from taper.vllm_plugin.options import Options
+
+
+def test_numbers_are_those_of_the_committed_results():
+    assert render_vllm.PAGE.read_text() == render_vllm.rendered(), "run: python benchmarks/render_vllm.py"
+
+
+def test_the_command_prints_flags_that_the_server_reads_back():
+    printed = CliRunner().invoke(cli, ["vllm-args", "--policy", "fast", "--allow", "gentle"]).stdout
+    words = shlex.split(printed)
+    assert json.loads(words[words.index("--hf-overrides") + 1]) == {"architectures": ["TaperLlamaForCausalLM"]}
+    options = Options.read(json.loads(words[words.index("--additional-config") + 1])["taper"], 30)
+    assert options.default.name == "fast"
+    assert set(options.named) == {"default", "full", "gentle"}
+    for word in words:
+        if word.startswith("--"):
+            assert word in render_vllm.PAGE.read_text()
+
+
+def test_a_policy_without_a_model_needs_the_architecture():
+    policy = DepthPolicy.early_exit(8, 4)
+    assert "TaperQwen3ForCausalLM" in vllm_args(policy, architecture="qwen3")[1]
+    for architecture in (None, "gpt2"):
+        with pytest.raises(PolicyError, match="architecture"):
+            vllm_args(policy, architecture=architecture)

@@ -1,0 +1,175 @@
+"""Planning a mixed batch, with no engine: what runs is what each token's policy says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from taper import DepthPolicy
+from taper.errors import PolicyError, RequestError
+from taper.vllm_plugin.metrics import Counters
+from taper.vllm_plugin.options import Options
+from taper.vllm_plugin.plan import Chunk, Planner
+
+LAYERS = 7
+
+
+@st.composite
+def policies(draw) -> DepthPolicy:
+    order = tuple(draw(st.permutations(range(LAYERS)))[: draw(st.integers(0, LAYERS - 1))])
+    least = draw(st.integers(max(1, LAYERS - len(order)), LAYERS))
+    start = draw(st.integers(0, 4))
+    curve = draw(st.sampled_from(["power", "linear", "constant"]))
+    more = {"power": {"alpha": draw(st.floats(0.5, 1))}, "linear": {"span": draw(st.integers(1, 9))}, "constant": {}}
+    return DepthPolicy(LAYERS, curve, least, order, start=start, **more[curve])
+
+
+chunks = st.builds(Chunk, policies(), st.integers(0, 40), st.integers(1, 12), st.integers(1, 30))
+
+
+def retained(chunk: Chunk, position: int) -> set[int]:
+    """By the definition: prompt tokens run every layer, the token at position p predicts step p - prompt + 1."""
+    step = position - chunk.prompt_length + 1
+    return set(range(LAYERS)) if step <= 0 else set(chunk.policy.retained_layers(step))
+
+
+@given(st.lists(chunks, min_size=1, max_size=6), st.integers(0, LAYERS - 1), st.integers(1, LAYERS))
+def test_each_token_runs_the_layers_that_its_policy_retains(batch, first, count):
+    layers = range(first, min(LAYERS, first + count))
+    plan = Planner(LAYERS, layers).plan(batch)
+    ran: dict[int, set[int]] = {}
+    for run in plan.runs:
+        assert run.active.everyone == (len(run.active.tokens) == sum(chunk.num_tokens for chunk in batch))
+        for row in run.active.tokens.tolist():
+            assert not ran.setdefault(row, set()) & set(run.layers), "a layer run twice"
+            ran[row] |= set(run.layers)
+    row = 0
+    for number, chunk in enumerate(batch):
+        for offset in range(chunk.num_tokens):
+            assert ran.get(row, set()) == retained(chunk, chunk.first_position + offset) & set(layers)
+            row += 1
+        for run in plan.runs:
+            assert (number in run.active.chunks) == (run.active.counts[number] > 0)
+
+
+@given(st.lists(chunks, min_size=1, max_size=6))
+def test_rows_are_gathered_only_where_the_active_set_changes(batch):
+    runs = Planner(LAYERS, range(LAYERS)).plan(batch).runs
+    for one, next_one in pairwise(runs):
+        assert one.layers.stop < next_one.layers.start or one.active is not next_one.active
+    for a in runs:
+        for b in runs:
+            assert (a.active is b.active) == np.array_equal(a.active.counts, b.active.counts)
+
+
+@given(st.lists(chunks, min_size=1, max_size=6))
+def test_counts_answer_tokens_and_their_layers(batch):
+    plan = Planner(LAYERS, range(2, 4)).plan(batch)
+    depths = [
+        len(retained(chunk, position))
+        for chunk in batch
+        for position in range(chunk.first_position, chunk.first_position + chunk.num_tokens)
+        if position >= chunk.prompt_length
+    ]
+    assert (plan.answer_tokens, plan.layers_run) == (len(depths), sum(depths))
+    assert plan.full == all(depth == LAYERS for depth in depths)
+
+
+@given(st.lists(st.lists(chunks, min_size=1, max_size=3), min_size=2, max_size=5))
+def test_a_planner_that_has_planned_before_plans_the_same(batches):
+    used = Planner(LAYERS, range(LAYERS))
+    for batch in batches:
+        fresh = Planner(LAYERS, range(LAYERS)).plan(batch)
+        again = used.plan(batch)
+        assert [run.layers for run in again.runs] == [run.layers for run in fresh.runs]
+        for ours, theirs in zip(again.runs, fresh.runs, strict=True):
+            np.testing.assert_array_equal(ours.active.tokens, theirs.active.tokens)
+
+
+def test_many_policies_leave_no_stale_plan():
+    planner = Planner(LAYERS, range(LAYERS))
+    for number in range(3000):
+        depth = 1 + number % LAYERS
+        policy = DepthPolicy.early_exit(LAYERS, depth)
+        (run,) = planner.plan([Chunk(policy, 9, 1, 5)]).runs
+        assert run.layers == range(depth)
+
+
+def test_one_request_under_one_policy_never_gathers():
+    policy = DepthPolicy.static(LAYERS, 3, [1, 2, 4, 5])
+    plan = Planner(LAYERS, range(LAYERS)).plan([Chunk(policy, 20, 1, 5)])
+    assert [(run.layers, run.active.everyone) for run in plan.runs] == [
+        (range(1), True),
+        (range(3, 4), True),
+        (range(6, 7), True),
+    ]
+
+
+def test_options_know_default_names_and_alpha(tmp_path):
+    file = tmp_path / "gentle.json"
+    file.write_text(DepthPolicy.d3(LAYERS, 0.99, skip_order=[3, 4]).to_json())
+    exit_early = json.loads(DepthPolicy.early_exit(LAYERS, 4).to_json())
+    options = Options.read({"policy": str(file), "policies": {"early": exit_early}}, LAYERS)
+    again = Options.read(options.to_config(), LAYERS)
+    for each in (options, again):
+        assert each.policy(None) is each.default
+        assert each.default.alpha == 0.99
+        assert each.policy({"taper_policy": "early", "other": 1}).min_depth == 4
+        assert each.policy({"taper_policy": "full"}) == DepthPolicy.full(LAYERS)
+        assert each.policy({"taper_alpha": 0.5}).alpha == 0.5
+        assert each.policy({"taper_alpha": 0.5}) is each.policy({"taper_alpha": 0.5})
+    assert Options.read(None, LAYERS).default == DepthPolicy.full(LAYERS)
+    assert Options.read({"policy": "early", "policies": {"early": exit_early}}, LAYERS).default.min_depth == 4
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"taper_policy": "unknown"},
+        {"taper_policy": 3},
+        {"taper_policy": ["full"]},
+        {"taper_alpha": 1.5},
+        {"taper_alpha": "0.9"},
+        {"taper_alpha": True},
+        {"taper_alpha": float("nan")},
+        {"taper_alpha": 0.9, "taper_policy": "early"},
+        {"taper_depth": 3},
+    ],
+)
+def test_wrong_requests_are_refused_by_name(extra):
+    options = Options.read({"policies": {"early": json.loads(DepthPolicy.early_exit(LAYERS, 4).to_json())}}, LAYERS)
+    with pytest.raises(RequestError):
+        options.policy(extra)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        [],
+        {"polcy": "x"},
+        {"policy": "/no/such/file.json"},
+        {"policy": 3},
+        {"policies": ["a"]},
+        {"policies": {"full": json.loads(DepthPolicy.early_exit(LAYERS, 4).to_json())}},
+        {"policy": json.loads(DepthPolicy.full(LAYERS + 1).to_json())},
+    ],
+)
+def test_wrong_options_are_refused(config):
+    with pytest.raises(PolicyError):
+        Options.read(config, LAYERS)
+
+
+def test_counters_of_other_processes_add_up(tmp_path):
+    path = tmp_path / "counters"
+    path.write_bytes(bytes(8 * 512))
+    code = f"from taper.vllm_plugin.metrics import Counters; Counters({str(path)!r}, 1).add(2, 9)"
+    Counters(str(path), 0).add(3, 10)
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert np.fromfile(path, np.int64).reshape(-1, 2).sum(axis=0).tolist() == [5, 19]

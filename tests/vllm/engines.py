@@ -1,0 +1,160 @@
+"""What the tests ask of vLLM: ids in, ids out, alone or together."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from taper import DepthPolicy
+
+LAYERS = 6
+
+
+@dataclass
+class Ask:
+    """One request: greedy, as long as it says."""
+
+    prompt: list[int]
+    max_tokens: int = 64
+    extra_args: dict[str, Any] | None = None
+
+
+@dataclass
+class Engine:
+    """A vLLM engine; with `policies` it is tapered, without it is stock."""
+
+    folder: Path
+    policies: dict[str, DepthPolicy] | None = None
+    architecture: str = "Llama"
+    more: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        from vllm import LLM
+
+        self.llm = LLM(**arguments(self.folder, self.policies, self.architecture) | self.more)
+
+    def generate(self, asks: list[Ask]) -> list[list[int]]:
+        """Ids of the answers, all requests admitted at once."""
+        outputs = self.llm.generate(*_inputs(asks), use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def alone(self, asks: list[Ask]) -> list[list[int]]:
+        """Ids of the answers, one request after the other."""
+        return [self.generate([ask])[0] for ask in asks]
+
+    @property
+    def scheduler(self) -> Any:
+        """vLLM's own scheduler."""
+        return self.llm.llm_engine.engine_core.engine_core.scheduler
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks of the key-value cache that no request holds."""
+        return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+    def close(self) -> None:
+        """End the engine, so that the next one of this process finds vLLM as new."""
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+        cleanup_dist_env_and_memory()
+
+
+def arguments(folder: Path, policies: dict[str, DepthPolicy] | None, architecture: str = "Llama") -> dict[str, Any]:
+    """An engine's arguments, stock or tapered."""
+    stock = {
+        "model": str(folder),
+        "dtype": "float32",
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "skip_tokenizer_init": True,
+        "max_model_len": 1024,
+        "max_num_seqs": 32,
+        "block_size": 32,
+        "seed": 0,
+    }
+    if policies is None:
+        return stock
+    named = {name: json.loads(policy.to_json()) for name, policy in policies.items()}
+    return stock | {
+        "hf_overrides": {"architectures": [f"Taper{architecture}ForCausalLM"]},
+        "additional_config": {"taper": {"policies": named}},
+    }
+
+
+def _inputs(asks: list[Ask]) -> tuple[list[Any], list[Any]]:
+    from vllm import TokensPrompt
+
+    return [TokensPrompt(prompt_token_ids=ask.prompt) for ask in asks], [params(ask) for ask in asks]
+
+
+def params(ask: Ask) -> Any:
+    """vLLM's form of a request."""
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=0, max_tokens=ask.max_tokens, ignore_eos=True, detokenize=False, extra_args=ask.extra_args
+    )
+
+
+def twin(model: Any, ask: Ask, policy: DepthPolicy) -> list[int]:
+    """Ids of an answer from the slow twin."""
+    import taper.hf
+
+    ids = torch.tensor([ask.prompt])
+    more = {"max_new_tokens": ask.max_tokens, "min_new_tokens": ask.max_tokens, "do_sample": False}
+    output = model.generate(
+        ids, attention_mask=torch.ones_like(ids), custom_generate=taper.hf.decode(policy), pad_token_id=0, **more
+    )
+    return output[0, len(ask.prompt) :].tolist()
+
+
+def tiny_model(folder: Path, architecture: str) -> Any:
+    """Build, randomise and save a tiny model with heads of 32, the smallest that vLLM's CPU attention has."""
+    config = getattr(transformers, f"{architecture}Config")(
+        vocab_size=300,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=2048,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+        **({"sliding_window": None} if architecture == "Mistral" else {}),
+    )
+    torch.manual_seed(len(architecture))
+    model = getattr(transformers, f"{architecture}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Wide enough that attention and position matter, and that logits have no ties.
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.1 if "norm" in name else 0.18)
+    model.save_pretrained(folder)
+    return model
+
+
+def tiny_policies() -> dict[str, DepthPolicy]:
+    """Policies of every kind for a tiny model, layer 0 and the last one skipped by some."""
+    return {
+        "d3": DepthPolicy.d3(LAYERS, 0.98, skip_order=[3, 2, 4, 1]),
+        "early": DepthPolicy.early_exit(LAYERS, 3),
+        "skipdecode": DepthPolicy.skipdecode(LAYERS, 2, span=20),
+        "static": DepthPolicy.static(LAYERS, 4, [1, 4]),
+        "headless": DepthPolicy.static(LAYERS, 3, [0, 5, 2]),
+        "late": DepthPolicy.d3(LAYERS, 0.9, start=12, skip_order=[5, 0, 1, 2]),
+    }
+
+
+def prompts(count: int, seed: int, vocab_size: int, shortest: int = 3, longest: int = 60) -> list[list[int]]:
+    """Random prompts."""
+    chance = random.Random(seed)
+    return [[chance.randrange(vocab_size) for _ in range(chance.randint(shortest, longest))] for _ in range(count)]
