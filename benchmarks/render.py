@@ -87,12 +87,15 @@ def quality(calibrated: dict[str, Any]) -> list[str]:
     first = calibrated["policies"]["fast"]
     lines += [
         "",
-        "These three visibly change this small model's text. The NLL rises over steps that ran fewer layers.",
+        "These three visibly change this small model's text. The NLL rises over steps that ran fewer layers. A larger",
+        "model: [Qwen2.5-Coder-1.5B-Instruct](results/qwen2.5-coder-1.5b-instruct/README.md).",
         "",
         f"A whole calibration from an empty cache (`fast`) took {took['fast']:.1f} minutes and "
         f"{first['peak_mib_so_far']} MiB; then `balanced`, from "
         f"cached answers, {took['balanced']:.1f} and `gentle` {took['gentle']:.1f} minutes.",
     ]
+    c = first["conditions"]
+    lines.append(f"{c['date']}, {c['machine']}, {c['threads']} threads, Taper {c['taper']}, Python {c['python']}.")
     if "growth" in calibrated:
         growth = calibrated["growth"]
         sizes = ", ".join(f"{row['prompts']} prompts {row['cpu_seconds']:.0f} s" for row in growth["rows"])
@@ -153,7 +156,7 @@ def model_page(found: dict[str, Any]) -> str:
         "",
         f"{prompts['search']} prompts searched on, {prompts['held_out']} held out, answers of up to "
         f"{found['answer_tokens']} tokens. {c['date']}, Taper {c['taper']}, {c['machine']}, {c['threads']} thread(s), "
-        f"weights as they are in the file (sha256 {model['sha256'][:16]}...).",
+        f"weights as they are in the file (sha256 {model['sha256'][:16]}...), commit {found['commit']}.",
         "",
     ]
     return "\n".join(lines)
@@ -225,10 +228,13 @@ def rendered() -> dict[Path, str]:
     before, rest = readme.read_text().split(MARKS[0])
     after = rest.split(MARKS[1])[1]
     block = "\n".join(summary(result, calibrated)) + "\n"
-    return {
+    pages = {
         ROOT / "docs" / "results.md": page(result, calibrated),
         readme: before + MARKS[0] + block + MARKS[1] + after,
     }
+    for file in sorted((ROOT / "docs" / "results").glob("*/summary.json")):
+        pages[file.with_name("README.md")] = model_page(json.loads(file.read_text()))
+    return pages
 
 
 if __name__ == "__main__":
