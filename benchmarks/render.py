@@ -130,7 +130,16 @@ def orders(found: dict[str, Any]) -> list[str]:
             cells.append(text + (f" ({above[1]:+.2f} to {above[2]:+.2f})" if above else ""))
         lines.append(f"| {depth} | " + " | ".join(cells) + " |")
     unclear = [f"{name} at {', '.join(by_depth)}" for name, by_depth in found["not_clear_of_zero"].items()]
-    lines += ["", "Differences whose interval is not clear of zero: " + ("; ".join(unclear) or "none") + "."]
+    lines += [
+        "",
+        "Differences whose interval is not clear of zero: " + ("; ".join(unclear) or "none") + ".",
+        "",
+        "So on this model the measured order beats early exit, SkipDecode, evenly spread and random layers by",
+        "far, and is not told apart from ShortGPT's, nor at most depths from the middle first: KL has a heavy",
+        "tail, a few answers carry much of it. ShortGPT's block influence was taken on the very answers",
+        "compared here, the measured order on others. `first sketch` is the order that a sketch of this",
+        "search found on other answers of the same model.",
+    ]
     return lines
 
 
