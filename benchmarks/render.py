@@ -98,11 +98,11 @@ def quality(calibrated: dict[str, Any]) -> list[str]:
     lines.append(f"{c['date']}, {c['machine']}, {c['threads']} threads, Taper {c['taper']}, Python {c['python']}.")
     if "growth" in calibrated:
         growth = calibrated["growth"]
-        sizes = ", ".join(f"{row['prompts']} prompts {row['cpu_seconds']:.0f} s" for row in growth["rows"])
+        sizes = ", ".join(f"{row['prompts']} prompts {row['seconds']:.0f} s" for row in growth["rows"])
         lines.append(
-            "It grows in a straight line with the tokens of prompts and answers (CPU time of one thread, answers of 32 "
-            f"tokens: {sizes}; {growth['cpu_seconds_per_1000_tokens']:.0f} s per 1000 tokens, "
-            f"R² {growth['r_squared']:.3f}); above 32 prompts more slowly, as the search then has all it takes."
+            "It grows in a straight line with the tokens of prompts and answers (answers of up to 24 tokens: "
+            f"{sizes}; {growth['seconds_per_1000_tokens']:.0f} s per 1000 tokens, R² {growth['r_squared']:.3f}); "
+            "above 72 prompts more slowly, as the search then has all it takes."
         )
     return lines + (orders(calibrated["orders"]) if "orders" in calibrated else [])
 
