@@ -129,6 +129,8 @@ def orders(found: dict[str, Any]) -> list[str]:
             above = found["kl_above_measured_order"].get(method, {}).get(depth)
             cells.append(text + (f" ({above[1]:+.2f} to {above[2]:+.2f})" if above else ""))
         lines.append(f"| {depth} | " + " | ".join(cells) + " |")
+    lines += ["", "![Loss against mean depth, a line a method](results/frontier.png)"]
+    lines += ["", "The picture is of `taper calibrate --speedup 1.2 --answer-tokens 128 --baselines --report report`."]
     unclear = [f"{name} at {', '.join(by_depth)}" for name, by_depth in found["not_clear_of_zero"].items()]
     lines += [
         "",
