@@ -62,10 +62,10 @@ class Budget:
         if self.speedup is not None and len(self.given) > 1:
             raise RequestError(
                 "a speed and a quality cannot both be asked for",
-                "leave out speedup, or leave out max_kl, min_agreement and max_nll_increase",
+                "leave out --speedup, or leave out --max-kl, --min-agreement and --max-nll-increase",
             )
         if not self.given:
-            raise RequestError("no budget", "give max_kl, min_agreement, max_nll_increase or speedup")
+            raise RequestError("no budget", "give --max-kl, --min-agreement, --max-nll-increase or --speedup")
 
     @property
     def given(self) -> dict[str, float]:

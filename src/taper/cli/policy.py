@@ -58,5 +58,5 @@ def _proof(policy: DepthPolicy) -> str:
     with suppress(KeyError, TypeError, IndexError, ValueError):
         speed = policy.provenance["speedup"]["measured"][0]
         agreement = policy.provenance["held_out"]["tapered steps"]["agreement"][0]
-        return f"{speed:.2f}x, {agreement:.0%} of tapered steps as full depth"
+        return f"{speed:.2f}x, {agreement:.0%} same tokens"
     return "nothing"
