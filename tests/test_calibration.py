@@ -323,6 +323,14 @@ def test_calibrate_finds_proves_and_resumes(llm, tmp_path):
     assert max(ran) <= 20  # only the clock runs: prompts and single steps
 
 
+@pytest.mark.parametrize("tokens", [2, 5])
+def test_the_shortest_answers_calibrate_too(llm, tokens):
+    """Fewer steps than the clock needs to warm up, and too few to prove anything."""
+    found = calibrate(llm, prompts_of(8), Budget(max_kl=50.0), answer_tokens=tokens)
+    assert not found.met
+    assert "tapered steps" not in found.summary["held_out"]
+
+
 def test_search_and_proof_share_no_prompt(llm):
     prompts = prompts_of(12)
     ids = encode_prompts(llm, [*prompts, *prompts], 0, 100)
@@ -332,7 +340,7 @@ def test_search_and_proof_share_no_prompt(llm):
 
 
 def test_baselines_are_measured_beside_the_order_found(llm):
-    found = calibrate(llm, prompts_of(8), Budget(speedup=1.02), answer_tokens=12, baselines=True)
+    found = calibrate(llm, prompts_of(8), Budget(max_kl=50.0), answer_tokens=12, baselines=True)
     frontier = found.summary["frontier"]
     assert frontier["prompts"] == "held out"
     assert set(frontier["kl"]) == {"measured order", *baseline_policies(6, 5, [0] * 6, 13)}

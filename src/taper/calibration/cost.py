@@ -40,7 +40,7 @@ def measure_cost(engine: Engine, prompt_ids: Sequence[int], tokens: int) -> Cost
     depths = sorted({layers, max(1, layers * 5 // 6), max(1, layers * 2 // 3)})
     order = range(layers - 1, 0, -1)
     times = _alternate(engine, prompt_ids, [DepthPolicy.static(layers, depth, order) for depth in depths], tokens)
-    medians = [statistics.median(row[_WARM_UP:]) for row in times]
+    medians = [statistics.median(row[_WARM_UP:] or row) for row in times]
     if len(depths) == 1:
         return CostModel(medians[0], 0.0)
     layer_ms, fixed_ms = np.polyfit(depths, medians, 1)

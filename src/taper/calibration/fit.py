@@ -214,7 +214,9 @@ def fit_quality(
             if kept or chosen in tried:
                 break
         tried[chosen] = budget.worst(over_steps(replay(every[chosen])).get("tapered steps"), surely=True)
-        margin = 1.01 * tried[chosen] / max(predicted[chosen], 1e-9)  # a hair of safety: the next should keep it
+        if math.isfinite(tried[chosen]):  # too few tapered steps tell nothing of the table
+            # A hair of safety: the next should keep the budget.
+            margin = 1.01 * tried[chosen] / max(predicted[chosen], 1e-9)
     kept = [i for i, found in tried.items() if found <= 1]
     return every[min(kept, key=lambda i: depth[i]) if kept else min(tried, key=lambda i: tried[i])]
 

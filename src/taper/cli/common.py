@@ -10,6 +10,7 @@ import click
 
 if TYPE_CHECKING:
     from ..llm import LLM
+    from ..policy import DepthPolicy
 
 INTERRUPTED = 130
 Command = Callable[..., Any]
@@ -49,6 +50,14 @@ def load(options: dict[str, Any], **more: Any) -> LLM:
     model = DEFAULT_MODEL if options["model"] is None else options["model"]
     with waiting(f"loading {model}"):
         return LLM(model, **{name: options[name] for name in ("device", "dtype", "context", "threads")}, **more)
+
+
+def find_policy(name: str) -> DepthPolicy:
+    """A shipped policy by its name, else that of a file."""
+    from ..policy import load_policy, shipped_policies
+
+    shipped = (policy for policies in shipped_policies().values() for policy in policies)
+    return next((policy for policy in shipped if policy.name == name), None) or load_policy(name)
 
 
 def say(line: str) -> None:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from .common import find_policy
+
 if TYPE_CHECKING:
     from ..policy import DepthPolicy
 
@@ -39,10 +41,7 @@ def policy_list() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print the policy's JSON.")
 def policy_show(name: str, tokens: int, as_json: bool) -> None:
     """Draw the depth by step of a policy and the layers it skips."""
-    from ..policy import load_policy, shipped_policies
-
-    shipped = [found for policies in shipped_policies().values() for found in policies if found.name == name]
-    found = shipped[0] if shipped else load_policy(name)
+    found = find_policy(name)
     if as_json:
         click.echo(found.to_json(), nl=False)
         return

@@ -6,6 +6,8 @@ import shlex
 
 import click
 
+from .common import find_policy
+
 
 @click.command("vllm-args")
 @click.option("--policy", required=True, metavar="NAME|FILE", help="Policy of requests that name none.")
@@ -15,13 +17,7 @@ def vllm_args(policy: str, allow: tuple[str, ...], architecture: str | None) -> 
     """Print the flags that make `vllm serve` taper."""
     from pathlib import Path
 
-    from ..policy import DepthPolicy, load_policy, shipped_policies
     from ..vllm_plugin import args
 
-    shipped = {found.name: found for policies in shipped_policies().values() for found in policies}
-
-    def find(name: str) -> DepthPolicy:
-        return shipped[name] if name in shipped else load_policy(name)
-
-    named = {Path(name).stem: find(name) for name in allow}
-    click.echo(shlex.join(args.vllm_args(find(policy), named, architecture)))
+    named = {Path(name).stem: find_policy(name) for name in allow}
+    click.echo(shlex.join(args.vllm_args(find_policy(policy), named, architecture)))
