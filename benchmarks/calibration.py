@@ -1,4 +1,4 @@
-"""What calibration takes and what it finds, on the default model: one JSON file, part by part.
+"""What calibration takes and what comes out of it, on the default model: one JSON file, part by part.
 
     python benchmarks/calibration.py --cache EMPTY_FOLDER policies orders growth
 
@@ -22,6 +22,9 @@ from typing import Any
 
 import numpy as np
 
+from taper.calibration.references import builtin_prompts
+from taper.calibration.summary import Summary, to_plain
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "calibration.json"
 SHIPPED = ROOT / "src" / "taper" / "policies" / "smollm2-135m-instruct"
@@ -31,13 +34,13 @@ ANSWER_TOKENS, THREADS = 128, 2
 FIRST_SKETCH = [3, 5, 17, 16, 25, 7, 6, 4, 18, 26]
 
 
-def run_cli(cache: Path, *options: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`taper calibrate` in a process of its own: its summary, and what it took."""
+def run_cli(cache: Path, *options: str) -> tuple[Summary, dict[str, Any]]:
+    """`taper calibrate` in a process of its own: its summary, and the time and memory it took."""
     command = [sys.executable, "-m", "taper", "calibrate", "--json", *options]
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     done = subprocess.run(command, stdout=-1, env={**os.environ, "TAPER_CACHE": str(cache)}, check=True)
     seconds, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
-    return json.loads(done.stdout), {
+    return Summary.from_json(json.loads(done.stdout)), {
         "seconds": round(seconds, 1),
         "cpu_seconds": round(after.ru_utime - before.ru_utime, 1),
         "peak_mib_so_far": round(after.ru_maxrss / 1024),
@@ -45,17 +48,17 @@ def run_cli(cache: Path, *options: str) -> tuple[dict[str, Any], dict[str, Any]]
 
 
 def policies(cache: Path) -> dict[str, Any]:
-    """The shipped policies: time, memory, predicted and measured speed, proof."""
-    found = {}
+    """The shipped policies: time, memory, predicted and measured speed, quality on held-out prompts."""
+    results = {}
     for name, speed in SPEEDS.items():
         options = ["--speedup", str(speed), "--answer-tokens", str(ANSWER_TOKENS), "--name", name]
         options += ["--threads", str(THREADS)]
         summary, took = run_cli(cache, *options, "--out", str(SHIPPED / f"{name}.json"))
-        predicted, measured = summary["speedup"]["predicted"], summary["speedup"]["measured"]
         keys = ("mean_depth", "speedup", "held_out", "free_running", "cost_ms", "skip_order", "conditions")
-        ratio = round(predicted / measured[0], 4)
-        found[name] = {**took, "predicted_over_measured": ratio, **{key: summary[key] for key in keys}}
-    return found
+        ratio = round(summary.speedup.predicted / summary.speedup.measured.median, 4)
+        figures = {key: to_plain(getattr(summary, key)) for key in keys}
+        results[name] = {**took, "predicted_over_measured": ratio, **figures}
+    return results
 
 
 def orders(cache: Path) -> dict[str, Any]:
@@ -63,43 +66,42 @@ def orders(cache: Path) -> dict[str, Any]:
     os.environ["TAPER_CACHE"] = str(cache)
     from taper import LLM
     from taper.calibration.baselines import COMPARED, compare_orders
-    from taper.calibration.calibrate import open_store
+    from taper.calibration.conditions import current_conditions
     from taper.calibration.measure import Measurements
-    from taper.calibration.references import answer, builtin_prompts, encode_prompts, split
+    from taper.calibration.references import completions, encode_prompts, split
+    from taper.calibration.run import open_store
     from taper.calibration.search import first_steps
-    from taper.loading import content_hash
-    from taper.policy import DepthPolicy, load_policy
+    from taper.models import content_hash
+    from taper.policies import load_policy
+    from taper.policy import DepthPolicy
 
     llm = LLM(threads=THREADS, max_batch_size=64)
-    store = open_store(llm, content_hash(llm.path))
+    store = open_store(content_hash(llm.path), current_conditions(llm))
     full = DepthPolicy.full(llm.config.num_hidden_layers)
     prompts = encode_prompts(llm, builtin_prompts(), 0, 256)
-    _, held_out = split(answer(llm, prompts, full, ANSWER_TOKENS, store, lambda: None))
+    _, held_out = split(completions(llm, prompts, full, ANSWER_TOKENS, store, lambda: None))
     measurements = Measurements(llm.engine, first_steps(held_out, COMPARED), store)
     order = load_policy(SHIPPED / "fast.json").skip_order
     more = {"first sketch": FIRST_SKETCH}
     started = time.perf_counter()
-    found = compare_orders(measurements, order, range(29, 19, -1), lambda count: lambda: None, more)
+    comparison = compare_orders(measurements, order, range(29, 19, -1), lambda count: lambda: None, more)
     steps = sum(len(reference.answer_ids) - 1 for reference in measurements.replay.references)
-    above = found["kl_above_measured_order"]
-    not_clear = {
-        name: {depth: interval for depth, interval in by_depth.items() if interval[1] <= 0}
-        for name, by_depth in above.items()
+    include_zero = {
+        name: {depth: difference for depth, difference in by_depth.items() if difference.low <= 0}
+        for name, by_depth in comparison.kl_above_measured_order.items()
     }
     return {
         "seconds": round(time.perf_counter() - started, 1),
         "steps": steps,
         "answers": len(held_out),
         "order": order[:10],
-        "not_clear_of_zero": {name: by_depth for name, by_depth in not_clear.items() if by_depth},
-        **found,
+        "not_clear_of_zero": {name: to_plain(by_depth) for name, by_depth in include_zero.items() if by_depth},
+        **to_plain(comparison),
     }
 
 
 def growth(cache: Path) -> dict[str, Any]:
     """Seconds of whole calibrations from empty caches, by the tokens of prompts and answers; and a line."""
-    from taper.calibration.references import builtin_prompts
-
     rows = []
     for count in (8, 14, 20, 26):  # above 72 the search has all it takes, and only the rest grows
         folder = cache / f"growth-{count}"
@@ -109,7 +111,7 @@ def growth(cache: Path) -> dict[str, Any]:
         options = ["--prompts", str(file), "--speedup", "1.1", "--answer-tokens", "24"]
         options += ["--threads", str(THREADS)]
         summary, took = run_cli(folder, *options, "--out", str(folder / "policy.json"))
-        rows.append({"prompts": count, "tokens": summary["tokens"], **took})
+        rows.append({"prompts": count, "tokens": summary.tokens, **took})
         shutil.rmtree(folder)
     tokens, seconds = (np.array([row[key] for row in rows], float) for key in ("tokens", "seconds"))
     slope, fixed = np.polyfit(tokens, seconds, 1)
@@ -120,7 +122,7 @@ def growth(cache: Path) -> dict[str, Any]:
 
 def with_model(cache: Path) -> None:
     """A cache folder that holds the default model and nothing else."""
-    from taper.loading.names import default_model_path
+    from taper.models import default_model_path
 
     (cache / "models").mkdir(parents=True, exist_ok=True)
     link = cache / "models" / default_model_path().name
@@ -137,9 +139,9 @@ def main() -> None:
     with_model(options.cache)
     for part in options.parts:
         print(f"{part} ...", file=sys.stderr)
-        found = globals()[part](options.cache)
+        result = globals()[part](options.cache)
         results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-        RESULTS.write_text(json.dumps(results | {part: found}, indent=1) + "\n")
+        RESULTS.write_text(json.dumps(results | {part: result}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

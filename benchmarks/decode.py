@@ -26,10 +26,11 @@ import numpy as np
 from taper import DepthPolicy, SamplingParams
 from taper.backends import TokenBatch
 from taper.backends.ggml import GgmlBackend
-from taper.engine import Engine, Request
-from taper.loading import LoadedModel, find_model, load_model
-from taper.loading.names import DEFAULT_MODEL
-from taper.policy import shipped_policies
+from taper.engine import Engine
+from taper.loading import LoadedModel, load_model
+from taper.models import DEFAULT_MODEL, find_model
+from taper.policies import shipped_policies
+from taper.sequence import Request
 
 THREADS, ROUNDS, TOKENS = 2, 7, 128
 DEPTHS = (30, 28, 26, 24, 22, 20, 15, 10)
@@ -40,8 +41,10 @@ QUESTION = "Why is the sky blue? Explain it to a child of 7."
 def engine_tokens_per_second(engine: Engine, prompt: list[int], policy: DepthPolicy) -> float:
     """(n - 1) tokens over the time from first to last, greedy, sampling included."""
     times = []
-    for _ in engine.generate_step([Request(prompt, SamplingParams(max_tokens=TOKENS), policy)]):
-        times.append(time.perf_counter())
+    sequence = engine.add(Request(prompt, SamplingParams(max_tokens=TOKENS), policy))
+    while sequence.finish_reason is None:
+        if engine.step():
+            times.append(time.perf_counter())
     return (len(times) - 1) / (times[-1] - times[0])
 
 
@@ -99,7 +102,7 @@ def against_depth(loaded: LoadedModel, prompt: list[int]) -> dict[str, Any]:
         for depth in DEPTHS:
             at = [np.array([value], np.int32) for value in (11, len(prompt) + step, 0)]
             started = time.perf_counter()
-            backend.forward(TokenBatch(*at, active[depth], (0,)))
+            backend.forward(TokenBatch(*at, active[depth], logits_rows=(0,)))
             times[depth].append((time.perf_counter() - started) * 1e3)
     step_ms = {d: statistics.median(values[5:]) for d, values in times.items()}
     slope, fixed = np.polyfit(DEPTHS, [step_ms[d] for d in DEPTHS], 1)

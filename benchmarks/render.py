@@ -6,221 +6,350 @@ python benchmarks/render.py
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+from taper.calibration.statistics import Estimate, LossEstimate
+from taper.calibration.summary import MEASURED_ORDER, Comparison, Figures, Summary, from_plain
+from taper.calibration.wording import interval, limits, verdict
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 MARKS = ("<!-- numbers: python benchmarks/render.py -->\n", "<!-- end of numbers -->\n")
 
 
-def conditions(c: dict[str, Any]) -> str:
-    """The conditions, one sentence each."""
-    versions = ", ".join(f"{name} {number}" for name, number in c["versions"].items())
-    return (
-        f"{c['date']}, commit {c['commit']}. {c['cpu']}, {c['cores']} cores, {c['threads']} threads, "
-        f"Python {c['python']}; "
-        f"{versions}. Model {c['model']}, key-value cache {c['kv_cache']}, batch {c['batch']}, "
-        f"prompt {c['prompt_tokens']} tokens, answers of {c['answer_tokens']}. {c['rounds']} rounds, everything "
-        f"alternated; {c['statistic']}. These machines are shared: read the ratios, not the absolute times."
-    )
+def prose(text: str) -> str:
+    """A paragraph, in lines of at most 120 characters."""
+    return textwrap.fill(" ".join(text.split()), 120, break_long_words=False, break_on_hyphens=False)
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """A table in Markdown, one figure in a cell."""
+    return ["| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows)]
 
 
 def summary(result: dict[str, Any], calibrated: dict[str, Any]) -> list[str]:
-    """The table of the README."""
-    depth, start = result["depth"], result["start_up"]
-    rows = []
-    if "ratio" in result["llama_bench"]:
-        bench = result["llama_bench"]
-        rows.append(("full depth against llama.cpp's llama-bench, same file and threads", f"{bench['ratio']:.2f}x"))
-    rows += [
-        ("full depth against transformers `generate`, f32", f"{result['transformers']['ratio']:.1f}x"),
-        ("20 of 30 layers from step 1 on, whole answer of 128 tokens", f"{depth['answers_of_128_speedup_at_20']:.2f}x"),
-        ("load with tokenizer; first token of a 45-token prompt after that", f"{times(start)}"),
-    ]
+    """The tables of the README."""
+    depth, start, tokens = result["depth"], result["start_up"], result["conditions"]["answer_tokens"]
+    policies = []
     for name, policy in deepest_first(calibrated):
-        agreement = interval(policy["held_out"]["tapered steps"]["agreement"], 100, ".0f")
-        what = f"policy `{name}`, answers of 128 tokens: speed; same likeliest token as full depth, held-out prompts"
-        rows.append((what, f"{policy['speedup']['measured'][0]:.2f}x; {agreement} %"))
-    return ["| default model on two CPU cores | |", "| --- | --- |", *(f"| {what} | {value} |" for what, value in rows)]
+        value, low, high = (f"{100 * share:.0f}" for share in tapered(policy).agreement)
+        policies.append((f"`{name}`", f"{policy.mean_depth:.1f}", speed(policy), f"{value} %", f"{low} to {high} %"))
+    ratios = [("transformers `generate` in f32", f"{result['transformers']['ratio']:.1f}x")]
+    if "ratio" in result["llama_bench"]:
+        ratios.insert(0, ("llama.cpp's llama-bench, same file and threads", f"{result['llama_bench']['ratio']:.2f}x"))
+    first_token = f"first token of a {start['prompt_tokens']}-token prompt, once loaded"
+    times = [("loading the model and its tokenizer", start["load_with_tokenizer_s"])]
+    times.append((first_token, start["first_token_s"]))
+    return [
+        *table(("policy", "mean depth of 30", "speed", "same likeliest token", "95 % interval"), policies),
+        "",
+        prose(
+            f"""
+            Depth and speed are over outputs of {tokens} tokens; full depth is 1x. *Same likeliest token* says how
+            often, at the steps that run fewer layers, greedy decoding would choose the token that full depth
+            chooses. It was measured on prompts that had no part in choosing the policies. For comparison, skipping
+            10 of the 30 layers at every step after the first makes such an output
+            {depth["answers_of_128_speedup_at_20"]:.2f}x as fast.
+            """
+        ),
+        "",
+        *table(("full depth, compared with", "speed"), ratios),
+        "",
+        *table(("start", "time"), [(title, f"{seconds:.2f} s") for title, seconds in times]),
+    ]
 
 
-def interval(estimate: list[float], factor: float, digits: str) -> str:
-    """A figure with its 95 % interval."""
-    value, low, high = (format(x * factor, digits) for x in estimate)
-    return f"{value} ({low} to {high})"
+def tapered(figures: Figures) -> LossEstimate:
+    """The loss over tapered steps, which every published policy has."""
+    assert figures.held_out.tapered_steps is not None
+    return figures.held_out.tapered_steps
 
 
-# What is told of a policy, each from the summary of its calibration.
-FIGURES: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
-    ("mean depth", lambda p: f"{p['mean_depth']:.1f}"),
-    ("speed predicted", lambda p: f"{p['speedup']['predicted']:.2f}x"),
-    ("speed measured", lambda p: f"{p['speedup']['measured'][0]:.2f}x"),
-    ("KL to full depth, nats", lambda p: interval(p["held_out"]["tapered steps"]["kl"], 1, ".2f")),
-    ("same likeliest token, %", lambda p: interval(p["held_out"]["tapered steps"]["agreement"], 100, ".0f")),
-    ("NLL of full depth's answers, + %", lambda p: interval(p["held_out"]["tapered steps"]["nll_increase"], 1, ".0f")),
-    ("own answers: NLL at full depth, nats", lambda p: interval(p["free_running"]["nll"]["policy"], 1, ".2f")),
-    ("full depth's own answers: the same", lambda p: interval(p["free_running"]["nll"]["full"], 1, ".2f")),
-    ("own answers: repeated 4-grams, %", lambda p: interval(p["free_running"]["repetition"]["policy"], 100, ".0f")),
-    ("full depth's own answers: the same", lambda p: interval(p["free_running"]["repetition"]["full"], 100, ".0f")),
-]
+def speed(figures: Figures) -> str:
+    """The measured speed, times that of full depth."""
+    return f"{figures.speedup.measured.median:.2f}x"
 
 
-def deepest_first(calibrated: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+def deepest_first(calibrated: dict[str, Any]) -> list[tuple[str, Figures]]:
     """The shipped policies by name."""
-    return sorted(calibrated["policies"].items(), key=lambda item: -item[1]["mean_depth"])
+    policies = {name: Figures.from_json(data) for name, data in calibrated["policies"].items()}
+    return sorted(policies.items(), key=lambda item: -item[1].mean_depth)
+
+
+# What is told of a policy, and what it means.
+FIGURES: list[tuple[str, Callable[[Figures], str]]] = [
+    ("mean depth", lambda p: f"{p.mean_depth:.1f}"),
+    ("speed, predicted", lambda p: f"{p.speedup.predicted:.2f}x"),
+    ("speed, measured", speed),
+    ("KL to full depth, nats", lambda p: interval(tapered(p).kl, digits=2)),
+    ("same likeliest token as full depth, %", lambda p: interval(tapered(p).agreement, 100, digits=0)),
+    ("rise in NLL of full depth's outputs, %", lambda p: interval(tapered(p).nll_increase, digits=0)),
+    ("NLL of the policy's own outputs, nats", lambda p: interval(p.free_running.nll.policy, digits=2)),
+    ("NLL of full depth's own outputs, nats", lambda p: interval(p.free_running.nll.full, digits=2)),
+    ("repeated 4-grams, policy, %", lambda p: interval(p.free_running.repetition.policy, 100, digits=0)),
+    ("repeated 4-grams, full depth, %", lambda p: interval(p.free_running.repetition.full, 100, digits=0)),
+]
+LEGEND = prose(
+    """
+    KL, likeliest token and rise in NLL compare the policy with full depth at the steps that run fewer layers, on
+    outputs that full depth wrote. The last four rows are about outputs that the policy and full depth wrote freely: how
+    unlikely the full model finds them, and how much they repeat themselves. Brackets hold 95 % intervals.
+    """
+)
 
 
 def quality(calibrated: dict[str, Any]) -> list[str]:
-    """What the shipped policies cost, and the order of layers beside others'."""
-    lines = [
-        "On held-out prompts, answers of up to 128 tokens, 95 % intervals; how: [calibration](calibration.md). Made by",
-        "`python benchmarks/calibration.py --cache FOLDER policies orders growth` from the built-in prompts.",
-        "",
-        "| | " + " | ".join(f"`{name}`" for name, _ in deepest_first(calibrated)) + " |",
-        "| --- |" + " --- |" * len(calibrated["policies"]),
-    ]
-    for what, cell in FIGURES:
-        lines.append(f"| {what} | " + " | ".join(cell(p) for _, p in deepest_first(calibrated)) + " |")
-    took = {name: p["seconds"] / 60 for name, p in calibrated["policies"].items()}
-    first = calibrated["policies"]["fast"]
-    lines += [
-        "",
-        "These three visibly change this small model's text. The NLL rises over steps that ran fewer layers. A larger",
-        "model: [Qwen2.5-Coder-1.5B-Instruct](results/qwen2.5-coder-1.5b-instruct/README.md).",
-        "",
-        f"A whole calibration from an empty cache (`fast`) took {took['fast']:.1f} minutes and "
-        f"{first['peak_mib_so_far']} MiB; then `balanced`, from "
-        f"cached answers, {took['balanced']:.1f} and `gentle` {took['gentle']:.1f} minutes.",
-    ]
+    """What the shipped policies cost, what calibration takes, and the order of layers beside others'."""
+    policies, first = deepest_first(calibrated), calibrated["policies"]["fast"]
+    minutes = {name: f"{data['seconds'] / 60:.1f}" for name, data in calibrated["policies"].items()}
     c = first["conditions"]
-    lines.append(f"{c['date']}, {c['machine']}, {c['threads']} threads, Taper {c['taper']}, Python {c['python']}.")
+    lines = [
+        prose(
+            """
+            These figures are from held-out prompts, with outputs of up to 128 tokens; [calibration](calibration.md)
+            explains how they are measured. They come from the built-in prompts and this command:
+            """
+        ),
+        "",
+        "    python benchmarks/calibration.py --cache FOLDER policies orders growth",
+        "",
+        *table(
+            ("figure", *(f"`{name}`" for name, _ in policies)),
+            [(title, *(cell(policy) for _, policy in policies)) for title, cell in FIGURES],
+        ),
+        "",
+        LEGEND,
+        "",
+        prose(
+            """
+            All three policies visibly change the text of this small model. There is also a page about a larger one,
+            [Qwen2.5-Coder-1.5B-Instruct](results/qwen2.5-coder-1.5b-instruct/README.md).
+            """
+        ),
+        "",
+        "### How long calibration takes",
+        "",
+        *table(
+            ("policy", "starts from", "minutes"),
+            [
+                ("`fast`", "an empty cache", minutes["fast"]),
+                ("`balanced`", "cached outputs", minutes["balanced"]),
+                ("`gentle`", "cached outputs", minutes["gentle"]),
+            ],
+        ),
+        "",
+        prose(
+            f"""
+            Memory peaked at {first["peak_mib_so_far"]} MiB. Measured on {c["date"]} on an {c["machine"]}, with
+            {c["threads"]} threads, Taper {c["taper"]} and Python {c["python"]}.
+            """
+        ),
+    ]
     if "growth" in calibrated:
         growth = calibrated["growth"]
-        sizes = ", ".join(f"{row['prompts']} prompts {row['seconds']:.0f} s" for row in growth["rows"])
-        lines.append(
-            "It grows in a straight line with the tokens of prompts and answers (answers of up to 24 tokens: "
-            f"{sizes}; {growth['seconds_per_1000_tokens']:.0f} s per 1000 tokens, R² {growth['r_squared']:.3f}); "
-            "above 72 prompts more slowly, as the search then has all it takes."
-        )
+        rows = [(str(row["prompts"]), str(row["tokens"]), f"{row['seconds']:.0f}") for row in growth["rows"]]
+        lines += [
+            "",
+            prose(
+                """
+                Calibration time grows in a straight line with the tokens of prompts and outputs. With outputs of up
+                to 24 tokens:
+                """
+            ),
+            "",
+            *table(("prompts", "tokens", "seconds"), rows),
+            "",
+            prose(
+                f"""
+                That is {growth["seconds_per_1000_tokens"]:.0f} s for each 1000 tokens (R²
+                {growth["r_squared"]:.3f}). Above 72 prompts it grows more slowly, because the search then has all
+                the prompts that it uses.
+                """
+            ),
+        ]
     return lines + (orders(calibrated["orders"]) if "orders" in calibrated else [])
 
 
-def orders(found: dict[str, Any]) -> list[str]:
-    """KL by depth, a column a method."""
-    methods = list(found["kl"])
-    depths = list(found["kl"]["measured order"])
+def orders(measured: dict[str, Any]) -> list[str]:
+    """KL by depth, a column for each method, and how it differs from the measured order's."""
+    comparison = from_plain(Comparison, measured)
+    kl, above = comparison.kl, comparison.kl_above_measured_order
+    others = [method for method in kl if method != MEASURED_ORDER]
+    include_zero = [
+        f"- {method}: {', '.join(by_depth)} layers" for method, by_depth in measured["not_clear_of_zero"].items()
+    ]
+    values = [(str(depth), *(f"{kl[method][depth].value:.2f}" for method in kl)) for depth in kl[MEASURED_ORDER]]
+    differences = [
+        (str(depth), *(_difference(above.get(method, {}).get(depth)) for method in others))
+        for depth in kl[MEASURED_ORDER]
+    ]
+    return [
+        "",
+        "### Which layers to skip: the measured order and others",
+        "",
+        prose(
+            f"""
+            These tables compare orders of skipping layers, each at the same depth from step 1 on, by their mean KL
+            to full depth over {measured["steps"]} steps of {measured["answers"]} held-out outputs. SkipDecode decays
+            linearly and has that depth on average. `first sketch` is the order that an early version of this search
+            found on other outputs of the same model.
+            """
+        ),
+        "",
+        "Mean KL to full depth, nats:",
+        "",
+        *table(("layers", *kl), values),
+        "",
+        prose(
+            """
+            How much higher that is than with the measured order, as a 95 % interval of the paired difference. A cell
+            is empty where both skip the same layers:
+            """
+        ),
+        "",
+        *table(("layers", *others), differences),
+        "",
+        "![Loss against mean depth, with a line for each method](results/frontier.png)",
+        "",
+        "The picture is from this command:",
+        "",
+        "    taper calibrate --speedup 1.2 --answer-tokens 128 --baselines --report report",
+        "",
+        "The 95 % interval of the difference includes zero for:",
+        "",
+        *(include_zero or ["- no method"]),
+        "",
+        prose(
+            """
+            So on this model the measured order is far better than early exit, SkipDecode, evenly spread layers and
+            random orders. It cannot be distinguished from ShortGPT's order, nor at most depths from skipping the
+            middle first: KL has a heavy tail, and a few outputs account for much of it. Note that ShortGPT's block
+            influence was computed on the very outputs that are compared here, and the measured order on others.
+            """
+        ),
+    ]
+
+
+def _difference(estimate: Estimate | None) -> str:
+    """The interval of a difference; nothing where there is none."""
+    return "" if estimate is None else f"{estimate.low:+.2f} to {estimate.high:+.2f}"
+
+
+def model_page(data: dict[str, Any]) -> str:
+    """The page of a model that was calibrated once: its summary, and the command and commit that it comes from."""
+    summary = Summary.from_json(data)
+    model, prompts, c, frontier = summary.model, summary.prompts, summary.conditions, summary.frontier
+    budget = ", ".join(asked for asked, _ in limits(summary))
     lines = [
+        f"# {model.name}",
         "",
-        "### Which layers: the measured order beside others'",
+        prose(f"This model was calibrated once. The budget: {budget}. The verdict: {verdict(summary)}."),
         "",
-        "Mean KL to full depth, nats, at constant depth from step 1 on (SkipDecode: linear decay of that mean depth), "
-        f"over {found['steps']} steps of {found['answers']} held-out answers; in brackets the 95 % interval "
-        "of the paired difference to the measured order.",
+        "- [The report](report/index.html) explains the result, with pictures.",
+        "- [`policy.json`](policy.json) is the policy.",
+        "- [`summary.json`](summary.json) has every figure.",
         "",
-        "| layers | " + " | ".join(methods) + " |",
-        "| --- |" + " --- |" * len(methods),
+        "All of this was made by",
+        "",
+        f"    {data['command']}",
+        "",
+        prose(
+            f"""
+            on {c.date}, with Taper {c.taper} (commit {data["commit"]}), on an {c.machine}, with {c.threads} threads.
+            The weights were used as they are in the file (sha256 {model.sha256[:16]}...).
+            """
+        ),
+        "",
+        prose(
+            f"""
+            The search used {prompts.search} prompts. The figures below are from {prompts.held_out} held-out ones,
+            with outputs of up to {summary.answer_tokens} tokens. Full depth is {model.num_hidden_layers} layers.
+            """
+        ),
+        "",
+        *table(("figure", "value"), [(title, cell(summary)) for title, cell in FIGURES]),
+        "",
+        LEGEND,
     ]
-    for depth in depths:
-        cells = []
-        for method in methods:
-            text = f"{found['kl'][method][depth][0]:.2f}"
-            above = found["kl_above_measured_order"].get(method, {}).get(depth)
-            cells.append(text + (f" ({above[1]:+.2f} to {above[2]:+.2f})" if above else ""))
-        lines.append(f"| {depth} | " + " | ".join(cells) + " |")
-    lines += ["", "![Loss against mean depth, a line a method](results/frontier.png)"]
-    lines += ["", "The picture is of `taper calibrate --speedup 1.2 --answer-tokens 128 --baselines --report report`."]
-    unclear = [f"{name} at {', '.join(by_depth)}" for name, by_depth in found["not_clear_of_zero"].items()]
-    lines += [
-        "",
-        "Differences whose interval is not clear of zero: " + ("; ".join(unclear) or "none") + ".",
-        "",
-        "So on this model the measured order beats early exit, SkipDecode, evenly spread and random layers by",
-        "far, and is not told apart from ShortGPT's, nor at most depths from the middle first: KL has a heavy",
-        "tail, a few answers carry much of it. ShortGPT's block influence was taken on the very answers",
-        "compared here, the measured order on others. `first sketch` is the order that a sketch of this",
-        "search found on other answers of the same model.",
-    ]
-    return lines
-
-
-def model_page(found: dict[str, Any]) -> str:
-    """The page of a model that was calibrated once."""
-    model, prompts, c = found["model"], found["prompts"], found["conditions"]
-    budget = ", ".join(f"{name} {value}" for name, value in found["budget"].items())
-    verdict = "kept" if found["budget_met"] else "kept by no policy that was found, this is the nearest"
-    lines = [
-        f"# {model['name']}",
-        "",
-        f"Calibrated once, budget {budget}: {verdict}. [The report](report/index.html) has the pictures, `policy.json`",
-        "the policy, `summary.json` every figure. Made by",
-        "",
-        f"    {found['command']}",
-        "",
-        "| | on held-out prompts, tapered steps, 95 % intervals |",
-        "| --- | --- |",
-        f"| layers | {model['num_hidden_layers']} |",
-        *(f"| {what} | {cell(found)} |" for what, cell in FIGURES),
-        f"| first layers to go | {' '.join(map(str, found['skip_order'][: found['searched_layers']]))} |",
-        f"| KL on search prompts as they go | {' '.join(f'{kl:.2f}' for kl in kls(found))} |",
-        "",
-        f"{prompts['search']} prompts searched on, {prompts['held_out']} held out, answers of up to "
-        f"{found['answer_tokens']} tokens. {c['date']}, Taper {c['taper']}, {c['machine']}, {c['threads']} thread(s), "
-        f"weights as they are in the file (sha256 {model['sha256'][:16]}...), commit {found['commit']}.",
-        "",
-    ]
-    return "\n".join(lines)
-
-
-def kls(found: dict[str, Any]) -> list[float]:
-    """Mean KL of the order found by how many layers are skipped, where it was measured on search prompts."""
-    return list(found["frontier"]["kl"]["measured order"].values()) if found["frontier"]["prompts"] == "search" else []
-
-
-def times(start: dict[str, Any]) -> str:
-    """Load and first token."""
-    return f"{start['load_with_tokenizer_s']:.2f} s; {start['first_token_s']:.2f} s"
+    if frontier.prompts == "search":
+        order, kls = summary.skip_order[: summary.searched_layers], frontier.kl[MEASURED_ORDER].values()
+        skipped = enumerate(zip(order, kls, strict=True), 1)
+        lines += [
+            "",
+            "## Which layers are skipped first",
+            "",
+            "The mean KL to full depth as one layer after another is skipped, on the prompts of the search:",
+            "",
+            *table(
+                ("layers skipped", "the last of them", "KL, nats"),
+                [(str(count), str(layer), f"{kl:.2f}") for count, (layer, kl) in skipped],
+            ),
+        ]
+    return "\n".join([*lines, ""])
 
 
 def page(result: dict[str, Any], calibrated: dict[str, Any]) -> str:
     """docs/results.md."""
-    depth, memory = result["depth"], result["memory"]
-    table = [
-        f"| {d} | {ms:.2f} | {depth['speedup'][d]:.2f}x | {depth['ideal_by_bytes'][d]:.2f}x |"
+    depth, memory, start = result["depth"], result["memory"], result["start_up"]
+    steps = [
+        (d, f"{ms:.2f}", f"{depth['speedup'][d]:.2f}x", f"{depth['ideal_by_bytes'][d]:.2f}x")
         for d, ms in depth["step_ms"].items()
+    ]
+    used = [
+        ("time of `taper --help`", f"{start['help_s']:.3f} s"),
+        ("PyTorch is imported", "yes" if start["torch_imported"] else "no"),
+        ("peak resident memory", f"{memory['peak_mib']} MiB"),
+        ("the same after 50 different prompt lengths", f"{memory['peak_after_50_prompt_lengths_mib']} MiB"),
+        ("the model file, which is mapped and so counts", f"{memory['file_mib']} MiB"),
+        ("the key-value cache when it is full", f"{memory['kv_mib']} MiB"),
     ]
     lines = [
         "# Results",
         "",
-        "Written by `python benchmarks/render.py`. Speed comes from `benchmarks/results/decode.json`, made by",
-        "`python benchmarks/decode.py --out benchmarks/results/decode.json`; quality from",
-        "`benchmarks/results/calibration.json`.",
+        prose(
+            """
+            This page is written by `python benchmarks/render.py`. Its figures are of the default model on two CPU
+            cores. Those of quality come from `benchmarks/results/calibration.json`, and those of speed from
+            `benchmarks/results/decode.json`, which this command makes:
+            """
+        ),
+        "",
+        "    python benchmarks/decode.py --out benchmarks/results/decode.json",
+        "",
+        "## In short",
         "",
         *summary(result, calibrated),
         "",
         "## One decode step by depth",
         "",
-        "| layers run | ms | speedup | ideal by bytes read |",
-        "| --- | --- | --- | --- |",
-        *table,
+        *table(("layers run", "ms", "speedup", "ideal by bytes read"), steps),
         "",
-        f"A straight line: {depth['ms_per_layer']:.3f} ms a layer and {depth['fixed_ms_per_step']:.2f} ms a step "
-        f"besides (lm_head and everything fixed), R² {depth['r_squared']:.4f}. Realised fraction at depth 20: "
-        f"{depth['realised_fraction_at_20']:.2f}. It is above 1 because a q4_1 layer takes more time per byte than the "
-        "q8_0 lm_head, so bytes understate what a skipped layer saves.",
+        prose(
+            f"""
+            The time is a straight line (R² {depth["r_squared"]:.4f}): {depth["ms_per_layer"]:.3f} ms for each layer,
+            and {depth["fixed_ms_per_step"]:.2f} ms for the lm_head and everything else that is fixed. The realised
+            fraction at depth 20, (speedup - 1) / (ideal - 1), is {depth["realised_fraction_at_20"]:.2f}. It is above
+            1 because a q4_1 layer takes more time for each byte than the q8_0 lm_head, so bytes understate what a
+            skipped layer saves.
+            """
+        ),
         "",
         "## Start and memory",
         "",
-        f"`taper --help` {result['start_up']['help_s']:.3f} s. PyTorch imported on the CPU path: "
-        f"{'yes' if result['start_up']['torch_imported'] else 'no'}. Peak resident memory {memory['peak_mib']} MiB, "
-        f"{memory['peak_after_50_prompt_lengths_mib']} MiB after 50 different prompt lengths, with a file of "
-        f"{memory['file_mib']} MiB (mapped, so counted) and a cache of {memory['kv_mib']} MiB.",
+        *table(("figure", "value"), used),
         "",
         "## Quality",
         "",
-        "The kernels: against the same weights in f32, Q4_1 decoding has a mean KL below 0.005 per token; with f32",
-        "weights 64 greedy tokens equal transformers', at full depth and tapered (`tests/test_default_model.py`).",
+        prose(
+            """
+            The kernels themselves cost little: Q4_1 decoding has a mean KL below 0.005 for each token, compared with
+            the same weights in f32. With f32 weights, 64 greedy tokens equal those of transformers, both at full
+            depth and tapered (`tests/test_default_model.py`).
+            """
+        ),
         "",
         *quality(calibrated),
         "",
@@ -230,6 +359,21 @@ def page(result: dict[str, Any], calibrated: dict[str, Any]) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def conditions(c: dict[str, Any]) -> str:
+    """The conditions of the speed measurements."""
+    versions = [f"{name} {number}" for name, number in c["versions"].items()]
+    return prose(
+        f"""
+        The speeds were measured on {c["date"]} at commit {c["commit"]}, on an {c["cpu"]} with {c["cores"]} cores and
+        {c["threads"]} threads, with Python {c["python"]}, {", ".join(versions[:-1])} and {versions[-1]}. The model
+        is {c["model"]}, with an {c["kv_cache"]} key-value cache, batch size {c["batch"]}, a prompt of
+        {c["prompt_tokens"]} tokens and outputs of {c["answer_tokens"]}. There were {c["rounds"]} rounds, in which
+        everything alternated. Figures are the {c["statistic"]}. The machine is shared, so read the ratios rather
+        than the absolute times.
+        """
+    )
 
 
 def rendered() -> dict[Path, str]:

@@ -1,4 +1,4 @@
-"""Writes the numbers of benchmarks/results/vllm_speed.json and scale.json into docs/vllm.md; a test checks them.
+"""Writes the numbers of benchmarks/results/vllm_speed.json and scale.json into docs/vllm*.md; a test checks them.
 
 python benchmarks/render_vllm.py
 """
@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "vllm.md"
+VLLM_PAGE, SCALE_PAGE = ROOT / "docs" / "vllm.md", ROOT / "docs" / "vllm-scale.md"
 RESULTS = ROOT / "benchmarks" / "results"
 KINDS = {"measured": "measured costs", "memory-bound": "memory-bound limit"}
 
 
 def speed_table(speed: dict[str, Any]) -> str:
-    """Measured speed, and its conditions."""
+    """The measured speed and its conditions."""
     c = speed["conditions"]
     rows = [
         "| rows | engine | ms a step | against stock eager | ratio to ideal | realised fraction |",
@@ -38,7 +38,7 @@ def speed_table(speed: dict[str, Any]) -> str:
         f"Ideal: {ideal:.2f}x, by bytes and by multiplications alike (layers and lm_head). Ratio = speedup / ideal; "
         "realised fraction = (speedup - 1) / (ideal - 1).",
         f"Mixed depths could reach {mixed['ideal_with_rows_as_measured']:.2f}x if gathering were free: each layer at "
-        "the measured cost (below) of the rows it has.",
+        "the [measured cost](vllm-scale.md) of the rows it has.",
         "",
         f"{c['date']}, commit {c['commit']}. {c['cpu']}, {c['cores']} cores, {c['threads']} thread, {versions}. "
         f"{c['model']}, {c['dtype']}, prompts of {c['prompt_tokens']} tokens, {c['steps']} steps of each engine in "
@@ -48,14 +48,14 @@ def speed_table(speed: dict[str, Any]) -> str:
 
 
 def costs_table(speed: dict[str, Any]) -> str:
-    """What a layer costs by rows."""
+    """What a layer costs, by its rows."""
     rows = ["| rows | ms a layer | ms a step besides |", "| - | - | - |"]
     rows += [f"| {n} | {cost['layer_ms']:.2f} | {cost['fixed_ms']:.1f} |" for n, cost in speed["costs"].items()]
     return "\n".join(rows)
 
 
 def scale_table(scale: dict[str, Any], part: str, heading: str, pick: str | None = None) -> str:
-    """One part of the simulation, both machines and both policies."""
+    """One part of the simulation, for both machines and both policies."""
     first = scale["measured"]["decaying"][part]
     rows = [f"| {heading} | " + " | ".join(first) + " |", "| - |" + " - |" * len(first)]
     for machine, label in KINDS.items():
@@ -66,35 +66,47 @@ def scale_table(scale: dict[str, Any], part: str, heading: str, pick: str | None
     return "\n".join(rows)
 
 
+def ages_table(scale: dict[str, Any]) -> str:
+    """Engines by age, for both machines."""
+    rows = ["| | engines by age |", "| - | - |"]
+    for machine, label in KINDS.items():
+        rows.append(f"| {label}, decaying | {scale[machine]['decaying']['engines_by_age']:.2f}x |")
+    return "\n".join(rows)
+
+
 def scale_conditions(scale: dict[str, Any]) -> str:
-    """What was assumed."""
+    """What the simulation assumes."""
     c = scale["conditions"]
     policies = "; ".join(f"{kind}: {label}" for kind, label in c["policies"].items())
-    ages = ", ".join(f"{KINDS[machine]} {scale[machine]['decaying']['engines_by_age']:.2f}x" for machine in KINDS)
     return (
-        f"Engines by age, decaying: {ages}.\n\nCosts from `{c['costs']['from']}` ({c['costs']['cpu']}). Answers: "
-        f"{c['answers']}; prompts of {c['prompt_tokens']} tokens run in the same steps; {c['steps']} steps. Policies: "
-        f"{policies}. Waves, tensor and pipeline parallel at {c['batch_of_parallel_and_waves']} rows; a split layer's "
-        f"all-reduces are assumed to take {c['communication']:.0%} of its time on one rank. "
-        "`python benchmarks/scale.py`"
+        f"Costs from `{c['costs']['from']}` ({c['costs']['cpu']}). "
+        f"Lengths of completions: {c['completion_lengths']}; prompts of {c['prompt_tokens']} tokens run in the same "
+        f"steps; {c['steps']} steps. Policies: {policies}. Waves, tensor and pipeline parallel at "
+        f"{c['batch_of_parallel_and_waves']} rows; a split layer's all-reduces are assumed to take "
+        f"{c['communication']:.0%} of its time on one rank. `python benchmarks/scale.py`"
     )
 
 
-def rendered() -> str:
-    """The page as it should be."""
+def rendered() -> dict[Path, str]:
+    """The pages as they should be."""
     speed = json.loads((RESULTS / "vllm_speed.json").read_text())
     scale = json.loads((RESULTS / "scale.json").read_text())
-    parts = {
-        "speed": speed_table(speed),
+    scale_parts = {
         "costs": costs_table(speed),
         "batch": scale_table(scale, "batch", "rows"),
         "waves": scale_table(scale, "waves", "steps between waves"),
+        "engines by age": ages_table(scale),
         "tensor": scale_table(scale, "tensor_parallel", "ranks"),
         "pipeline even": scale_table(scale, "pipeline", "stages, even split", "even"),
         "pipeline best": scale_table(scale, "pipeline", "stages, best split", "best_split"),
         "conditions": scale_conditions(scale),
     }
-    text = PAGE.read_text()
+    return {VLLM_PAGE: filled(VLLM_PAGE, {"speed": speed_table(speed)}), SCALE_PAGE: filled(SCALE_PAGE, scale_parts)}
+
+
+def filled(page: Path, parts: dict[str, str]) -> str:
+    """A page with these parts between their marks."""
+    text = page.read_text()
     for name, part in parts.items():
         start, end = f"<!-- numbers: {name} -->\n", "<!-- end of numbers -->\n"
         before, rest = text.split(start)
@@ -103,5 +115,6 @@ def rendered() -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(rendered())
-    print(PAGE.relative_to(ROOT))
+    for path, text in rendered().items():
+        path.write_text(text)
+        print(path.relative_to(ROOT))

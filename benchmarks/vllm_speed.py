@@ -35,8 +35,8 @@ from vllm import LLM, SamplingParams
 
 from taper import DepthPolicy
 from taper.loading import load_model
-from taper.loading.names import default_model_path
-from taper.policy import shipped_policies
+from taper.models import default_model_path
+from taper.policies import shipped_policies
 
 THREADS = 1
 LAYERS, DEPTH, PROMPT_TOKENS, WARM_UP, STEPS = 30, 20, 32, 8, 60

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,32 +12,49 @@ import pytest
 
 SRC = Path(__file__).parent.parent / "src" / "taper"
 
-# What each part may import from the others; `hf` knows policies and its own framework only.
+# What each part may import from the others; `hf` knows policies, shared checks and its own framework only.
+POLICY = {"errors", "checks", "schedule", "policy"}
+ENGINE = {*POLICY, "sampling", "sequence", "loading", "backends", "engine"}
 ALLOWED = {
     "errors": set(),
-    "policy": {"errors"},
-    "sampling": {"errors"},
-    "loading": {"errors", "policy"},
-    "backends": {"errors", "loading"},
-    "engine": {"errors", "policy", "sampling", "backends"},
-    "replay": {"errors", "policy", "sampling", "backends", "engine"},
-    "llm": {"errors", "policy", "sampling", "loading", "backends", "engine"},
-    "calibration": {"errors", "policy", "sampling", "loading", "engine", "llm", "replay", "__init__"},
-    "hf": {"errors", "policy"},
-    "vllm_plugin": {"errors", "policy"},
-    "terminal": {"policy", "llm"},
-    "compare": {"policy", "sampling", "llm"},
+    "checks": {"errors"},
+    "schedule": {"errors", "checks"},
+    "policy": POLICY - {"policy"},
+    "policies": {"errors", "policy"},
+    "sampling": {"errors", "checks"},
+    "sequence": {"policy", "sampling"},
+    "loading": POLICY,
+    "models": {"errors"},
+    "backends": {"errors", "checks", "loading"},
+    "engine": ENGINE - {"engine", "loading"},
+    "replay": ENGINE - {"loading"},
+    "output": {"policy", "sampling", "sequence", "loading"},
+    "stream": {"errors", "loading", "sequence", "engine", "output"},
+    "llm": {*ENGINE, "policies", "output", "models", "stream"},
+    "calibration": {*ENGINE, "llm", "replay", "models", "__init__"},
+    "hf": {"errors", "checks", "policy"},
+    "vllm_plugin": {*POLICY, "policies"},
+    "terminal": {"policy", "output"},
     "cli": {
-        *("errors", "policy", "sampling", "loading", "llm", "terminal", "compare"),
-        *("calibration", "vllm_plugin", "__init__"),
+        *ENGINE - {"engine"},
+        *("policies", "models", "output", "stream", "llm", "terminal", "calibration", "vllm_plugin", "__init__"),
     },
-    "__init__": {"errors", "policy", "sampling", "llm"},
+    "__init__": {"errors", "policy", "sampling", "output", "llm", "calibration"},
     "__main__": {"cli"},
 }
-INSIDE_VLLM = {f"vllm_plugin/{name}.py" for name in ("attention", "models", "runner_v1", "runner_v2", "steps")}
+INSIDE_VLLM = {f"vllm_plugin/{name}.py" for name in ("attention", "models", "runner", "runner_v1", "runner_v2")}
 HEAVY = {
-    "torch": {"backends/torch.py", "hf.py", "llm.py", "vllm_plugin/attention.py", "vllm_plugin/models.py"},
-    "ggml": {"backends/ggml.py"},
+    "torch": {
+        "backends/torch.py",
+        "backends/__init__.py",
+        "hf.py",
+        "vllm_plugin/attention.py",
+        "vllm_plugin/models.py",
+    },
+    "ggml": {
+        f"backends/ggml/{name}.py"
+        for name in ("__init__", "cache", "graph", "tensors", "weights", "interrupt", "repack", "features")
+    },
     "transformers": {"hf.py"},
     "matplotlib": {"calibration/report.py", "cli/calibrate.py"},
     "vllm": {*INSIDE_VLLM, "vllm_plugin/__init__.py", "vllm_plugin/config.py", "vllm_plugin/requests.py"},
@@ -88,15 +106,23 @@ def test_policy_uses_the_standard_library_only():
     assert {package for _, package in imports(SRC / "policy.py")} - {""} <= sys.stdlib_module_names
 
 
+def strings(path: Path) -> list[str]:
+    """The text constants of a file that are not docstrings."""
+    tree = ast.parse(path.read_text())
+    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    constants = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in prose)
+    return [node.value for node in constants if isinstance(node.value, str)]
+
+
 def test_only_loading_names_architectures():
     for path in FILES:
-        if part(path) not in ("loading", "terminal"):
-            strings = {n.value for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant)}
-            assert not strings & {"llama", "qwen2", "qwen3", "mistral"}, path
+        if part(path) != "loading" and str(path.relative_to(SRC)) != "vllm_plugin/__init__.py":  # vLLM's class names
+            words = {word.lower() for text in strings(path) for word in re.split(r"\W", text)}
+            assert not words & {"llama", "qwen2", "qwen3", "mistral"}, path
 
 
 def test_files_stay_small():
-    assert {str(p.relative_to(SRC)): n for p in FILES if (n := len(p.read_text().splitlines())) > 400} == {}
+    assert {str(p.relative_to(SRC)): n for p in FILES if (n := len(p.read_text().splitlines())) > 300} == {}
 
 
 @pytest.mark.parametrize(
@@ -104,6 +130,7 @@ def test_files_stay_small():
     [
         ("import taper", {"numpy", "torch", "click", "ggml", "rich"}),
         ("import taper.cli", {"numpy", "torch", "ggml", "rich", "jinja2", "tokenizers"}),
+        ("import taper.models, taper.policies, taper.terminal", {"numpy", "torch", "ggml", "jinja2", "tokenizers"}),
         ("import taper, taper.backends.ggml; taper.LLM", {"torch", "transformers"}),
     ],
 )

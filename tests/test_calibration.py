@@ -4,29 +4,38 @@ from __future__ import annotations
 
 import json
 import math
+import sqlite3
 from dataclasses import replace
+from importlib import metadata
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_parity import make_backend, random_prompt
+from tiny import make_backend, random_prompt
 
-from taper import LLM
+import taper
+from taper import LLM, calibrate
 from taper.calibration import search
 from taper.calibration.baselines import baseline_policies
-from taper.calibration.calibrate import calibrate
+from taper.calibration.budget import Budget
+from taper.calibration.conditions import current_conditions
 from taper.calibration.cost import CostModel
-from taper.calibration.fit import Budget, LossTable, curves, curves_of_speed, fit_quality, fit_speed
+from taper.calibration.curves import curves, curves_of_speed
+from taper.calibration.fit import fit_quality, fit_speed
+from taper.calibration.free_running import free_running
+from taper.calibration.loss_table import LossTable
 from taper.calibration.measure import Measurements
-from taper.calibration.proof import free_running
 from taper.calibration.references import builtin_prompts, encode_prompts, read_prompts
-from taper.calibration.statistics import over_steps, ratio_estimate
+from taper.calibration.run import open_store
+from taper.calibration.statistics import Estimate, LossEstimate, over_steps, ratio_estimate
 from taper.calibration.store import Store
+from taper.calibration.summary import Provenance, Summary
 from taper.engine import Engine
 from taper.errors import RequestError
 from taper.policy import DepthPolicy
 from taper.replay import Reference, Scores
+from taper.schedule import Schedule
 
 LAYERS = 10
 
@@ -64,7 +73,7 @@ def test_look_ahead_finds_a_pair_that_is_cheap_together():
 
 def test_search_takes_the_first_steps_of_some_answers():
     references = [Reference((1, 2), tuple(range(3, 3 + n))) for n in (1, 2, 90)]
-    assert [len(each.answer_ids) for each in search.first_steps(references, 30)] == [2, 31]
+    assert [len(reference.answer_ids) for reference in search.first_steps(references, 30)] == [2, 31]
 
 
 # Budget and curve
@@ -74,19 +83,50 @@ def test_search_takes_the_first_steps_of_some_answers():
     ("given", "says"),
     [
         ({}, "no budget"),
-        ({"max_kl": 0.0}, "above 0"),
-        ({"max_kl": math.nan}, "above 0"),
+        ({"max_kl": 0.0}, "in (0, 1000]"),
+        ({"max_kl": math.nan}, "in (0, 1000]"),
         ({"min_agreement": 1.5}, "(0, 1]"),
-        ({"max_nll_increase": -1.0}, "above 0"),
-        ({"speedup": 1.0}, "above 1"),
-        ({"speedup": math.inf}, "at most 100"),
+        ({"max_nll_increase": -1.0}, "in (0, 100000]"),
+        ({"speedup": 1.0}, "in (1, 100]"),
+        ({"speedup": math.inf}, "in (1, 100]"),
+        ({"max_kl": "0.1"}, "a number"),
         ({"speedup": 1.2, "max_kl": 0.1}, "cannot both"),
     ],
 )
-def test_budgets_that_make_no_sense_are_refused(given, says):
+def test_budgets_that_make_no_sense_are_rejected(given, says):
     with pytest.raises(RequestError) as error:
         Budget(**given)
     assert says in str(error.value)
+
+
+def test_a_budget_of_numpy_numbers_is_one_of_floats():
+    assert json.dumps(Budget(max_kl=np.float32(0.5), min_agreement=1).given) == '{"max_kl": 0.5, "min_agreement": 1.0}'
+
+
+def measured(kl: Estimate, agreement: Estimate) -> LossEstimate:
+    return LossEstimate(kl, agreement, Estimate(1.0, 0.5, 1.5))
+
+
+@pytest.mark.parametrize(
+    ("given", "verdict"),
+    [
+        ({"max_kl": 0.06}, "kept"),
+        ({"max_kl": 0.055}, "kept by the estimate"),
+        ({"max_kl": 0.045}, "not kept"),
+        ({"min_agreement": 0.94}, "kept"),
+        ({"min_agreement": 0.945}, "kept by the estimate"),
+        ({"min_agreement": 0.96}, "not kept"),
+        ({"max_kl": 0.06, "min_agreement": 0.945}, "kept by the estimate"),
+        ({"max_kl": 0.06, "min_agreement": 0.96}, "not kept"),
+        ({"max_nll_increase": 1.5}, "kept"),
+        ({"max_nll_increase": 1.2}, "kept by the estimate"),
+        ({"speedup": 1.2}, None),
+    ],
+)
+def test_a_budget_is_kept_only_where_the_whole_interval_keeps_it(given, verdict):
+    tapered = measured(Estimate(0.05, 0.04, 0.06), Estimate(0.95, 0.94, 0.96))
+    assert Budget(**given).verdict(tapered) == verdict
+    assert Budget(**given).verdict(None) == (None if "speedup" in given else "not kept")
 
 
 def made_up(policy: DepthPolicy, tokens: int = 64, answers: int = 30, slope: float = 0.1) -> Scores:
@@ -106,62 +146,67 @@ def made_up_table(slope: float = 0.1) -> LossTable:
 
 
 def test_loss_table_predicts_curves_from_constant_depths():
-    for policy in (DepthPolicy.static(LAYERS, 6, range(6)), DepthPolicy(LAYERS, "linear", 4, tuple(range(6)), span=32)):
-        predicted, over_all = made_up_table().predict(policy)
-        found = over_steps(made_up(policy))
-        assert predicted["kl"].value == pytest.approx(found["tapered steps"]["kl"].value, rel=0.02)
-        assert predicted["agreement"].value == pytest.approx(found["tapered steps"]["agreement"].value, rel=0.02)
-        assert predicted["nll_increase"].value == pytest.approx(found["tapered steps"]["nll_increase"].value, rel=0.02)
-        assert over_all == pytest.approx(found["all steps"]["kl"].value, rel=0.03)
+    for policy in (DepthPolicy.static(LAYERS, 6, range(6)), DepthPolicy.skipdecode(LAYERS, 4, 32)):
+        forecast, losses = made_up_table().predict(policy), over_steps(made_up(policy))
+        assert vars(forecast.tapered_steps) == pytest.approx(vars(losses.tapered_steps.value), rel=0.02)
+        assert forecast.all_steps.kl == pytest.approx(losses.all_steps.kl.value, rel=0.03)
 
 
 @pytest.mark.parametrize("slope", [0.1, 0.15])
 @pytest.mark.parametrize("budget", [Budget(max_kl=0.25), Budget(min_agreement=0.9), Budget(max_nll_increase=12.0)])
 def test_quality_budget_is_kept_and_used_up(budget, slope):
     """Also where the table predicts too little: it is corrected by what is replayed."""
-    every = curves(range(6), 6, LAYERS, 64)
-    policy = fit_quality(budget, every, made_up_table(), 64, lambda policy: made_up(policy, slope=slope))
-    kept = budget.worst(over_steps(made_up(policy, slope=slope))["tapered steps"], surely=True)
-    assert 0.5 < kept <= 1
-    shallower = [each for each in every if each.mean_depth(64) < policy.mean_depth(64) - 0.7]
-    for each in shallower[:: len(shallower) // 8]:
-        assert budget.worst(over_steps(made_up(each, slope=slope)).get("tapered steps"), surely=True) > 1
+    candidates = curves(range(6), 6, LAYERS, 64)
+
+    def share(policy):
+        return budget.worst_share(over_steps(made_up(policy, slope=slope)).tapered_steps.worst)
+
+    policy = fit_quality(budget, candidates, made_up_table(), 64, lambda policy: made_up(policy, slope=slope))
+    assert 0.5 < share(policy) <= 1
+    shallower = [other for other in candidates if other.mean_depth(64) < policy.mean_depth(64) - 0.7]
+    for other in shallower[:: len(shallower) // 8]:
+        assert share(other) > 1
 
 
 def test_a_budget_nothing_keeps_gives_the_nearest():
-    every = curves(range(6), 6, LAYERS, 64)
     budget = Budget(max_kl=0.01)
-    policy = fit_quality(budget, every, made_up_table(), 64, made_up)
+    policy = fit_quality(budget, curves(range(6), 6, LAYERS, 64), made_up_table(), 64, made_up)
     assert policy.min_depth == LAYERS - 1
-    assert budget.worst(over_steps(made_up(policy))["tapered steps"]) > 1
+    assert budget.worst_share(over_steps(made_up(policy)).tapered_steps.value) > 1
 
 
-def test_too_few_tapered_steps_prove_nothing():
-    late = DepthPolicy(LAYERS, "constant", 4, tuple(range(6)), start=63)
-    found = over_steps(made_up(late, answers=8))
-    assert "tapered steps" not in found
-    assert Budget(max_kl=1.0).worst(found.get("tapered steps")) == math.inf
+def test_too_few_tapered_steps_keep_no_budget():
+    late = DepthPolicy(Schedule(LAYERS, "constant", 4, start=63), tuple(range(6)))
+    losses = over_steps(made_up(late, answers=8))
+    assert losses.tapered_steps is None
+    assert Budget(max_kl=1.0).verdict(losses.tapered_steps) == "not kept"
+    early = DepthPolicy.static(LAYERS, 9, range(6))
+
+    def replay(policy):
+        return made_up(policy, answers=8)
+
+    assert fit_quality(Budget(max_kl=9.0), [late, early], made_up_table(), 64, replay) == early
 
 
 @given(st.floats(1.02, 1.5))
 def test_policies_of_a_speed_are_just_as_fast_as_asked(speedup):
     cost = CostModel(fixed_ms=1.0, layer_ms=0.5)
-    every = curves_of_speed(range(6), 6, LAYERS, 64, speedup, cost)
-    assert all(speedup <= cost.speedup(policy, 64) for policy in every)
-    assert min(cost.speedup(policy, 64) for policy in every) < speedup * 1.02
-    assert {policy.curve for policy in every} >= {"linear", "power"}
+    candidates = curves_of_speed(range(6), 6, LAYERS, 64, speedup, cost)
+    assert all(speedup <= cost.speedup(policy, 64) for policy in candidates)
+    assert min(cost.speedup(policy, 64) for policy in candidates) < speedup * 1.02
+    assert {policy.schedule.curve for policy in candidates} >= {"linear", "power"}
 
 
-def test_a_speed_out_of_reach_is_refused_with_what_can_be_had():
+def test_a_speed_out_of_reach_is_rejected_with_what_can_be_had():
     with pytest.raises(RequestError, match=r"most .* 2\.0"):
         curves_of_speed(range(6), 6, LAYERS, 64, 3.0, CostModel(1.0, 0.5))
 
 
 def test_the_speed_is_reached_where_it_hurts_least():
     """Late steps cost half as much here, so the fall comes late."""
-    every = curves_of_speed(range(6), 6, LAYERS, 64, 1.15, CostModel(1.0, 0.5))
-    policy = fit_speed(every, made_up_table(), made_up)
-    best = min(float(made_up(each).kl.mean()) for each in every)
+    candidates = curves_of_speed(range(6), 6, LAYERS, 64, 1.15, CostModel(1.0, 0.5))
+    policy = fit_speed(candidates, made_up_table(), made_up)
+    best = min(float(made_up(candidate).kl.mean()) for candidate in candidates)
     assert float(made_up(policy).kl.mean()) <= best * 1.05
 
 
@@ -180,26 +225,26 @@ def test_interval_covers_the_truth_about_as_often_as_it_says():
     rng, inside = np.random.default_rng(3), 0
     for seed in range(200):
         values = rng.normal(2.0, 1.0, (40, 5)).sum(-1)
-        found = ratio_estimate(values, np.full(40, 5.0), seed)
-        inside += found.low <= 2.0 <= found.high
+        mean = ratio_estimate(values, np.full(40, 5.0), seed)
+        inside += mean.low <= 2.0 <= mean.high
     assert 0.88 <= inside / 200 <= 0.99
 
 
 def test_answers_are_resampled_whole():
     """Steps of one answer are alike: an interval over steps alone would be far too narrow."""
     sums = np.repeat([0.0, 100.0], 10)
-    found = ratio_estimate(sums, np.full(20, 100.0))
-    assert found.high - found.low > 0.3
+    mean = ratio_estimate(sums, np.full(20, 100.0))
+    assert mean.high - mean.low > 0.3
 
 
 def test_free_running_figures():
     own = [Reference((1,), (5, 6, 7, 8) * 3), Reference((2,), (5, 6))]
     scores = Scores(*(np.zeros(14) for _ in range(6)), np.full(14, 0.5))
     scores = replace(scores, reference=np.array([0] * 12 + [1] * 2))
-    found = free_running(own, scores, own, scores)
-    assert found["nll"]["policy"].value == pytest.approx(0.5)
-    assert found["length"]["full"].value == 7
-    assert found["repetition"]["policy"].value == pytest.approx((5 / 9) / 2)  # 9 4-grams, 4 different ones
+    figures = free_running(own, scores, own, scores)
+    assert figures.nll.policy.value == pytest.approx(0.5)
+    assert figures.length.full.value == 7
+    assert figures.repetition.policy.value == pytest.approx((5 / 9) / 2)  # 9 4-grams, 4 different ones
 
 
 # Baselines
@@ -243,12 +288,75 @@ def test_store_computes_once_and_keeps_keys_apart(tmp_path):
     assert Store(tmp_path / "a" / "s.sqlite", {"model": "y"}).remember({"k": 1}, compute) == [0.1, 2]
 
 
-def test_a_store_that_is_none_is_refused(tmp_path):
+def test_a_file_that_is_no_store_is_rejected(tmp_path):
     (tmp_path / "s.sqlite").write_bytes(b"no data base" * 100)
     with pytest.raises(RequestError, match=r"s\.sqlite"):
         Store(tmp_path / "s.sqlite", {})
     with pytest.raises(RequestError, match="cannot keep"):
         Store(tmp_path / "s.sqlite" / "below", {})
+
+
+def test_figures_of_other_versions_or_precisions_are_never_reused(llm, monkeypatch):
+    """The key of a stored figure holds all that its kernels depend on."""
+    here, calls = current_conditions(llm), []
+
+    def measure(conditions):
+        store = open_store("model", conditions)
+        store.remember({"k": 1}, lambda: calls.append(1))
+        store.close()
+        return len(calls)
+
+    assert measure(here) == measure(here) == 1
+    version = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: version(name) + ".post1")
+    assert current_conditions(llm).kernels == here.kernels + ".post1"
+    assert measure(current_conditions(llm)) == 2
+    others = [{"taper": "0.0.1"}, {"backend": "another"}, {"dtype": "f16"}]
+    assert [measure(replace(here, **other)) for other in others] == [3, 4, 5]
+    assert measure(replace(here, date="2000-01-01")) == 5
+
+
+def spoil(path, statement, *values) -> None:
+    file = sqlite3.connect(path, isolation_level=None)
+    file.execute(statement, values)
+    file.close()
+
+
+@pytest.mark.parametrize("value", ["{", '"of another shape"', None, 7, b"\xff\xfe"])
+def test_damaged_rows_are_measured_anew_and_nothing_else_is_lost(tmp_path, value):
+    store = Store(tmp_path / "s.sqlite", {})
+    assert [store.remember({"k": k}, lambda k=k: [k]) for k in (1, 2)] == [[1], [2]]
+    spoil(tmp_path / "s.sqlite", "UPDATE measured_2 SET value = ? WHERE value = '[1]'", value)
+    assert store.remember({"k": 1}, lambda: ["anew"]) == ["anew"]
+    assert store.remember({"k": 1}, lambda: ["never"]) == ["anew"]
+    assert store.remember({"k": 2}, lambda: ["never"]) == [2]
+
+
+def test_a_store_damaged_after_it_was_opened_is_one_line(tmp_path, monkeypatch):
+    path = tmp_path / "s.sqlite"
+    store = Store(path, {})
+    for k in range(300):
+        store.remember({"k": k}, lambda k=k: ["x" * 500, k])
+    store.close()
+    store = Store(path, {})
+    data = bytearray(path.read_bytes())
+    data[4096:] = b"\xa5" * (len(data) - 4096)
+    path.write_bytes(bytes(data))
+    with pytest.raises(RequestError, match=r"cannot keep measurements in .*s\.sqlite"):
+        [store.remember({"k": k}, lambda: 0) for k in range(300)]
+
+
+def test_a_store_of_another_layout_or_locked_by_another_process_is_one_line(tmp_path, monkeypatch):
+    spoil(tmp_path / "other.sqlite", "CREATE TABLE measured_2 (a, b)")
+    with pytest.raises(RequestError, match="cannot keep measurements"):
+        Store(tmp_path / "other.sqlite", {}).remember({}, lambda: 1)
+    monkeypatch.setattr("taper.calibration.store._TIMEOUT", 0.05)
+    store = Store(tmp_path / "s.sqlite", {})
+    blocker = sqlite3.connect(tmp_path / "s.sqlite", isolation_level=None)
+    blocker.execute("BEGIN EXCLUSIVE")
+    with pytest.raises(RequestError, match="locked"):
+        store.remember({"k": 1}, lambda: 1)
+    blocker.close()
 
 
 def test_prompt_files_in_each_form(tmp_path):
@@ -279,6 +387,36 @@ def prompts_of(count: int) -> list[str]:
     return [f"prompt {'x' * i} {i}" for i in range(count)]
 
 
+def test_a_user_calibrates_a_model_by_its_path(tiny_gguf):
+    stages = []
+    result = taper.calibrate(
+        tiny_gguf, prompts_of(8), max_kl=50.0, answer_tokens=12, progress=lambda stage, part: stages.append(stage)
+    )
+    assert isinstance(result, taper.Calibration)
+    assert result.met
+    assert result.policy.num_hidden_layers == 6
+    assert LLM(str(tiny_gguf)).generate("hello", policy=DepthPolicy.from_json(result.policy.to_json())).text
+    assert result.summary.conditions.kernels == f"ggml-python {metadata.version('ggml-python')}"
+    assert result.summary.held_out.tapered_steps.kl.value > 0
+    assert "validation on held-out prompts" in stages
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({}, "no budget"),
+        ({"max_kl": 50.0, "answer_tokens": 1}, "answer_tokens is 1"),
+        ({"max_kl": 50.0, "seed": -1}, "seed is -1"),
+        ({"max_kl": 50.0, "prompts": "one text"}, "a list of prompts"),
+        ({"max_kl": 50.0, "prompts": []}, "too few"),
+        ({"max_kl": 50.0, "name": "x" * 101}, "at most 100"),
+    ],
+)
+def test_arguments_out_of_range_are_rejected_with_the_rule(tiny_gguf, arguments, says):
+    with pytest.raises(RequestError, match=says):
+        taper.calibrate(tiny_gguf, **arguments)
+
+
 def comparable(text: str) -> dict:
     """A policy without what time decides."""
     data = json.loads(text)
@@ -287,36 +425,40 @@ def comparable(text: str) -> dict:
     return data
 
 
-def test_calibrate_finds_proves_and_resumes(llm, tmp_path):
+def test_calibrate_finds_validates_and_resumes(llm, tmp_path):
     stages: dict[str, float] = {}
 
     def progress(stage, part):
         stages[stage] = stages.get(stage, 0.0) + part
 
-    options = {"answer_tokens": 40, "seed": 5, "name": "mine"}
-    found = calibrate(llm, prompts_of(10), Budget(max_kl=50.0), progress=progress, **options)
-    policy, summary = found.policy, found.summary
-    assert found.met
+    options = {"max_kl": 50.0, "answer_tokens": 40, "seed": 5, "name": "mine"}
+    result = calibrate(llm, prompts_of(10), progress=progress, **options)
+    policy, summary = result.policy, result.summary
+    assert result.met
+    assert summary.verdict == "kept"
     assert policy.name == "mine"
     assert policy.model == llm.config.identity
     assert policy.mean_depth(40) < 6
     assert DepthPolicy.from_json(policy.to_json()) == policy
-    assert summary["prompts"]["search"] == summary["prompts"]["held_out"] == 5
-    assert len(summary["importance"]) == 6
-    value, low, high = summary["held_out"]["tapered steps"]["kl"]
+    assert summary.prompts.search == summary.prompts.held_out == 5
+    assert len(summary.importance) == 6
+    value, low, high = summary.held_out.tapered_steps.kl
     assert 0 < low <= value <= high
-    assert summary["held_out"]["tapered steps"] != summary["on_search_prompts"]["tapered steps"]
-    assert policy.provenance["model"]["sha256"] == summary["model"]["sha256"]
+    assert summary.held_out.tapered_steps != summary.on_search_prompts.tapered_steps
+    assert policy.provenance["model"]["sha256"] == summary.model.sha256
     assert all(done <= 1 + 1e-9 for done in stages.values())
-    assert llm.engine.free_slots == 6
-    json.dumps(summary)
+    assert llm.engine.num_free_slots == 6
+    data = json.loads(json.dumps(summary.to_json()))
+    assert Summary.from_json(data) == summary
+    assert Provenance.from_json(policy.provenance).to_json() == policy.provenance
+    assert policy.provenance.items() <= data.items()
 
     # Again: nothing that was measured is measured again, and the same comes out.
     ran = []
     forward = llm.engine.backend.forward
     llm.engine.backend.forward = lambda batch: ran.append(len(batch.tokens)) or forward(batch)
     try:
-        again = calibrate(llm, prompts_of(10), Budget(max_kl=50.0), **options)
+        again = calibrate(llm, prompts_of(10), **options)
     finally:
         llm.engine.backend.forward = forward
     assert comparable(again.policy.to_json()) == comparable(policy.to_json())
@@ -325,13 +467,13 @@ def test_calibrate_finds_proves_and_resumes(llm, tmp_path):
 
 @pytest.mark.parametrize("tokens", [2, 5])
 def test_the_shortest_answers_calibrate_too(llm, tokens):
-    """Fewer steps than the clock needs to warm up, and too few to prove anything."""
-    found = calibrate(llm, prompts_of(8), Budget(max_kl=50.0), answer_tokens=tokens)
-    assert not found.met
-    assert "tapered steps" not in found.summary["held_out"]
+    """Fewer steps than the clock needs to warm up, and too few to say anything."""
+    result = calibrate(llm, prompts_of(8), max_kl=50.0, answer_tokens=tokens)
+    assert not result.met
+    assert result.summary.held_out.tapered_steps is None
 
 
-def test_search_and_proof_share_no_prompt(llm):
+def test_no_prompt_is_both_searched_on_and_held_out(llm):
     prompts = prompts_of(12)
     ids = encode_prompts(llm, [*prompts, *prompts], 0, 100)
     assert len(ids) == len(set(ids)) == 12
@@ -340,11 +482,11 @@ def test_search_and_proof_share_no_prompt(llm):
 
 
 def test_baselines_are_measured_beside_the_order_found(llm):
-    found = calibrate(llm, prompts_of(8), Budget(max_kl=50.0), answer_tokens=12, baselines=True)
-    frontier = found.summary["frontier"]
-    assert frontier["prompts"] == "held out"
-    assert set(frontier["kl"]) == {"measured order", *baseline_policies(6, 5, [0] * 6, 13)}
-    for method, by_depth in frontier["kl"].items():
+    result = calibrate(llm, prompts_of(8), max_kl=50.0, answer_tokens=12, baselines=True)
+    frontier = result.summary.frontier
+    assert frontier.prompts == "held out"
+    assert set(frontier.kl) == {"measured order", *baseline_policies(6, 5, [0] * 6, 13)}
+    for method, by_depth in frontier.kl.items():
         for depth, (value, low, high) in by_depth.items():
             assert low <= value <= high, (method, depth)
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from taper import DepthPolicy
+from taper import DepthPolicy, __version__
 from taper.cli import cli
 from taper.terminal import depth_chart, policy_picture
 
@@ -145,3 +145,21 @@ def test_depth_chart_has_a_column_a_step_or_shares_them():
 def test_policy_picture_marks_core_flex_and_skipped_layers():
     picture = policy_picture(DepthPolicy.d3(6, 0.9, min_depth=5, skip_order=[4, 1]), 50)
     assert "█▒██·█" in picture
+
+
+def test_version_says_what_ggml_was_built_with_and_what_to_do_about_it(monkeypatch):
+    from taper.backends.ggml import features
+
+    shown = CliRunner().invoke(cli, ["--version"]).stdout
+    assert shown.startswith(f"taper {__version__}, ggml-python ")
+    built = {"AVX2": False, "REPACK": True}
+    monkeypatch.setattr(features, "features", lambda: built)
+    lines = CliRunner().invoke(cli, ["--version"]).stdout.splitlines()
+    assert lines[0].endswith("with REPACK")
+    assert [line.split(":")[0] for line in lines[1:]] == ["without AVX2", "without LLAMAFILE"]
+    assert "CMAKE_ARGS=-DGGML_LLAMAFILE=ON" in lines[2]
+
+
+def test_no_repack_changes_no_token_in_f32(run):
+    options = ("generate", "hi", "--max-tokens", "9", "--mode", "full", "--dtype", "f32")
+    assert run(*options, "--no-repack").stdout == run(*options).stdout

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from test_parity import CONTEXT, answer, policies, random_prompt, twin
 from test_replay import expected, references
+from tiny import CONTEXT, complete, policies, random_prompt, twin
 
 from taper.backends.torch import TorchBackend
 from taper.engine import Engine
@@ -25,16 +25,16 @@ def test_captured_steps_equal_the_slow_twin(tiny):
     loaded, prompt = tiny.load(), random_prompt(40)
     for name, policy in policies(loaded.config.num_hidden_layers).items():
         backend = make(loaded)
-        assert answer(Engine(backend), [prompt], [policy])[0] == twin(tiny, prompt, policy), name
-        assert len(backend._graphs) == len({p.depth for p in policy.plateaus(40) if p.last > 0})
+        assert complete(Engine(backend), [prompt], [policy])[0] == twin(tiny, prompt, policy), name
+        assert len(backend._graphs) == len({policy.depth(step) for step in range(1, 40)})
 
 
 def test_batches_of_captured_and_eager_steps_equal_each_alone(tiny_llama):
     loaded, chosen = tiny_llama.load(), list(policies(6).values())
     prompts = [random_prompt(seed, 5 + 7 * seed) for seed in range(len(chosen))]
-    together = answer(Engine(make(loaded, num_slots=3)), prompts, chosen)
+    together = complete(Engine(make(loaded, num_slots=3)), prompts, chosen)
     for prompt, policy, found in zip(prompts, chosen, together, strict=True):
-        assert found == answer(Engine(make(loaded)), [prompt], [policy])[0]
+        assert found == complete(Engine(make(loaded)), [prompt], [policy])[0]
 
 
 def test_replay_equals_captured_steps(tiny):
@@ -51,9 +51,10 @@ def test_replay_equals_captured_steps(tiny):
 
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
 def test_half_precision_stays_close(tiny_llama, dtype):
-    from test_parity import one_slot
+    from tiny import one_slot
 
     loaded, prompt = tiny_llama.load(), random_prompt(41, 60)
     every = tuple(range(60))
-    exact, half = (b.forward(one_slot(b, prompt, every)).ravel() for b in (make(loaded), make(loaded, dtype=dtype)))
+    backends = make(loaded), make(loaded, dtype=dtype)
+    exact, half = (backend.forward(one_slot(backend, prompt, every)).logits.ravel() for backend in backends)
     assert np.corrcoef(exact, half)[0, 1] > 0.99

@@ -5,16 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from conftest import DEFAULT_MODEL_FILE
 from reference import transformers_from_gguf
-from test_parity import answer
+from tiny import DEFAULT_MODEL_FILE, complete
 
 import taper.hf
 from taper.backends import TokenBatch
 from taper.backends.ggml import GgmlBackend
 from taper.engine import Engine
 from taper.loading import load_model
-from taper.policy import DepthPolicy, shipped_policies
+from taper.policies import shipped_policies
+from taper.policy import DepthPolicy
 
 pytestmark = pytest.mark.skipif(not DEFAULT_MODEL_FILE.is_file(), reason="fetch the default model with: taper pull")
 
@@ -46,26 +46,26 @@ def test_64_tokens_equal_transformers_at_full_depth_and_tapered(exact, prompt, t
     fast = next(policy for policies in shipped_policies().values() for policy in policies if policy.name == "fast")
     ids = torch.tensor([prompt])
     for policy in (DepthPolicy.full(30), fast):
-        custom = {} if policy.alpha == 1 else {"custom_generate": taper.hf.decode(policy)}
+        custom = {} if policy.schedule.alpha == 1 else {"custom_generate": taper.hf.decode(policy)}
         out = transformers_model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, do_sample=False, **custom
         )
-        assert answer(Engine(exact), [prompt], [policy], tokens=64)[0] == out[0, len(prompt) :].tolist()
+        assert complete(Engine(exact), [prompt], [policy], tokens=64)[0] == out[0, len(prompt) :].tolist()
 
 
 def test_quantised_kernels_stay_close_to_the_same_weights_in_f32(loaded, exact, prompt):
     """KL(f32 || Q4_1) over 256 tokens of the model's own answers; the floor that every quality figure stands on."""
-    ids = prompt + answer(Engine(exact), [prompt], [DepthPolicy.full(30)], tokens=256)[0]
+    ids = prompt + complete(Engine(exact), [prompt], [DepthPolicy.full(30)], tokens=256)[0]
     count = len(ids)
     batch = TokenBatch(
         np.array(ids, np.int32),
         np.arange(count, dtype=np.int32),
         np.zeros(count, np.int32),
         (count,) * 30,
-        tuple(range(len(prompt) - 1, count)),
+        logits_rows=tuple(range(len(prompt) - 1, count)),
     )
     quantised = GgmlBackend(loaded.config, loaded.tensors, context_length=512)
-    p, q = (torch.from_numpy(backend.forward(batch)).log_softmax(-1) for backend in (exact, quantised))
+    p, q = (torch.from_numpy(backend.forward(batch).logits).log_softmax(-1) for backend in (exact, quantised))
     kl = (p.exp() * (p - q)).sum(-1).mean().item()
     agreement = (p.argmax(-1) == q.argmax(-1)).float().mean().item()
     print(f"mean KL {kl:.4f}, agreement {agreement:.1%}, {count - len(prompt) + 1} tokens")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_parity import policies, random_prompt, twin
+from tiny import policies, random_prompt, twin
 from transformers import (
     DynamicCache,
     LogitsProcessor,
@@ -20,6 +20,7 @@ from transformers import (
 import taper.hf
 from taper.errors import PolicyError, RequestError
 from taper.policy import DepthPolicy, ModelIdentity
+from taper.schedule import Schedule
 
 POLICY = policies(6)["d3"]
 
@@ -31,9 +32,10 @@ def generate(model, prompts, policy=POLICY, tokens=20, **options):
 
 
 def naive(model, prompt: list[int], policy: DepthPolicy, tokens: int) -> list[int]:
-    """The policy once more without any cache: hidden states of all tokens, each layer on the tokens that run it.
+    """The root of trust: the policy once more without any cache, each layer on the tokens that run it.
 
-    A token that sits a layer out passes on its hidden state; later tokens never run that layer, by nesting.
+    Everything else is compared with the slow twin, and the slow twin with this. A token that sits a layer out passes on
+    its hidden state; later tokens never run that layer, by nesting.
     """
     inner, ids = model.model, list(prompt)
     for _ in range(tokens):
@@ -168,7 +170,7 @@ def test_policies_that_do_not_fit_are_refused(tiny_llama):
     for policy in (
         DepthPolicy.early_exit(7, 5),
         DepthPolicy.static(6, 5, [0]),
-        DepthPolicy(6, "constant", 5, (3,), model=other),
+        DepthPolicy(Schedule(6, "constant", 5), (3,), model=other),
     ):
         with pytest.raises(PolicyError):
             generate(tiny_llama.hf, [random_prompt(30)], policy)

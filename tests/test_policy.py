@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from taper.calibration.summary import Provenance
 from taper.errors import PolicyError
-from taper.policy import (
-    DepthPolicy,
-    ModelIdentity,
-    Plateau,
-    active_prefixes,
-    load_policy,
-    middle_first_order,
-    shipped_policies,
-)
+from taper.policies import find_policy, load_policy, shipped_policies
+from taper.policy import DepthPolicy, ModelIdentity, active_prefixes, least_depths, middle_first_order
+from taper.schedule import Schedule
 
 MODEL = ModelIdentity("llama", 64, 300, "Q4_1")
 
@@ -31,15 +26,18 @@ def policies(draw) -> DepthPolicy:
     least = draw(st.integers(max(1, layers - len(order)), layers))
     start = draw(st.integers(0, 50))
     curve = draw(st.sampled_from(["power", "linear", "constant"]))
-    return DepthPolicy(
+    schedule = Schedule(
         layers,
         curve,
         least,
-        tuple(order),
         alpha=draw(st.floats(0, 1, exclude_min=True)) if curve == "power" else None,
         start=start,
         span=draw(st.integers(1, 300)) if curve == "linear" else None,
-        name=draw(st.text(max_size=5)),
+    )
+    return DepthPolicy(
+        schedule,
+        tuple(order),
+        name=draw(st.text(max_size=5).filter(str.isprintable)),
         model=draw(st.sampled_from([None, MODEL])),
         provenance=draw(st.dictionaries(st.text(max_size=3), st.integers() | st.text(max_size=3), max_size=2)),
     )
@@ -55,8 +53,7 @@ def test_retained_layers_are_nested_and_core_layers_always_run(policy):
         assert set(now) <= set(before)
         assert policy.core_layers <= set(now)
         before = now
-    assert policy.core_layers | policy.flex_layers == set(range(policy.num_hidden_layers))
-    assert not policy.core_layers & policy.flex_layers
+    assert policy.core_layers == set(range(policy.num_hidden_layers)) - set(policy.skip_order)
 
 
 @given(policies())
@@ -65,19 +62,24 @@ def test_json_round_trip_gives_an_equal_policy(policy):
 
 
 @given(policies(), st.integers(1, 200))
-def test_plateaus_cover_every_step_once_and_agree_with_depth(policy, tokens):
-    plateaus = policy.plateaus(tokens)
-    assert [step for p in plateaus for step in range(p.first, p.last + 1)] == list(range(tokens))
-    assert all(policy.depth(step) == p.depth for p in plateaus for step in (p.first, p.last))
-    assert all(a.depth != b.depth for a, b in pairwise(plateaus))
+def test_mean_depth_is_over_the_steps_after_the_first(policy, tokens):
     depths = [policy.depth(step) for step in range(1, tokens)] or [policy.num_hidden_layers]
     assert policy.mean_depth(tokens) == pytest.approx(sum(depths) / len(depths))
+
+
+@given(policies(), st.integers(0, 80))
+def test_the_layers_of_a_depth_are_all_but_the_first_of_the_skip_order(policy, fewer):
+    depth = max(1, policy.num_hidden_layers - min(fewer, len(policy.skip_order)))
+    skipped = policy.skip_order[: policy.num_hidden_layers - depth]
+    assert set(policy.retained_at(depth)) == set(range(policy.num_hidden_layers)) - set(skipped)
+    least = least_depths(policy.skip_order, policy.num_hidden_layers)
+    assert policy.retained_at(depth) == tuple(layer for layer, needed in enumerate(least) if needed <= depth)
 
 
 @given(policies(), st.lists(st.integers(0, 200), min_size=1, max_size=6))
 def test_active_tokens_of_each_layer_are_a_prefix(policy, steps):
     steps = sorted(steps)
-    active = active_prefixes(policy, [policy.depth(step) for step in steps])
+    active = active_prefixes(policy.skip_order, policy.num_hidden_layers, [policy.depth(step) for step in steps])
     for layer in range(policy.num_hidden_layers):
         runs = [layer in policy.retained_layers(step) for step in steps]
         assert runs == [i < active[layer] for i in range(len(steps))]
@@ -108,9 +110,8 @@ def test_constant_starts_at_step_one_or_at_start():
     early = DepthPolicy.early_exit(8, 5)
     assert [early.depth(step) for step in (0, 1, 2)] == [8, 5, 5]
     assert early.retained_layers(1) == (0, 1, 2, 3, 4)
-    late = DepthPolicy(8, "constant", 6, (3, 4), start=3)
+    late = DepthPolicy(Schedule(8, "constant", 6, start=3), (3, 4))
     assert [late.depth(step) for step in (0, 1, 2, 3)] == [8, 8, 8, 6]
-    assert late.plateaus(6) == [Plateau(0, 2, 8), Plateau(3, 5, 6)]
     assert DepthPolicy.static(8, 6, [3, 4]).retained_layers(1) == (0, 1, 2, 5, 6, 7)
 
 
@@ -139,7 +140,7 @@ GOOD = json.loads(DepthPolicy.d3(8, 0.9, skip_order=[3, 4, 5]).to_json())
         ({"skip_order": "345"}, "list"),
         ({"skip_order": [3.0, 4, 5]}, "whole number"),
         ({"min_depth": 4}, "from 5 to 8"),
-        ({"min_depth": 9}, "from 5 to 8"),
+        ({"min_depth": 9}, "from 1 to 8"),
         ({"start": -1}, "at least 0"),
         ({"start": 1.5}, "whole number"),
         ({"curve": "cosine"}, "power, linear, constant"),
@@ -198,13 +199,13 @@ def test_files_that_are_missing_huge_or_not_text_are_refused(tmp_path):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(PolicyError):
             load_policy(tmp_path / name)
-    with pytest.raises(PolicyError, match="No such file"):
+    with pytest.raises(PolicyError, match="no such file"):
         load_policy(tmp_path / "missing.json")
 
 
 @pytest.mark.parametrize("what", ["architecture", "hidden_size", "vocab_size"])
 def test_a_policy_of_another_model_is_refused(what):
-    policy = DepthPolicy(8, "constant", 5, (3, 4, 5), model=MODEL)
+    policy = DepthPolicy(Schedule(8, "constant", 5), (3, 4, 5), model=MODEL)
     other = ModelIdentity(**{**vars(MODEL), what: "qwen2" if what == "architecture" else 1})
     with pytest.raises(PolicyError, match=what):
         policy.check_model(8, other)
@@ -214,24 +215,48 @@ def test_a_policy_of_another_model_is_refused(what):
 
 
 def test_another_quantisation_of_the_same_model_warns_in_one_line():
-    policy = DepthPolicy(8, "constant", 5, (3, 4, 5), model=MODEL)
+    policy = DepthPolicy(Schedule(8, "constant", 5), (3, 4, 5), model=MODEL)
     warning = policy.check_model(8, ModelIdentity("llama", 64, 300, "F16"))
     assert "Q4_1" in warning
     assert "F16" in warning
     assert "\n" not in warning
 
 
-def test_alpha_can_be_changed_on_power_curves_only():
-    assert DepthPolicy.d3(8, 0.9, skip_order=[3]).with_alpha(0.5).alpha == 0.5
-    with pytest.raises(PolicyError, match="constant"):
-        DepthPolicy.early_exit(8, 5).with_alpha(0.5)
+def test_alpha_means_d3s_curve_over_any_policys_skip_order():
+    for policy in (DepthPolicy.d3(8, 0.9, min_depth=7, skip_order=[3, 0]), DepthPolicy.static(8, 7, [3, 0])):
+        assert policy.with_alpha(0.5) == DepthPolicy.d3(8, 0.5, skip_order=[3, 0])
+    with pytest.raises(PolicyError, match="does nothing"):
+        DepthPolicy.full(8).with_alpha(0.5)
 
 
-def test_shipped_policies_carry_their_speed_and_their_proof():
+def test_policies_are_hashable_whatever_their_order_was_given_as():
+    assert len({DepthPolicy.static(8, 6, order) for order in ([3, 4], (3, 4), np.array([3, 4]))}) == 1
+    assert DepthPolicy(Schedule(np.int64(8), "constant", 6), [3, 4]) == DepthPolicy.static(8, 6, (3, 4))
+
+
+def test_names_are_found_with_and_without_their_model(monkeypatch, tmp_path):
+    fast, model = find_policy("fast"), next(iter(shipped_policies()))
+    assert fast == find_policy(f"{model}/fast") == shipped_policies()[model][-1]
+    (tmp_path / "own.json").write_text(fast.to_json())
+    assert find_policy(tmp_path / "own.json") == fast
+    monkeypatch.setattr("taper.policies.shipped_policies", lambda: {"one": [fast], "two": [fast]})
+    assert find_policy("two/fast") == fast
+    with pytest.raises(PolicyError, match=r"several models .* one/fast, two/fast"):
+        find_policy("fast")
+
+
+@pytest.mark.parametrize("name", ["nonsense", "x" * 5000, "nul\0", ".", "/dev/null", ""])
+def test_names_without_a_policy_are_rejected(name):
+    with pytest.raises(PolicyError, match="policy list"):
+        find_policy(name)
+
+
+def test_shipped_policies_carry_their_speed_and_their_loss():
     (shipped,) = shipped_policies().values()
-    predicted = {p.name: p.provenance["speedup"]["predicted"] for p in shipped}
+    provenance = {policy.name: Provenance.from_json(policy.provenance) for policy in shipped}
+    predicted = {name: origin.speedup.predicted for name, origin in provenance.items()}
     assert predicted == pytest.approx({"gentle": 1.05, "balanced": 1.10, "fast": 1.20}, abs=0.01)
     for policy in shipped:
         assert policy.model is not None
-        value, low, high = policy.provenance["held_out"]["tapered steps"]["agreement"]
+        value, low, high = provenance[policy.name].held_out.tapered_steps.agreement
         assert 0 < low <= value <= high < 1

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
-from test_parity import one_slot
+from tiny import one_slot
 
-from taper.backends.ggml import GgmlBackend, convert
+from taper.backends.ggml import GgmlBackend
+from taper.backends.ggml.weights import convert
 from taper.loading.model import WEIGHT_TYPES, ModelConfig, Tensor, expected_shapes, row_bytes
 
 CONFIG = ModelConfig(
@@ -66,8 +67,28 @@ def test_forward_agrees_with_the_same_weights_in_f32(dtype):
     logits = []
     for target in (None, "f32"):
         backend = GgmlBackend(config, tensors, context_length=64, dtype=target, kv_dtype="f32", threads=1)
-        logits.append(backend.forward(one_slot(backend, tokens, tuple(range(9)))).ravel())
+        logits.append(backend.forward(one_slot(backend, tokens, tuple(range(9)))).logits.ravel())
     assert np.corrcoef(*logits)[0, 1] > 0.99
+
+
+@pytest.mark.parametrize("dtype", ["Q4_0", "Q4_1", "Q5_K", "Q6_K", "Q8_0", "IQ4_NL"])
+def test_quantised_weights_on_the_torch_backend_equal_ggmls_in_f32(dtype):
+    from taper.backends.torch import TorchBackend
+
+    rng = np.random.default_rng(2)
+    tensors = {
+        name: quantised(dtype, rng.normal(0, 0.06, shape).astype(np.float32))
+        if len(shape) == 2
+        else Tensor("F32", shape, np.ones(shape, np.float32).view(np.uint8))
+        for name, shape in expected_shapes(CONFIG).items()
+    }
+    tokens, config = rng.integers(0, 256, 9), replace(CONFIG, quantization=dtype)
+    ggml_backend = GgmlBackend(config, tensors, context_length=64, dtype="f32", kv_dtype="f32", threads=1)
+    torch_backend = TorchBackend(config, tensors, context_length=64, dtype="f32", device="cpu")
+    one, two = (
+        backend.forward(one_slot(backend, tokens, tuple(range(9)))).logits for backend in (ggml_backend, torch_backend)
+    )
+    np.testing.assert_allclose(one, two, atol=2e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", sorted(set(WEIGHT_TYPES) - {"Q1_0"}))  # which the gguf package cannot read yet

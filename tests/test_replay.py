@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from test_parity import BACKENDS, make_backend, policies, random_prompt
+from tiny import BACKENDS, make_backend, one_slot, policies, random_prompt
 
 import taper.replay
-from taper.engine import Engine, Request
+from taper.engine import Engine
 from taper.errors import RequestError
 from taper.policy import DepthPolicy
 from taper.replay import Reference, Replay, Scores
-from taper.sampling import SamplingParams
 
 
 def references(count: int = 3, length: int = 30) -> list[Reference]:
@@ -22,14 +23,14 @@ def references(count: int = 3, length: int = 30) -> list[Reference]:
 
 
 def step_by_step(engine: Engine, reference: Reference, policy: DepthPolicy) -> np.ndarray:
-    """Logits [steps, V] of decoding a known answer one token at a time."""
-    row = engine.admit(Request(reference.prompt_ids, SamplingParams(), policy))
-    logits = [engine.prefill(row)]
-    for token in reference.answer_ids[:-1]:
-        row.ids.append(token)
-        logits += engine.decode([row])
-    row.finish_reason = "stop"
-    engine.release([row])
+    """Logits [steps, V] of decoding a known answer one token at a time, by forwards made by hand."""
+    backend, prompt = engine.backend, reference.prompt_ids
+    logits = [backend.forward(one_slot(backend, prompt, (len(prompt) - 1,))).logits[0]]
+    for step, token in enumerate(reference.answer_ids[:-1], 1):
+        batch = one_slot(backend, [token], (0,), start=len(prompt) + step - 1)
+        retained = policy.retained_layers(step)
+        batch = replace(batch, num_active=tuple(int(layer in retained) for layer in range(policy.num_hidden_layers)))
+        logits += list(backend.forward(batch).logits)
     return np.stack(logits)
 
 
@@ -78,6 +79,26 @@ def test_replay_equals_decoding_step_by_step(tiny_llama, kind, window, monkeypat
 
 
 @BACKENDS
+def test_replay_across_buckets_of_cells_equals_transformers_at_full_depth(tiny_llama, kind):
+    import torch
+
+    known = [Reference(tuple(random_prompt(90 + n, n)), tuple(random_prompt(95 + n, 40))) for n in (249, 256, 490)]
+    replay = Replay(Engine(make_backend(kind, tiny_llama.load(), context_length=800)), known)
+    scores, policy = replay.score(DepthPolicy.full(6)), policies(6)["d3 late"]
+    for index, reference in enumerate(known):
+        with torch.no_grad():
+            logits = tiny_llama.hf(torch.tensor([reference.prompt_ids + reference.answer_ids])).logits[0]
+        steps = logits[len(reference.prompt_ids) - 1 : -1].log_softmax(-1)
+        nll = -steps[range(40), list(reference.answer_ids)].numpy()
+        np.testing.assert_allclose(scores.nll_full[scores.reference == index], nll, atol=2e-4)
+    tapered = replay.score(policy)
+    for index, reference in enumerate(known):
+        alone = Engine(make_backend(kind, tiny_llama.load(), context_length=800))
+        *_, nll, _ = expected(alone, reference, policy, 50)
+        np.testing.assert_allclose(tapered.nll[tapered.reference == index], nll, atol=2e-4)
+
+
+@BACKENDS
 def test_sharing_with_a_base_changes_no_figure(tiny_llama, kind, monkeypatch):
     monkeypatch.setattr(taper.replay, "WINDOW", 7)
     engine = Engine(make_backend(kind, tiny_llama.load(), num_slots=3))
@@ -87,7 +108,11 @@ def test_sharing_with_a_base_changes_no_figure(tiny_llama, kind, monkeypatch):
     )
     alone = [Replay(Engine(make_backend(kind, tiny_llama.load())), references()).score(each) for each in candidates]
     replay = Replay(engine, references())
-    parts = zip(*(replay.at(index, candidates, base) for index in range(3)), strict=True)
+    found = []
+    for index in range(3):
+        replay.prepare(index)
+        found.append(replay.at(index, candidates, base))
+    parts = zip(*found, strict=True)
     together = [Scores.joined(part) for part in parts]
     for one, other in zip(alone, together, strict=True):
         np.testing.assert_allclose(one.kl, other.kl, atol=2e-4)
@@ -102,7 +127,7 @@ def test_sharing_runs_only_the_layers_that_differ(tiny_llama, kind):
     ran = []
     run = engine.backend.forward
     engine.backend.forward = lambda batch: (
-        ran.append((batch.first_layer, sum(map(bool, batch.active[batch.first_layer :])))) or run(batch)
+        ran.append((batch.first_layer, sum(map(bool, batch.num_active[batch.first_layer :])))) or run(batch)
     )
     replay.at(0, [DepthPolicy.static(6, 5, [1]), DepthPolicy.static(6, 5, [4])])
     assert ran == [(0, 4), (4, 1), (1, 4)]  # up to layer 4, then layer 5, then layers 2 to 5
@@ -145,9 +170,9 @@ def test_slots_are_given_back(tiny_llama):
     engine = Engine(make_backend("ggml", tiny_llama.load(), num_slots=2))
     replay = Replay(engine, references())
     replay.score(DepthPolicy.full(6))
-    assert engine.free_slots == 0
+    assert engine.num_free_slots == 0
     replay.close()
-    assert engine.free_slots == 2
+    assert engine.num_free_slots == 2
 
 
 def test_answers_that_do_not_fit_are_refused(tiny_llama):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import math
 import re
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,99 +16,152 @@ from matplotlib.image import imread
 
 from taper.calibration import report, store
 from taper.calibration.baselines import RANDOM_SEEDS
+from taper.calibration.budget import Budget
+from taper.calibration.conditions import Conditions
+from taper.calibration.cost import CostModel
+from taper.calibration.free_running import FreeRunning, PolicyAndFull
 from taper.calibration.report import write_report
+from taper.calibration.statistics import Estimate, LossByStep, Losses, LossEstimate
+from taper.calibration.summary import CalibratedModel, Frontier, PromptCounts, Provenance, Speedup, Summary, TimedRuns
+from taper.calibration.wording import interval, verdict
+from taper.policy import ModelIdentity
 
+ROOT = Path(__file__).parent.parent
 PICTURES = ["depth_by_step", "frontier", "importance", "loss_by_step", "speed"]
 PAPER = "https://arxiv.org/abs/2503.08524"
 OTHERS = ["middle first (our reading of D3)", "early exit", "ShortGPT", "Unified (evenly spread)"]
 
 
-def around(value: float, part: float = 0.1) -> list[float]:
-    """An estimate and an interval about it."""
-    return [value, value * (1 - part), value * (1 + part)]
+def around(value: float, part: float = 0.1) -> Estimate:
+    """An estimate and an interval about it, in six digits as JSON has them."""
+    return Estimate(*(float(f"{x:.6g}") for x in (value, value * (1 - part), value * (1 + part))))
 
 
-def frontier(layers: int, baselines: bool) -> dict:
+def frontier(layers: int, baselines: bool) -> Frontier:
     depths = range(layers - 1, layers - 1 - max(2, layers // 3), -1)
     losses = {depth: 0.01 * math.exp(0.45 * (layers - depth)) for depth in depths}
-    found = {"prompts": "search", "speedup": {str(depth): round(layers / (depth + 0.3), 4) for depth in depths}}
+    speedup = {depth: round(layers / (depth + 0.3), 4) for depth in depths}
     if not baselines:
-        return found | {"kl": {"measured order": {str(depth): kl for depth, kl in losses.items()}}}
+        return Frontier("search", speedup, {"measured order": losses})
     methods = ["measured order", *OTHERS, *(f"random order {i + 1}" for i in range(RANDOM_SEEDS)), "SkipDecode"]
-    kl = {name: {str(depth): around(kl * (1.5**i)) for depth, kl in losses.items()} for i, name in enumerate(methods)}
-    return found | {"prompts": "held out", "kl": kl, "agreement": {}, "kl_above_measured_order": {}}
+    kl = {name: {depth: around(kl * (1.5**i)) for depth, kl in losses.items()} for i, name in enumerate(methods)}
+    return Frontier("held out", speedup, kl, agreement={}, kl_above_measured_order={})
 
 
-def summary(layers: int = 6, *, baselines: bool = False, tapers: bool = True, agreement: float = 0.953) -> dict:
-    """A summary in the shape of `calibrate`'s, of a policy that skips two layers from step 8 on."""
-    tokens, least = 40, layers - 2 * tapers
-    curve = [layers if step < 8 else least for step in range(tokens)]
+def summary(layers: int = 6, *, baselines: bool = False, tapers: bool = True, agreement: float = 0.953) -> Summary:
+    """The summary of a policy that skips two layers from step 8 on."""
+    tokens, min_depth = 40, layers - 2 * tapers
+    curve = [layers if step < 8 else min_depth for step in range(tokens)]
     steps = range(tokens + 10)
     kl = [0.05 * (1 + math.sin(step)) * (step >= 8) * tapers for step in steps]
-    tapered = {
-        "kl": around(0.0523),
-        "agreement": [agreement, agreement - 0.01, agreement + 0.01],
-        "nll_increase": around(1.234),
-    }
-    every = {"kl": around(0.0417 * tapers), "agreement": [0.9625] * 3, "nll_increase": around(0.987)}
-    return {
-        "model": {"name": "tiny", "sha256": "ab" * 32, "num_hidden_layers": layers},
-        "model_identity": {"architecture": "llama", "hidden_size": 64, "vocab_size": 300, "quantization": "f32"},
-        "prompts": {"search": 21, "held_out": 22, "sha256": "cd" * 32},
-        "seed": 7,
-        "budget": {"max_kl": 0.06},
-        "budget_met": True,
-        "answer_tokens": tokens,
-        "policy": "constant start=8 min_depth=4",
-        "mean_depth": sum(curve[1:]) / (tokens - 1),
-        "speedup": {"predicted": 1.3712, "measured": [1.3456, 1.3123, 1.3789] if tapers else [1.0, 0.99, 1.01]},
-        "held_out": {"all steps": every} | ({"tapered steps": tapered} if tapers else {}),
-        "on_search_prompts": {"all steps": every},
-        "free_running": {
-            "nll": {"policy": around(0.812), "full": around(0.745)},
-            "length": {"policy": around(83.2), "full": around(91.7)},
-            "repetition": {"policy": around(0.123), "full": around(0.118)},
-        },
-        "conditions": {
-            "date": "2026-02-03",
-            "taper": "0.1.0",
-            "backend": "GgmlBackend",
-            "dtype": "f32",
-            "threads": 2,
-            "machine": "A processor, 2 cores",
-            "python": "3.12.1",
-        },
-        "cost_ms": {"fixed_ms": 1.0, "layer_ms": 0.2},
-        "importance": [3.0, *(0.02 * (1 + layer % 5) for layer in range(1, layers - 1)), 0.8],
-        "skip_order": list(range(layers - 2, 0, -1)),
-        "searched_layers": max(2, layers // 3),
-        "core_layers": [0, layers - 1],
-        "curve": curve,
-        "by_step": {"answers": [22 - step // 4 for step in steps], "kl": kl, "agreement": [1 - x for x in kl]},
-        "frontier": frontier(layers, baselines),
-    }
+    tapered = LossEstimate(around(0.0523), Estimate(agreement, agreement - 0.01, agreement + 0.01), around(1.234))
+    all_steps = LossEstimate(around(0.0417 * tapers), Estimate(0.9625, 0.9625, 0.9625), around(0.987))
+    return Summary(
+        mean_depth=sum(curve[1:]) / (tokens - 1),
+        speedup=Speedup(1.3712, TimedRuns(1.3456, 1.3123, 1.3789) if tapers else TimedRuns(1.0, 0.99, 1.01)),
+        held_out=Losses(all_steps, tapered if tapers else None),
+        free_running=FreeRunning(
+            nll=PolicyAndFull(around(0.812), around(0.745)),
+            length=PolicyAndFull(around(83.2), around(91.7)),
+            repetition=PolicyAndFull(around(0.123), around(0.118)),
+        ),
+        model=CalibratedModel("tiny", "ab" * 32, layers),
+        prompts=PromptCounts(21, 22, "cd" * 32),
+        seed=7,
+        budget=Budget(max_kl=0.06),
+        tokens=4321,
+        answer_tokens=tokens,
+        policy="constant start=8 min_depth=4",
+        on_search_prompts=Losses(all_steps),
+        conditions=Conditions(
+            date="2026-02-03",
+            taper="0.1.0",
+            backend="ggml",
+            dtype="f32",
+            threads=2,
+            machine="A processor, 2 cores",
+            python="3.12.1",
+            kernels="ggml-python 0.0.1",
+        ),
+        model_identity=ModelIdentity("llama", 64, 300, "f32"),
+        cost_ms=CostModel(1.0, 0.2),
+        importance=[3.0, *(0.02 * (1 + layer % 5) for layer in range(1, layers - 1)), 0.8],
+        skip_order=list(range(layers - 2, 0, -1)),
+        searched_layers=max(2, layers // 3),
+        core_layers=[0, layers - 1],
+        curve=curve,
+        by_step=LossByStep([22 - step // 4 for step in steps], kl, [1 - x for x in kl]),
+        frontier=frontier(layers, baselines),
+    )
 
 
-def page(data: dict) -> str:
+def page(data: Summary) -> str:
     """The page with empty pictures."""
     return report._page(data, dict.fromkeys(PICTURES, b""))
 
 
-def words(data: dict) -> str:
+def words(data: Summary) -> str:
     """What the page says, on one line."""
     source = page(data)
     return " ".join(re.sub(r"<[^>]*>", " ", source[source.index("<body>") :]).split())
 
 
-ONE_DEPTH = {"prompts": "search", "speedup": {"1": 1.5}, "kl": {"measured order": {"1": 2.5}}}
+ONE_DEPTH = Frontier("search", {1: 1.5}, {"measured order": {1: 2.5}})
 CASES = {
     "plain": summary(),
     "with baselines": summary(30, baselines=True),
     "baselines close together": summary(baselines=True),
     "tapers nothing": summary(tapers=False),
     "tapers nothing, logarithmic": summary(30, baselines=True, tapers=False),
-    "two layers": summary(2, tapers=False) | {"frontier": ONE_DEPTH},
+    "two layers": replace(summary(2, tapers=False), frontier=ONE_DEPTH),
 }
+
+
+# The summary
+
+
+def assert_complete(value: object, data: object) -> None:
+    """Every field of nested dataclasses is in their JSON, or is None by default."""
+    for field in fields(value) if is_dataclass(value) else ():
+        part, key = getattr(value, field.name), field.metadata.get("json", field.name)
+        assert key in data or part is field.default is None, key
+        if key in data:
+            assert_complete(part, data[key])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_field_reaches_the_json_and_comes_back(name):
+    data = json.loads(json.dumps(CASES[name].to_json()))
+    assert_complete(CASES[name], data)
+    assert data["verdict"] == CASES[name].verdict
+    assert data["budget_met"] == CASES[name].budget_met
+    assert Summary.from_json(data) == CASES[name]
+    assert Provenance.from_json(data).to_json().items() <= data.items()
+
+
+def test_committed_summaries_are_read_without_loss():
+    """Their keys are those of the dataclasses; only what was added since is missing."""
+    (file,) = ROOT.glob("docs/results/*/summary.json")
+    data = json.loads(file.read_text())
+    read = Summary.from_json(data).to_json()
+    assert set(data) - set(read) == {"command", "commit"}
+    assert set(read) - set(data) == {"verdict"}
+    assert read.pop("conditions") == data["conditions"] | {"kernels": ""}
+    assert all(value == data[key] for key, value in read.items() if key in data and key != "conditions")
+
+
+def test_verdict_says_how_surely_a_budget_is_kept():
+    """KL is 0.0523 (0.0471 to 0.0575), agreement 0.953 (0.943 to 0.963)."""
+    kept, by_estimate = summary(), replace(summary(), budget=Budget(max_kl=0.055, min_agreement=0.95))
+    missed, speed = replace(summary(), budget=Budget(max_kl=0.05)), replace(summary(), budget=Budget(speedup=1.2))
+    assert verdict(kept) == "kept"
+    assert verdict(by_estimate) == "kept by the estimate; the 95 % interval reaches 0.0575 nats and 94.3 %"
+    assert verdict(missed) == "not kept; this is the nearest policy that was found"
+    assert verdict(speed) == "the best quality that was found at this speed"
+    assert [data.budget_met for data in (kept, by_estimate, missed, speed)] == [True, True, False, True]
+
+
+# The report
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -127,38 +182,60 @@ def test_writes_a_page_with_pictures_that_show_something(tmp_path, name):
 
 
 def test_page_says_what_was_found():
-    verdict = ["Budget met.", "1.35 times the speed of full depth (1.31 to 1.38", "4.4 of the model’s 6 layers"]
-    verdict += ["at 5 % (4 to 6 %) of the tapered steps", "mean KL at most 0.06 nats. Found: 0.0523 nats"]
+    budget = ["Budget kept.", "1.35 times the speed of full depth (1.31 to 1.38", "4.4 of the model’s 6 layers"]
+    budget += ["at 5 % (4 to 6 %) of the tapered steps", "mean KL at most 0.06 nats. Found: 0.0523 nats"]
     held_out = ["21 prompts", "22 held-out", "0.052 (0.047 to 0.058)", "0.042 (0.038 to 0.046)", "95 (94 to 96)"]
     held_out += ["1.2 (1.1 to 1.4)", "0.99 (0.89 to 1.09)"]
     own = ["0.81 (0.73 to 0.89)", "0.74 (0.67 to 0.82)", "83 (75 to 92)", "92 (83 to 101)", "12 (11 to 14)"]
     conditions = ["tiny, llama, f32, 6 layers", "ab" * 32, "cd" * 32, "seed 7", "2026-02-03", "A processor, 2 cores"]
-    conditions += ["2 threads, GgmlBackend, f32", "Taper 0.1.0, Python 3.12.1", "1.37 times full depth predicted"]
+    conditions += [
+        "2 threads, ggml, f32",
+        "Taper 0.1.0, Python 3.12.1, ggml-python 0.0.1",
+        "1.37 times full depth predicted",
+    ]
     said = words(summary())
-    for part in ["constant start=8 min_depth=4", *verdict, *held_out, *own, "the search prompts", *conditions]:
+    for part in ["constant start=8 min_depth=4", *budget, *held_out, *own, "the search prompts", *conditions]:
         assert part in said, part
     assert "hurts" not in said
 
 
 def test_a_missed_budget_and_a_policy_that_hurts_are_said_plainly():
-    data = summary(agreement=0.85) | {"budget": {"max_kl": 0.05, "min_agreement": 0.9}, "budget_met": False}
-    data["free_running"]["repetition"]["policy"] = around(0.3)
-    said = words(data)
-    for part in ["not met.", "agreement of 90 % or more. Found: 85 %", "This policy hurts", "repeats itself more"]:
+    data = replace(summary(agreement=0.85), budget=Budget(max_kl=0.05, min_agreement=0.9))
+    repetition = PolicyAndFull(around(0.3), around(0.118))
+    said = words(replace(data, free_running=replace(data.free_running, repetition=repetition)))
+    for part in [
+        "Budget not kept;",
+        "agreement of 90 % or more. Found: 85 %",
+        "This policy hurts",
+        "repeats itself more",
+    ]:
         assert part in said, part
 
 
+def test_a_budget_that_only_the_estimate_keeps_is_not_called_kept():
+    said = words(replace(summary(), budget=Budget(max_kl=0.055)))
+    assert "Budget kept by the estimate; the 95 % interval reaches 0.0575 nats." in said
+    assert "Budget kept." not in said
+
+
 def test_a_speed_that_was_asked_for_is_set_beside_what_was_measured():
-    said = words(summary() | {"budget": {"speedup": 1.5}})
+    said = words(replace(summary(), budget=Budget(speedup=1.5)))
     assert "1.5 times the speed of full depth. Found: 1.37 predicted, 1.35 measured" in said
     assert "slower than was asked for" in said
-    assert "Budget met" not in said
+    assert "Budget kept" not in said
 
 
 def test_a_policy_that_tapers_nothing_says_so():
     said = words(summary(tapers=False))
     assert "It skips no layer" in said
     assert "another token becomes the likeliest" not in said
+
+
+def test_too_few_tapered_steps_are_not_called_none():
+    data = summary()
+    said = words(replace(data, held_out=Losses(data.held_out.all_steps)))
+    assert "fewer than 30 of the held-out steps" in said
+    assert "It skips no layer" not in said
 
 
 def test_frontier_names_its_prompts_and_methods():
@@ -168,9 +245,8 @@ def test_frontier_names_its_prompts_and_methods():
 
 
 def test_names_are_text_and_never_markup():
-    data = summary() | {"policy": "<i>"}
-    data["model"]["name"] = '<b>&"{{ 1 }}'
-    source = page(data)
+    data = replace(summary(), policy="<i>")
+    source = page(replace(data, model=replace(data.model, name='<b>&"{{ 1 }}')))
     assert "<b>&" not in source
     assert "<i>" not in source
     assert "<h1>&lt;b&gt;&amp;&#34;{{ 1 }}</h1>" in source
@@ -199,11 +275,12 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_half_written(tmp_path, m
 
 
 def test_figures_have_the_digits_that_their_intervals_leave_open():
-    assert report._interval([0.05231, 0.0481, 0.0567]) == "0.052 (0.048 to 0.057)"
-    assert report._interval([0.97512, 0.971, 0.979], 100) == "97.5 (97.1 to 97.9)"
-    assert report._interval([116.06, 106.3, 124.1]) == "116 (106 to 124)"
-    assert report._interval([1.0, 1.0, 1.0]) == "1 (1 to 1)"
-    assert report._interval(None) == "–"
+    assert interval(Estimate(0.05231, 0.0481, 0.0567)) == "0.052 (0.048 to 0.057)"
+    assert interval(Estimate(0.97512, 0.971, 0.979), 100) == "97.5 (97.1 to 97.9)"
+    assert interval(Estimate(116.06, 106.3, 124.1)) == "116 (106 to 124)"
+    assert interval(Estimate(1.0, 1.0, 1.0)) == "1 (1 to 1)"
+    assert interval(Estimate(0.97512, 0.971, 0.979), 100, " %", digits=0) == "98 % (97 to 98 %)"
+    assert interval(None) == "–"
 
 
 def test_running_mean_weighs_steps_by_their_answers():

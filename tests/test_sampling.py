@@ -13,10 +13,10 @@ from taper.sampling import SamplingParams, sample, token_logprobs
 LOGITS = np.log(np.array([0.4, 0.3, 0.2, 0.06, 0.04], np.float32))
 
 
-def draws(count: int = 4000, logits=LOGITS, prompt=(), answer=(), **options) -> np.ndarray:
+def draws(count: int = 4000, logits=LOGITS, prompt=(), completion=(), **options) -> np.ndarray:
     rng = np.random.default_rng(0)
     params = SamplingParams(**{"temperature": 1.0, **options})
-    return np.array([sample(logits, params, list(prompt), list(answer), rng) for _ in range(count)])
+    return np.array([sample(logits, params, list(prompt), list(completion), rng) for _ in range(count)])
 
 
 def assert_follows(found: np.ndarray, expected: np.ndarray) -> None:
@@ -61,18 +61,32 @@ def test_min_p_is_relative_to_the_likeliest():
     assert_follows(draws(min_p=0.45), normal([0.4, 0.3, 0.2, 0, 0]))
 
 
-def test_repetition_penalty_counts_prompt_and_answer():
+def test_filters_apply_in_turn_each_on_what_the_one_before_left():
+    """Of 0.4, 0.3, 0.2, 0.06, 0.04, top_k 3 leaves 0.44, 0.33, 0.22; top_p 0.7 of these two; min_p then none or one."""
+    assert_follows(draws(top_k=3, top_p=0.7), normal([0.4, 0.3, 0, 0, 0]))
+    assert_follows(draws(top_p=0.7), normal([0.4, 0.3, 0, 0, 0]))
+    assert_follows(draws(top_k=3, top_p=0.8), normal([0.4, 0.3, 0.2, 0, 0]))  # 0.78 of the three is not yet enough
+    assert_follows(draws(top_p=0.91, min_p=0.3), normal([0.4, 0.3, 0.2, 0, 0]))
+    assert set(draws(100, top_k=4, top_p=0.95, min_p=0.8)) == {0}
+    # Temperature comes before all three: squared, the likeliest two hold 0.16 + 0.09 of 0.295.
+    assert_follows(draws(temperature=0.5, top_p=0.8), normal([0.16, 0.09, 0, 0, 0]))
+    assert_follows(draws(temperature=0.5, min_p=0.5), normal([0.16, 0.09, 0, 0, 0]))
+    # Penalties come before everything: halved, the likeliest token falls to third place and out of the top two.
+    assert_follows(draws(top_k=2, completion=[0], presence_penalty=1.0), normal([0, 0.3, 0.2, 0, 0]))
+
+
+def test_repetition_penalty_counts_prompt_and_completion():
     logits = np.array([2.0, 1.5, -1.0], np.float32)
-    for prompt, answer in (([0], []), ([], [0])):
-        assert set(draws(10, logits, prompt, answer, temperature=0, repetition_penalty=2.0)) == {1}
+    for prompt, completion in (([0], []), ([], [0])):
+        assert set(draws(10, logits, prompt, completion, temperature=0, repetition_penalty=2.0)) == {1}
     one = draws(logits=logits, prompt=[2], repetition_penalty=3.0)
     assert_follows(one, normal(np.exp([2.0, 1.5, -3.0])))
 
 
-def test_presence_and_frequency_penalties_count_the_answer_only():
+def test_presence_and_frequency_penalties_count_the_completion_only():
     assert_follows(draws(prompt=[0, 0], presence_penalty=1.0), normal(np.exp(LOGITS)))
-    assert_follows(draws(answer=[0, 0], presence_penalty=1.0), normal(np.exp(LOGITS - [1, 0, 0, 0, 0])))
-    assert_follows(draws(answer=[0, 0], frequency_penalty=0.7), normal(np.exp(LOGITS - [1.4, 0, 0, 0, 0])))
+    assert_follows(draws(completion=[0, 0], presence_penalty=1.0), normal(np.exp(LOGITS - [1, 0, 0, 0, 0])))
+    assert_follows(draws(completion=[0, 0], frequency_penalty=0.7), normal(np.exp(LOGITS - [1.4, 0, 0, 0, 0])))
 
 
 def test_logits_are_left_unchanged():

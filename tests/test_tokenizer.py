@@ -17,7 +17,8 @@ from transformers import Qwen2Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from taper.errors import ModelError, RequestError
-from taper.loading.tokenizer import TextStream, Tokenizer, tokenizer_from_folder, tokenizer_from_gguf
+from taper.loading.tokenizer import TextStream, Tokenizer
+from taper.loading.tokenizer_files import tokenizer_from_folder, tokenizer_from_gguf
 
 # fmt: off
 HARD = [
@@ -213,7 +214,7 @@ def test_bos_leads_where_the_file_or_the_family_says_so(byte_level):
 
 
 def test_stop_ids_are_eos_eot_and_the_known_ends_of_a_turn(byte_level):
-    assert rebuilt(byte_level, eos_token_id=5, eot_token_id=6).stop_ids == {5, 6, 0, 2}
+    assert rebuilt(byte_level, eos_token_id=5, eot_token_id=6).eos_token_ids == {5, 6, 0, 2}
 
 
 def test_sentencepiece_ids_equal_the_library_and_survive_the_round_trip(pieces, sentence_level):
@@ -351,7 +352,7 @@ def test_a_folder_gives_its_stop_ids_and_special_tokens(tmp_path, eos, stop_ids)
     config = {"eos_token": {"content": "</s>"}, "bos_token": "<s>", "chat_template": "{{ bos_token }}{{ eos_token }}"}
     folder(tmp_path, generation_config={"eos_token_id": eos}, tokenizer_config=config)
     tokenizer = tokenizer_from_folder(tmp_path, 4)
-    assert (tokenizer.stop_ids, tokenizer.render(MESSAGES)) == (stop_ids, "<s></s>")
+    assert (tokenizer.eos_token_ids, tokenizer.render(MESSAGES)) == (stop_ids, "<s></s>")
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
-"""What docs/vllm.md claims is what the committed results say; the flags it shows are those that are printed."""
+"""docs/vllm.md and vllm-scale.md show the committed results, and the commands they show work."""
 
 from __future__ import annotations
 
 import json
+import re
 import shlex
 
 import pytest
@@ -12,12 +13,23 @@ from click.testing import CliRunner
 from taper import DepthPolicy
 from taper.cli import cli
 from taper.errors import PolicyError
+from taper.policies import shipped_policies
 from taper.vllm_plugin.args import vllm_args
 from taper.vllm_plugin.options import Options
 
 
 def test_numbers_are_those_of_the_committed_results():
-    assert render_vllm.PAGE.read_text() == render_vllm.rendered(), "run: python benchmarks/render_vllm.py"
+    for page, text in render_vllm.rendered().items():
+        assert page.read_text() == text, "run: python benchmarks/render_vllm.py"
+
+
+def test_the_servers_shown_run_a_shipped_policy_on_its_own_model():
+    commands = [line for line in render_vllm.VLLM_PAGE.read_text().splitlines() if line.startswith("    eval ")]
+    assert len(commands) == 2
+    for command in commands:
+        (model,) = re.findall(r"(?:vllm serve|--model) \S+/(\S+)", command)
+        assert set(re.findall(r"--(?:policy|allow) (\w+)", command)) == {"fast", "gentle"}
+        assert {"fast", "gentle"} <= {policy.name for policy in shipped_policies()[model.lower()]}
 
 
 def test_the_command_prints_flags_that_the_server_reads_back():
@@ -29,7 +41,7 @@ def test_the_command_prints_flags_that_the_server_reads_back():
     assert set(options.named) == {"default", "full", "gentle"}
     for word in words:
         if word.startswith("--"):
-            assert word in render_vllm.PAGE.read_text()
+            assert word in render_vllm.VLLM_PAGE.read_text()
 
 
 def test_a_policy_without_a_model_needs_the_architecture():

@@ -1,4 +1,4 @@
-"""Planning a mixed batch, with no engine: what runs is what each token's policy says."""
+"""Planning a mixed batch, without an engine: every token runs the layers that its policy retains."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from taper import DepthPolicy
 from taper.errors import PolicyError, RequestError
+from taper.schedule import Schedule
 from taper.vllm_plugin.metrics import Counters
 from taper.vllm_plugin.options import Options
-from taper.vllm_plugin.plan import Chunk, Planner
+from taper.vllm_plugin.plan import Planner, RequestTokens
 
 LAYERS = 7
 
@@ -28,69 +29,69 @@ def policies(draw) -> DepthPolicy:
     start = draw(st.integers(0, 4))
     curve = draw(st.sampled_from(["power", "linear", "constant"]))
     more = {"power": {"alpha": draw(st.floats(0.5, 1))}, "linear": {"span": draw(st.integers(1, 9))}, "constant": {}}
-    return DepthPolicy(LAYERS, curve, least, order, start=start, **more[curve])
+    return DepthPolicy(Schedule(LAYERS, curve, least, start=start, **more[curve]), order)
 
 
-chunks = st.builds(Chunk, policies(), st.integers(0, 40), st.integers(1, 12), st.integers(1, 30))
+requests = st.builds(RequestTokens, policies(), st.integers(0, 40), st.integers(1, 12), st.integers(1, 30))
 
 
-def retained(chunk: Chunk, position: int) -> set[int]:
+def retained(request: RequestTokens, position: int) -> set[int]:
     """By the definition: prompt tokens run every layer, the token at position p predicts step p - prompt + 1."""
-    step = position - chunk.prompt_length + 1
-    return set(range(LAYERS)) if step <= 0 else set(chunk.policy.retained_layers(step))
+    step = position - request.prompt_length + 1
+    return set(range(LAYERS)) if step <= 0 else set(request.policy.retained_layers(step))
 
 
-@given(st.lists(chunks, min_size=1, max_size=6), st.integers(0, LAYERS - 1), st.integers(1, LAYERS))
+@given(st.lists(requests, min_size=1, max_size=6), st.integers(0, LAYERS - 1), st.integers(1, LAYERS))
 def test_each_token_runs_the_layers_that_its_policy_retains(batch, first, count):
     layers = range(first, min(LAYERS, first + count))
     plan = Planner(LAYERS, layers).plan(batch)
     ran: dict[int, set[int]] = {}
-    for run in plan.runs:
-        assert run.active.everyone == (len(run.active.tokens) == sum(chunk.num_tokens for chunk in batch))
-        for row in run.active.tokens.tolist():
-            assert not ran.setdefault(row, set()) & set(run.layers), "a layer run twice"
-            ran[row] |= set(run.layers)
+    for layer_range, active in plan.layer_ranges:
+        assert active.whole_batch == (len(active.rows) == sum(request.num_tokens for request in batch))
+        for row in active.rows.tolist():
+            assert not ran.setdefault(row, set()) & set(layer_range), "a layer run twice"
+            ran[row] |= set(layer_range)
     row = 0
-    for number, chunk in enumerate(batch):
-        for offset in range(chunk.num_tokens):
-            assert ran.get(row, set()) == retained(chunk, chunk.first_position + offset) & set(layers)
+    for index, request in enumerate(batch):
+        for offset in range(request.num_tokens):
+            assert ran.get(row, set()) == retained(request, request.first_position + offset) & set(layers)
             row += 1
-        for run in plan.runs:
-            assert (number in run.active.chunks) == (run.active.counts[number] > 0)
+        for _, active in plan.layer_ranges:
+            assert (index in active.requests) == (active.counts[index] > 0)
 
 
-@given(st.lists(chunks, min_size=1, max_size=6))
-def test_rows_are_gathered_only_where_the_active_set_changes(batch):
-    runs = Planner(LAYERS, range(LAYERS)).plan(batch).runs
-    for one, next_one in pairwise(runs):
+@given(st.lists(requests, min_size=1, max_size=6))
+def test_rows_are_gathered_only_where_the_active_tokens_change(batch):
+    ranges = Planner(LAYERS, range(LAYERS)).plan(batch).layer_ranges
+    for one, next_one in pairwise(ranges):
         assert one.layers.stop < next_one.layers.start or one.active is not next_one.active
-    for a in runs:
-        for b in runs:
+    for a in ranges:
+        for b in ranges:
             assert (a.active is b.active) == np.array_equal(a.active.counts, b.active.counts)
 
 
-@given(st.lists(chunks, min_size=1, max_size=6))
-def test_counts_answer_tokens_and_their_layers(batch):
+@given(st.lists(requests, min_size=1, max_size=6))
+def test_counts_completion_tokens_and_their_layers(batch):
     plan = Planner(LAYERS, range(2, 4)).plan(batch)
     depths = [
-        len(retained(chunk, position))
-        for chunk in batch
-        for position in range(chunk.first_position, chunk.first_position + chunk.num_tokens)
-        if position >= chunk.prompt_length
+        len(retained(request, position))
+        for request in batch
+        for position in range(request.first_position, request.first_position + request.num_tokens)
+        if position >= request.prompt_length
     ]
-    assert (plan.answer_tokens, plan.layers_run) == (len(depths), sum(depths))
+    assert (plan.completion_tokens, plan.layers_run) == (len(depths), sum(depths))
     assert plan.full == all(depth == LAYERS for depth in depths)
 
 
-@given(st.lists(st.lists(chunks, min_size=1, max_size=3), min_size=2, max_size=5))
+@given(st.lists(st.lists(requests, min_size=1, max_size=3), min_size=2, max_size=5))
 def test_a_planner_that_has_planned_before_plans_the_same(batches):
     used = Planner(LAYERS, range(LAYERS))
     for batch in batches:
         fresh = Planner(LAYERS, range(LAYERS)).plan(batch)
         again = used.plan(batch)
-        assert [run.layers for run in again.runs] == [run.layers for run in fresh.runs]
-        for ours, theirs in zip(again.runs, fresh.runs, strict=True):
-            np.testing.assert_array_equal(ours.active.tokens, theirs.active.tokens)
+        assert [ours.layers for ours in again.layer_ranges] == [theirs.layers for theirs in fresh.layer_ranges]
+        for ours, theirs in zip(again.layer_ranges, fresh.layer_ranges, strict=True):
+            np.testing.assert_array_equal(ours.active.rows, theirs.active.rows)
 
 
 def test_many_policies_leave_no_stale_plan():
@@ -98,14 +99,14 @@ def test_many_policies_leave_no_stale_plan():
     for number in range(3000):
         depth = 1 + number % LAYERS
         policy = DepthPolicy.early_exit(LAYERS, depth)
-        (run,) = planner.plan([Chunk(policy, 9, 1, 5)]).runs
-        assert run.layers == range(depth)
+        (only,) = planner.plan([RequestTokens(policy, 9, 1, 5)]).layer_ranges
+        assert only.layers == range(depth)
 
 
 def test_one_request_under_one_policy_never_gathers():
     policy = DepthPolicy.static(LAYERS, 3, [1, 2, 4, 5])
-    plan = Planner(LAYERS, range(LAYERS)).plan([Chunk(policy, 20, 1, 5)])
-    assert [(run.layers, run.active.everyone) for run in plan.runs] == [
+    plan = Planner(LAYERS, range(LAYERS)).plan([RequestTokens(policy, 20, 1, 5)])
+    assert [(layers, active.whole_batch) for layers, active in plan.layer_ranges] == [
         (range(1), True),
         (range(3, 4), True),
         (range(6, 7), True),
@@ -118,13 +119,15 @@ def test_options_know_default_names_and_alpha(tmp_path):
     exit_early = json.loads(DepthPolicy.early_exit(LAYERS, 4).to_json())
     options = Options.read({"policy": str(file), "policies": {"early": exit_early}}, LAYERS)
     again = Options.read(options.to_config(), LAYERS)
-    for each in (options, again):
-        assert each.policy(None) is each.default
-        assert each.default.alpha == 0.99
-        assert each.policy({"taper_policy": "early", "other": 1}).min_depth == 4
-        assert each.policy({"taper_policy": "full"}) == DepthPolicy.full(LAYERS)
-        assert each.policy({"taper_alpha": 0.5}).alpha == 0.5
-        assert each.policy({"taper_alpha": 0.5}) is each.policy({"taper_alpha": 0.5})
+    for server in (options, again):
+        assert server.policy(None) is server.default
+        assert server.default.schedule.alpha == 0.99
+        early = server.policy({"taper_policy": "early", "other": 1})
+        assert early.min_depth == 4
+        assert server.policy({"taper_policy": "full"}) == DepthPolicy.full(LAYERS)
+        assert server.policy({"taper_alpha": 0.5}).schedule.alpha == 0.5
+        assert server.policy({"taper_alpha": 0.5}) is server.policy({"taper_alpha": 0.5})
+        assert server.policy({"taper_alpha": 0.5, "taper_policy": "early"}) == early.with_alpha(0.5)
     assert Options.read(None, LAYERS).default == DepthPolicy.full(LAYERS)
     assert Options.read({"policy": "early", "policies": {"early": exit_early}}, LAYERS).default.min_depth == 4
 
@@ -139,11 +142,11 @@ def test_options_know_default_names_and_alpha(tmp_path):
         {"taper_alpha": "0.9"},
         {"taper_alpha": True},
         {"taper_alpha": float("nan")},
-        {"taper_alpha": 0.9, "taper_policy": "early"},
+        {"taper_alpha": 0.9, "taper_policy": "full"},
         {"taper_depth": 3},
     ],
 )
-def test_wrong_requests_are_refused_by_name(extra):
+def test_wrong_requests_are_rejected(extra):
     options = Options.read({"policies": {"early": json.loads(DepthPolicy.early_exit(LAYERS, 4).to_json())}}, LAYERS)
     with pytest.raises(RequestError):
         options.policy(extra)
@@ -161,7 +164,7 @@ def test_wrong_requests_are_refused_by_name(extra):
         {"policy": json.loads(DepthPolicy.full(LAYERS + 1).to_json())},
     ],
 )
-def test_wrong_options_are_refused(config):
+def test_wrong_options_are_rejected(config):
     with pytest.raises(PolicyError):
         Options.read(config, LAYERS)
 

@@ -6,17 +6,30 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .calibration.run import Calibration, calibrate
     from .errors import TaperError, TaperWarning
-    from .llm import LLM, Output
+    from .llm import LLM
+    from .output import Output
     from .policy import DepthPolicy
     from .sampling import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "DepthPolicy", "Output", "SamplingParams", "TaperError", "TaperWarning"]
+__all__ = [
+    "LLM",
+    "Calibration",
+    "DepthPolicy",
+    "Output",
+    "SamplingParams",
+    "TaperError",
+    "TaperWarning",
+    "calibrate",
+]
 
 _HOMES = {
     "LLM": "llm",
-    "Output": "llm",
+    "Output": "output",
+    "Calibration": "calibration.run",
+    "calibrate": "calibration.run",
     "DepthPolicy": "policy",
     "SamplingParams": "sampling",
     "TaperError": "errors",

@@ -1,232 +1,296 @@
-"""The loop: prefill, decode, verify; token ids in, token ids out. Knows no text.
+"""The loop: token ids in, token ids out. Knows no text.
 
-One `Engine` serves one backend. Every token's forward runs the layers its policy retains at its step; rows that
-share a skip order share a forward, deepest first.
+`add` queues a request, `step` runs one forward for each skip order at hand and returns what came out, `abort` ends a
+sequence early. Every step gives each running sequence one token, and the rest of its budget of tokens to prompts, in
+chunks, so a long prompt never stalls running sequences; they join and leave between steps.
 """
 
 from __future__ import annotations
 
+import os
+import threading
 from collections import deque
-from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from itertools import count
+from typing import NamedTuple
 
 import numpy as np
 
-from .backends import Backend, TokenBatch
+from .backends import Backend, ForwardOutput, TokenBatch
+from .checks import whole_number
 from .errors import RequestError
-from .policy import DepthPolicy, active_prefixes
-from .sampling import SamplingParams, TokenLogprobs, sample, token_logprobs
+from .policy import active_prefixes
+from .sampling import NOT_A_NUMBER, sample, token_logprobs
+from .sequence import Request, Scheduled, Sequence, StepOutput
 
-PREFILL_CHUNK = 512  # tokens a forward; bounds the memory of activations
-
-
-@dataclass(frozen=True)
-class Request:
-    """A prompt and how to answer it. `stop_ids` are the model's own; `params` may add to them."""
-
-    prompt_ids: Sequence[int]
-    params: SamplingParams
-    policy: DepthPolicy
-    stop_ids: frozenset[int] = frozenset()
+MAX_NUM_BATCHED_TOKENS = 512  # tokens of a step; bounds the memory of activations and the wait for the next token
 
 
-@dataclass(eq=False)
-class Row:
-    """A request under way in one slot of the key-value cache.
+class _Token(NamedTuple):
+    """One row of a batch."""
 
-    `complete`: leading tokens of `ids` whose keys and values every layer has; only these may be used again.
-    `finish_reason` is None while it runs; a caller that sets it ends the row before its next forward.
-    """
-
-    request: Request
-    index: int
-    slot: int
-    ids: list[int]
-    rng: np.random.Generator
-    complete: int = 0
-    finish_reason: str | None = None
-
-    @property
-    def step(self) -> int:
-        """Index of the next token of the answer."""
-        return len(self.ids) - len(self.request.prompt_ids)
-
-    @property
-    def depth(self) -> int:
-        """Layers of the forward that predicts the next token."""
-        return self.request.policy.depth(self.step)
-
-
-@dataclass(frozen=True)
-class Step:
-    """One token of a row's answer, the stop token included. `row.finish_reason` tells whether it was the last."""
-
-    row: Row
+    part: int
     token_id: int
+    position: int
     depth: int
-    logprobs: TokenLogprobs | None
+    wanted: bool  # its prediction
+
+
+Prediction = np.ndarray | int  # logits float32 [vocab_size], or the likeliest token
 
 
 class Engine:
-    """Answers requests on a backend, several at a time, reusing what its slots still hold."""
+    """Completes requests on a backend, many at a time, and reuses what its slots still hold.
 
-    def __init__(self, backend: Backend) -> None:
+    Calls from several threads take turns.
+
+    Args:
+        backend: what runs the forwards; used by this engine alone.
+        max_num_batched_tokens: the budget of a step. A running sequence waits for no more than this many tokens
+            between two of its own.
+    """
+
+    def __init__(self, backend: Backend, max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS) -> None:
         self.backend = backend
-        # Free slots and the ids whose keys and values they hold complete.
-        self._kept: dict[int, list[int]] = {slot: [] for slot in range(backend.num_slots)}
+        self.max_num_batched_tokens = whole_number("max_num_batched_tokens", max_num_batched_tokens, 1)
+        self._num_hidden_layers = backend.config.num_hidden_layers
+        self._running: list[Sequence | None] = [None] * backend.num_slots
+        # What each free slot still holds: leading tokens whose keys and values every layer has.
+        self._kept: list[list[int]] = [[] for _ in range(backend.num_slots)]
+        self._waiting: deque[Sequence] = deque()
+        self._ids = count()
+        self._lock = threading.RLock()
+        self._slot_freed = threading.Condition(self._lock)
+        self._pid = os.getpid()
 
-    def generate_step(self, requests: Sequence[Request]) -> Generator[Step, None, None]:
-        """Answer requests together; a row leaves as it finishes, and a waiting request takes its slot.
-
-        Raises:
-            RequestError: a prompt cannot be answered (`check_prompt`), or others hold every slot.
-            PolicyError: a policy was made for another model.
-        """
-        for request in requests:
-            self.check_prompt(request.prompt_ids)
-            request.policy.check_model(self.backend.config.num_hidden_layers, self.backend.config.identity)
-        waiting = deque(enumerate(requests))
-        rows: list[Row] = []
-        try:
-            while waiting or rows:
-                while waiting and (self._kept or not rows):
-                    index, request = waiting.popleft()
-                    rows.append(row := self.admit(request, index))
-                    yield self._take(row, self.prefill(row))
-                rows = self.release(rows)
-                for row, logits in zip(rows, self.decode(rows), strict=True):
-                    yield self._take(row, logits)
-                rows = self.release(rows)
-        finally:
-            for row in rows:
-                row.finish_reason = row.finish_reason or "abort"
-            self.release(rows)
-
-    def prefill(self, row: Row) -> np.ndarray:
-        """Run the prompt at full depth, in chunks, from where the slot's cache ends; logits of its last token [V]."""
-        prompt = row.request.prompt_ids
-        logits = np.empty((0, 0), np.float32)
-        while row.complete < len(prompt):
-            end = min(row.complete + PREFILL_CHUNK, len(prompt))
-            tokens = prompt[row.complete : end]
-            depths = [self.backend.config.num_hidden_layers] * len(tokens)
-            last = (len(tokens) - 1,) if end == len(prompt) else ()
-            logits = self._forward(row.request.policy, [row.slot] * len(tokens), row.complete, tokens, depths, last)
-            row.complete = end
-        first: np.ndarray = logits[0]
-        return first
-
-    def decode(self, rows: Sequence[Row]) -> list[np.ndarray]:
-        """One forward for the last token of each row: logits [V] of each, in the order of `rows`."""
-        groups: dict[tuple[int, ...], list[Row]] = {}
-        for row in rows:
-            groups.setdefault(row.request.policy.skip_order, []).append(row)
-        logits: dict[int, np.ndarray] = {}
-        for group in groups.values():
-            group.sort(key=lambda row: -row.depth)
-            slots, depths = [row.slot for row in group], [row.depth for row in group]
-            positions = [len(row.ids) - 1 for row in group]
-            tokens = [row.ids[-1] for row in group]
-            out = self._forward(group[0].request.policy, slots, positions, tokens, depths, tuple(range(len(group))))
-            for row, row_logits in zip(group, out, strict=True):
-                if row.complete == len(row.ids) - 1 and row.depth == self.backend.config.num_hidden_layers:
-                    row.complete += 1
-                logits[row.slot] = row_logits
-        return [logits[row.slot] for row in rows]
-
-    def verify(self, row: Row, draft_ids: Sequence[int]) -> np.ndarray:
-        """Logits [1 + len(draft_ids), V] that decoding the last token and then these would give, in one forward.
-
-        Each token runs at the depth of its own step. `row` is left as it is: its caller decides what to accept.
-        """
-        tokens = [row.ids[-1], *draft_ids]
-        depths = [row.request.policy.depth(row.step + i) for i in range(len(tokens))]
-        slots, every = [row.slot] * len(tokens), tuple(range(len(tokens)))
-        return self._forward(row.request.policy, slots, len(row.ids) - 1, tokens, depths, every)
-
-    def _forward(
-        self,
-        policy: DepthPolicy,
-        slots: Sequence[int],
-        positions: int | Sequence[int],
-        tokens: Sequence[int],
-        depths: Sequence[int],
-        logits_rows: tuple[int, ...],
-    ) -> np.ndarray:
-        """`positions` is one for each token, or that of the first of consecutive ones."""
-        if isinstance(positions, int):
-            positions = range(positions, positions + len(tokens))
-        batch = TokenBatch(
-            tokens=np.asarray(tokens, np.int32),
-            positions=np.asarray(positions, np.int32),
-            slots=np.asarray(slots, np.int32),
-            active=active_prefixes(policy, depths),
-            logits_rows=logits_rows,
-        )
-        return self.backend.forward(batch)
-
-    def _take(self, row: Row, logits: np.ndarray) -> Step:
-        """Sample the next token of a row, and find whether the row ends with it."""
-        request, params, depth = row.request, row.request.params, row.depth
-        prompt_length = len(request.prompt_ids)
-        token_id = sample(logits, params, request.prompt_ids, row.ids[prompt_length:], row.rng)
-        logprobs = None if params.logprobs is None else token_logprobs(logits, token_id, params.logprobs)
-        row.ids.append(token_id)
-        if (token_id in request.stop_ids and not params.ignore_eos) or token_id in params.stop_token_ids:
-            row.finish_reason = "stop"
-        elif row.step >= params.max_tokens or len(row.ids) >= self.backend.context_length:
-            row.finish_reason = "length"
-        return Step(row, token_id, depth, logprobs)
-
-    def check_prompt(self, ids: Sequence[int]) -> None:
-        """Refuse a prompt that cannot be answered.
+    def add(self, request: Request) -> Sequence:
+        """Queue a request; the steps from now on run it.
 
         Raises:
-            RequestError: it is empty, too long, or holds an id that the model has not.
+            RequestError: the prompt cannot be completed (`check_prompt`).
+            PolicyError: the policy was made for another model.
         """
         config = self.backend.config
-        if not ids:
-            raise RequestError("the prompt is empty", "give at least one token")
-        if len(ids) >= self.backend.context_length:
-            raise RequestError(
-                f"the prompt has {len(ids)} tokens, the context holds {self.backend.context_length} with the answer",
-                f"shorten it, or raise --context (this model: up to {config.max_position_embeddings})",
-            )
-        if bad := next((i for i in ids if not 0 <= i < config.vocab_size), None):
-            raise RequestError(f"token id {bad} is outside the vocabulary of {config.vocab_size}")
+        self.check_prompt(request.prompt_ids)
+        request.policy.check_model(config.num_hidden_layers, config.identity)
+        rng = np.random.default_rng(request.params.seed)
+        with self._exclusive():
+            sequence = Sequence(next(self._ids), request, list(request.prompt_ids), config.num_hidden_layers, rng)
+            self._waiting.append(sequence)
+        return sequence
 
-    @property
-    def free_slots(self) -> int:
-        """How many more requests can be admitted."""
-        return len(self._kept)
+    def step(self, only: Collection[Sequence] | None = None) -> list[StepOutput]:
+        """Run one forward for each skip order and return the tokens that came out; none while prompts are computed.
 
-    def admit(self, request: Request, index: int = 0) -> Row:
-        """Take the free slot that holds most of the prompt and least besides, and keep what it holds of it.
+        Args:
+            only: the sequences to advance; by default all. If the slots they wait for are held by sequences of other
+                threads, this waits until one is free.
 
         Raises:
-            RequestError: no slot is free.
+            RequestError: other sequences of this thread hold every slot, so that waiting would never end.
         """
-        if not self._kept:
-            count = self.backend.num_slots
-            raise RequestError(f"all {count} slots answer other requests", "finish one, or raise max_batch_size")
-        prompt = list(request.prompt_ids)
-        shared = {slot: _common_prefix(kept, prompt) for slot, kept in self._kept.items()}
-        slot = max(shared, key=lambda slot: 2 * shared[slot] - len(self._kept[slot]))
-        del self._kept[slot]
+        with self._exclusive():
+            self._admit(only)
+            scheduled = self._schedule(only)
+            outputs = []
+            for part, predictions in zip(scheduled, self._forward(scheduled), strict=True):
+                part.mark_computed(self._num_hidden_layers)
+                outputs += [self._advance(part, prediction) for prediction in predictions]
+            return outputs
+
+    def abort(self, sequence: Sequence) -> None:
+        """End a sequence that has not finished, and free its slot."""
+        if os.getpid() != self._pid:  # a forked copy, whose lock another thread may have held
+            return
+        with self._lock:
+            if sequence.finish_reason is None:
+                self._finish(sequence, "abort")
+
+    def complete(self, requests: Iterable[Request]) -> list[list[int]]:
+        """The completions of some requests together, as token ids, a stop token included; what `add` raises."""
+        sequences: list[Sequence] = []
+        try:
+            sequences += map(self.add, requests)
+            while unfinished := [sequence for sequence in sequences if sequence.finish_reason is None]:
+                self.step(unfinished)
+        finally:
+            for sequence in sequences:
+                self.abort(sequence)
+        return [sequence.token_ids[len(sequence.request.prompt_ids) :] for sequence in sequences]
+
+    def verify(self, drafts: Iterable[tuple[Sequence, list[int], list[int]]]) -> list[np.ndarray]:
+        """Logits that decoding would give, in one forward for each skip order; sequences stay as they are.
+
+        Args:
+            drafts: running sequences, the tokens proposed for each, and the depths of the 1 + len(tokens) forwards
+                whose input is the sequence's last token and then each proposed one.
+
+        Returns:
+            For each sequence float32 [1 + len(tokens), vocab_size]; its caller decides what to accept.
+        """
+        with self._exclusive():
+            scheduled = [
+                Scheduled(draft, [draft.token_ids[-1], *ids], len(draft.token_ids) - 1, depths, 1 + len(ids))
+                for draft, ids, depths in drafts
+            ]
+            return [np.stack(predictions) for predictions in self._forward(scheduled, greedy=False)]
+
+    def forward(self, batch: TokenBatch) -> ForwardOutput:
+        """A forward of the caller's own making, between steps: on slots of sequences that it added itself."""
+        with self._exclusive():
+            return self.backend.forward(batch)
+
+    def check_prompt(self, prompt_ids: Collection[int]) -> None:
+        """Reject a prompt that cannot be completed.
+
+        Raises:
+            RequestError: it is empty, too long, or has an id that the model does not have.
+        """
+        config = self.backend.config
+        if not prompt_ids:
+            raise RequestError("the prompt is empty", "give at least one token")
+        if len(prompt_ids) >= self.backend.context_length:
+            raise RequestError(
+                f"the prompt has {len(prompt_ids)} tokens, but the context holds {self.backend.context_length}, "
+                "output included",
+                f"shorten it, or raise --context (this model: up to {config.max_position_embeddings})",
+            )
+        if unknown := [token_id for token_id in prompt_ids if not 0 <= token_id < config.vocab_size]:
+            raise RequestError(f"token id {unknown[0]} is outside the vocabulary of {config.vocab_size}")
+
+    @property
+    def num_free_slots(self) -> int:
+        """How many more sequences can run."""
+        return self._running.count(None)
+
+    def _exclusive(self) -> threading.RLock:
+        """The lock by which threads take turns; a fork has it, but not the backend's threads, so it is refused."""
+        if os.getpid() != self._pid:
+            hint = 'load it in each process, or start processes with multiprocessing\'s "spawn" method'
+            raise RequestError("the model was loaded before this process was forked, and cannot run in it", hint)
+        return self._lock
+
+    def _admit(self, only: Collection[Sequence] | None) -> None:
+        """Give free slots to waiting sequences, first come, first served."""
+        waiting = [sequence for sequence in self._waiting if only is None or sequence in only]
+        while waiting and not self.num_free_slots and not self._running_of(only):
+            if any(sequence.thread == threading.get_ident() for sequence in self._running if sequence):
+                reason = f"all {self.backend.num_slots} slots hold sequences that have not finished"
+                raise RequestError(reason, "finish or close one first, or raise max_batch_size")
+            self._slot_freed.wait()
+        for sequence in waiting:
+            if not self.num_free_slots:
+                break
+            self._waiting.remove(sequence)
+            self._take_slot(sequence)
+
+    def _running_of(self, only: Collection[Sequence] | None) -> list[Sequence]:
+        """The running sequences among those to advance, oldest first."""
+        running = (sequence for sequence in self._running if sequence and (only is None or sequence in only))
+        return sorted(running, key=lambda sequence: sequence.id)
+
+    def _take_slot(self, sequence: Sequence) -> None:
+        """The free slot that holds most of the prompt and least besides; what it holds of it is not run again."""
+        prompt = sequence.token_ids
+        free = {slot: self._kept[slot] for slot, running in enumerate(self._running) if running is None}
+        shared = {slot: _common_prefix(kept, prompt) for slot, kept in free.items()}
+        slot = max(free, key=lambda slot: 2 * shared[slot] - len(free[slot]))
         # The last token runs in any case: its logits are what comes next.
-        complete = min(shared[slot], len(prompt) - 1)
-        return Row(request, index, slot, prompt, np.random.default_rng(request.params.seed), complete)
+        sequence.num_complete_tokens = min(shared[slot], len(prompt) - 1)
+        sequence.slot, self._running[slot], self._kept[slot] = slot, sequence, []
 
-    def release(self, rows: Iterable[Row]) -> list[Row]:
-        """Free the slots of finished rows; the rows that go on."""
-        going_on = []
-        for row in rows:
-            if row.finish_reason is None:
-                going_on.append(row)
+    def _schedule(self, only: Collection[Sequence] | None) -> list[Scheduled]:
+        """One token for each running sequence, then chunks of prompts, oldest first, as far as the budget goes."""
+        running = self._running_of(only)
+        scheduled = [
+            Scheduled(sequence, sequence.token_ids[-1:], len(sequence.token_ids) - 1, [sequence.depth], 1)
+            for sequence in running
+            if sequence.step
+        ]
+        left = self.max_num_batched_tokens - len(scheduled)
+        for sequence in running:
+            if not sequence.step and left > 0:
+                first, prompt = sequence.num_complete_tokens, sequence.token_ids
+                chunk = prompt[first : first + left]
+                left -= len(chunk)
+                ends = first + len(chunk) == len(prompt)
+                scheduled.append(Scheduled(sequence, chunk, first, [sequence.depth] * len(chunk), int(ends)))
+        return scheduled
+
+    def _forward(self, scheduled: list[Scheduled], greedy: bool = True) -> list[list[Prediction]]:
+        """The predictions wanted of each part; a likeliest token instead of logits where `greedy` and that suffices."""
+        predictions: list[list[Prediction]] = [[] for _ in scheduled]
+        for skip_order, members in self._group(scheduled).items():
+            tokens = [
+                _Token(index, token_id, part.position + offset, depth, offset >= len(part.token_ids) - part.num_outputs)
+                for index, part in members
+                for offset, (token_id, depth) in enumerate(zip(part.token_ids, part.depths, strict=True))
+            ]
+            tokens.sort(key=lambda token: -token.depth)  # stable: tokens of a slot stay in their order
+            is_greedy = {index: greedy and part.sequence.request.params.is_greedy for index, part in members}
+            wanted = [(row, token.part) for row, token in enumerate(tokens) if token.wanted]
+            batch = TokenBatch(
+                tokens=np.array([token.token_id for token in tokens], np.int32),
+                positions=np.array([token.position for token in tokens], np.int32),
+                slots=np.array([scheduled[token.part].sequence.slot for token in tokens], np.int32),
+                num_active=active_prefixes(skip_order, self._num_hidden_layers, [token.depth for token in tokens]),
+                logits_rows=tuple(row for row, index in wanted if not is_greedy[index]),
+                greedy_rows=tuple(row for row, index in wanted if is_greedy[index]),
+            )
+            output = self.backend.forward(batch)
+            for row, logits in zip(batch.logits_rows, output.logits, strict=True):
+                predictions[tokens[row].part].append(logits)
+            for row, token_id in zip(batch.greedy_rows, output.greedy_ids.tolist(), strict=True):
+                predictions[tokens[row].part].append(token_id)
+        return predictions
+
+    def _group(self, scheduled: list[Scheduled]) -> dict[tuple[int, ...], list[tuple[int, Scheduled]]]:
+        """The parts of each forward, by skip order; those at full depth run every layer, so they go with any."""
+        groups: dict[tuple[int, ...], list[tuple[int, Scheduled]]] = {}
+        full_depth = []
+        for index, part in enumerate(scheduled):
+            if part.depths[-1] == self._num_hidden_layers:
+                full_depth.append((index, part))
             else:
-                self._kept[row.slot] = row.ids[: row.complete]
-        return going_on
+                groups.setdefault(part.sequence.request.policy.skip_order, []).append((index, part))
+        if full_depth:
+            groups.setdefault(next(iter(groups), ()), []).extend(full_depth)
+        return groups
+
+    def _advance(self, part: Scheduled, prediction: Prediction) -> StepOutput:
+        """Choose the next token of a sequence, set its next depth, and see whether it has finished."""
+        sequence, params = part.sequence, part.sequence.request.params
+        prompt_length, depth, logprobs = len(sequence.request.prompt_ids), sequence.depth, None
+        if isinstance(prediction, int):
+            token_id = prediction
+        else:
+            completion_ids = sequence.token_ids[prompt_length:]
+            token_id = sample(prediction, params, sequence.request.prompt_ids, completion_ids, sequence.rng)
+            if params.logprobs is not None and token_id != NOT_A_NUMBER:
+                logprobs = token_logprobs(prediction, token_id, params.logprobs)
+        if token_id == NOT_A_NUMBER:
+            self._finish(sequence, "error")
+            return StepOutput(sequence.id, token_id, depth, "error")
+        sequence.token_ids.append(token_id)
+        sequence.depth = sequence.request.policy.depth(sequence.step)
+        is_eos = token_id in sequence.request.eos_token_ids and not params.ignore_eos
+        if is_eos or token_id in (params.stop_token_ids or ()):
+            self._finish(sequence, "stop")
+        elif sequence.step >= params.max_tokens or len(sequence.token_ids) >= self.backend.context_length:
+            self._finish(sequence, "length")
+        return StepOutput(sequence.id, token_id, depth, sequence.finish_reason, logprobs)
+
+    def _finish(self, sequence: Sequence, reason: str) -> None:
+        """End a sequence and free its slot, which goes on holding its leading tokens that every layer has."""
+        sequence.finish_reason = reason
+        if sequence.slot is None:
+            self._waiting.remove(sequence)
+            return
+        self._kept[sequence.slot] = sequence.token_ids[: sequence.num_complete_tokens]
+        self._running[sequence.slot] = None
+        sequence.slot = None
+        self._slot_freed.notify_all()
 
 
-def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+def _common_prefix(a: list[int], b: list[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

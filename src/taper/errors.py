@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
+MAX_CHARACTERS = 1000  # of a message and of a hint; names that come from files have no limit of their own
+
+# Colours, cursor movements and the like; titles and links. What is not whole loses its control characters only.
+_ESCAPES = re.compile(r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|(?:\x1b\]|\x9d)[^\x07\x1b\x9c\x9d]*(?:\x07|\x1b\\|\x9c)")
+
 
 class TaperError(Exception):
     """A mistake the user can mend: what was wrong and the rule, then what to do about it.
@@ -17,8 +24,8 @@ class TaperError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        line = f"{self.message} ({self.hint})" if self.hint else self.message
-        return " ".join(line.split())
+        message, hint = printable(self.message), printable(self.hint)
+        return f"{message} ({hint})" if hint else message
 
 
 class PolicyError(TaperError):
@@ -35,3 +42,14 @@ class RequestError(TaperError):
 
 class TaperWarning(UserWarning):
     """Something the user should know and need not act on: one line."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
+
+
+def printable(text: str) -> str:
+    """Text as one line that a terminal only shows: no escape sequences, control characters or bidi overrides."""
+    line = " ".join(_ESCAPES.sub("", text).split())
+    if len(line) > MAX_CHARACTERS:
+        line = f"{line[: MAX_CHARACTERS - 3]}..."
+    return "".join(character if character.isprintable() else "\ufffd" for character in line)

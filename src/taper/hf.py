@@ -2,7 +2,8 @@
 
     model.generate(**inputs, custom_generate=taper.hf.decode(policy))
 
-The slow twin: eager, and written to be obviously right. It shares `policy.py` with the engine and nothing else.
+The slow twin: eager, and written to be obviously right. It shares `policy.py` and `checks.py` with the engine, and
+nothing else.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 from transformers import DynamicCache
 from transformers.generation.configuration_utils import GenerationMode
 
+from .checks import limited_attention
 from .errors import PolicyError, RequestError
 from .policy import DepthPolicy
 
@@ -24,7 +26,7 @@ def decode(policy: DepthPolicy) -> Callable[..., Any]:
     """A `custom_generate` for `model.generate`: greedy or sampled decoding under a policy.
 
     Token i of every row runs `policy.retained_layers(i)`; the prompt runs all layers. Streamers, logits processors,
-    stopping criteria and left-padded batches work as ever, and `generate` returns what it always does. A cache that
+    stopping criteria and left-padded batches work as usual, and `generate` returns what it always does. A cache that
     the caller passed in is cut back to the tokens whose keys and values every layer has.
 
     Raises (from `generate`):
@@ -97,12 +99,11 @@ def _check(
     model: Any, policy: DepthPolicy, generation_config: Any, assistant: Any, cache: Any, model_kwargs: dict[str, Any]
 ) -> None:
     config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    window = getattr(config, "sliding_window", None) if getattr(config, "layer_types", None) is None else None
+    attention = limited_attention(config)
     mode = generation_config.get_generation_mode(assistant)
     for wrong, reason in [
         (model.config.is_encoder_decoder, "the model has an encoder"),
-        (kinds != {"full_attention"} or window, "some layers use sliding-window or hybrid attention"),
+        (attention, f"the model has {attention} attention"),
         (getattr(config, "num_kv_shared_layers", 0), "layers share keys and values"),
         (mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE), f"{mode.value} is not greedy or sampling"),
         (not generation_config.use_cache, "use_cache is off"),

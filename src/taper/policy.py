@@ -1,44 +1,32 @@
-"""Depth policies: how many layers, and which, run for each token of an answer.
+"""Depth policies: how many layers run for each token of an output, and which.
 
-Plain data with a versioned JSON form; every engine reads the same values. Knows nothing of models,
-tensors or sampling, and uses the standard library only.
+A policy is a schedule (the depth of each step) and a skip order (which layers run at a depth): plain data with a
+versioned JSON form that every engine reads alike. Knows nothing of models, tensors or sampling; standard library only.
 
-Nesting, which every key-value cache relies on, is kept here: the depth never rises with the step and
-`skip_order` is fixed, so the layers retained at a step are a subset of those retained at any earlier one.
+Nesting, which every key-value cache relies on, is kept here: depth never rises with the step and `skip_order` is fixed,
+so the layers retained at a step are a subset of those retained at any earlier step.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from importlib import resources
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from itertools import pairwise
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from .checks import shown, unique_keys, whole_number
 from .errors import PolicyError
+from .schedule import CURVES, MAX_LAYERS, Schedule
 
 FORMAT_VERSION = 1
-MAX_LAYERS = 4096
-MAX_FILE_BYTES = 1 << 20
-
-# The numbers each curve has besides `min_depth`; any other is refused.
-CURVES = {"power": ("alpha", "start"), "linear": ("start", "span"), "constant": ("start",)}
-
-
-class Plateau(NamedTuple):
-    """A maximal run of steps with one depth: `first` to `last`, both included."""
-
-    first: int
-    last: int
-    depth: int
 
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """The model a policy was made on. `quantization` may differ from the model in use, the rest may not."""
+    """The model a policy was made for. `quantization` may differ from the model in use; the rest may not."""
 
     architecture: str
     hidden_size: int
@@ -48,68 +36,43 @@ class ModelIdentity:
 
 @dataclass(frozen=True)
 class DepthPolicy:
-    """How depth falls over an answer, and which layers go first.
-
-    With L = `num_hidden_layers`, the depth of the forward that predicts the token of step i is L at step 0, and
-
-    - power, D3 (arXiv 2503.08524): max(min_depth, floor(L * alpha ** max(0, i - start)))
-    - linear, SkipDecode (arXiv 2307.02628):
-      max(min_depth, floor(L - (L - min_depth) * min(1, max(0, i - start) / span)))
-    - constant: min_depth for every i >= max(1, start)
+    """A schedule, and the order in which it gives up layers.
 
     Args:
-        num_hidden_layers: layers of the model, L.
-        curve: "power", "linear" or "constant".
-        min_depth: the least depth; from max(1, L - len(skip_order)) to L.
-        skip_order: the flex layers in the order in which they are skipped. All others are core: always run.
-        alpha: decay of the power curve, in (0, 1].
-        start: the step up to which depth stays at L.
-        span: steps over which the linear curve falls.
+        schedule: the depth of each step; its `min_depth` is at least L - len(skip_order).
+        skip_order: the flex layers in the order in which they are skipped. All others are core: they always run.
         name: what users call it.
-        model: the model it was made on, where that is known.
+        model: the model it was made for, if that is known.
         provenance: how it was found and what was measured; engines ignore it.
 
     Raises:
-        PolicyError: a number or the order breaks a rule.
+        PolicyError: the order names a layer twice or one out of range, or is too short; the name is not printable.
     """
 
-    num_hidden_layers: int
-    curve: str
-    min_depth: int
+    schedule: Schedule
     skip_order: tuple[int, ...] = ()
-    alpha: float | None = None
-    start: int = 0
-    span: int | None = None
     name: str = ""
     model: ModelIdentity | None = None
     provenance: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.schedule, Schedule):
+            raise PolicyError(f"schedule is {shown(self.schedule)}; it must be a Schedule", "or use DepthPolicy.d3")
         layers = self.num_hidden_layers
-        _check_int("num_hidden_layers", layers, 1, MAX_LAYERS)
-        if self.curve not in CURVES:
-            raise PolicyError(f"curve is {self.curve!r}; it must be one of {', '.join(CURVES)}")
-        _check_int("start", self.start, 0)
-        for key in ("alpha", "span"):
-            if (getattr(self, key) is not None) != (key in CURVES[self.curve]):
-                needs = "needs" if key in CURVES[self.curve] else "has no"
-                raise PolicyError(f"a {self.curve} curve {needs} {key}; got {key} = {getattr(self, key)!r}")
-        if self.alpha is not None and not (_is_number(self.alpha) and 0 < self.alpha <= 1):
-            raise PolicyError(f"alpha is {self.alpha!r}; it must be in (0, 1]")
-        if self.span is not None:
-            _check_int("span", self.span, 1)
-        seen: set[int] = set()
-        for layer in self.skip_order:
-            _check_int("a layer of skip_order", layer, 0, layers - 1)
-            if layer in seen:
-                raise PolicyError(f"skip_order names layer {layer} twice; each layer can be skipped once")
-            seen.add(layer)
-        _check_int("min_depth", self.min_depth, max(1, layers - len(self.skip_order)), layers)
+        order = _as_tuple(self.skip_order)
+        checked = [whole_number("a layer of skip_order", i, 0, layers - 1, PolicyError) for i in order]
+        object.__setattr__(self, "skip_order", tuple(checked))
+        if len(set(checked)) < len(checked):
+            twice = next(layer for i, layer in enumerate(checked) if layer in checked[:i])
+            raise PolicyError(f"skip_order names layer {twice} twice; each layer can be skipped once")
+        whole_number("min_depth", self.min_depth, _least_depth(layers, checked), layers, PolicyError)
+        if not (isinstance(self.name, str) and self.name.isprintable()):
+            raise PolicyError(f"name is {shown(self.name)}; it must be printable text")
 
     @classmethod
     def full(cls, num_hidden_layers: int) -> DepthPolicy:
         """Every layer for every token: the model as it is (alpha = 1)."""
-        return cls(num_hidden_layers, "power", num_hidden_layers, alpha=1.0, name="full")
+        return cls(Schedule(num_hidden_layers, "power", num_hidden_layers, alpha=1.0), name="full")
 
     @classmethod
     def d3(
@@ -121,9 +84,9 @@ class DepthPolicy:
         skip_order: Iterable[int] = (),
     ) -> DepthPolicy:
         """Position-aware depth decay (arXiv 2503.08524): floor(L * alpha ** i) layers for token i."""
-        order = tuple(skip_order)
+        order = _as_tuple(skip_order)
         least = _least_depth(num_hidden_layers, order) if min_depth is None else min_depth
-        return cls(num_hidden_layers, "power", least, order, alpha=alpha, start=start)
+        return cls(Schedule(num_hidden_layers, "power", least, alpha=alpha, start=start), order)
 
     @classmethod
     def middle_first(
@@ -137,109 +100,89 @@ class DepthPolicy:
         cls, num_hidden_layers: int, min_depth: int, span: int, start: int = 0, warmup_layers: int = 1
     ) -> DepthPolicy:
         """SkipDecode (arXiv 2307.02628): linear decay; after a warm-up of first layers, the lower ones go first."""
-        _check_int("warmup_layers", warmup_layers, 0, num_hidden_layers - 1)
-        order = tuple(range(warmup_layers, num_hidden_layers - 1))
-        return cls(num_hidden_layers, "linear", min_depth, order, start=start, span=span)
+        last = _check_layers(num_hidden_layers) - 1
+        order = tuple(range(whole_number("warmup_layers", warmup_layers, 0, last, PolicyError), last))
+        return cls(Schedule(num_hidden_layers, "linear", min_depth, start=start, span=span), order)
 
     @classmethod
     def early_exit(cls, num_hidden_layers: int, depth: int) -> DepthPolicy:
         """The first `depth` layers for every token after the first: layers are skipped from the last one down."""
-        order = tuple(range(num_hidden_layers - 1, 0, -1))
-        return cls(num_hidden_layers, "constant", depth, order)
+        return cls.static(num_hidden_layers, depth, range(_check_layers(num_hidden_layers) - 1, 0, -1))
 
     @classmethod
     def static(cls, num_hidden_layers: int, depth: int, skip_order: Iterable[int]) -> DepthPolicy:
         """The same retained layers for every token after the first, as static pruning would have it."""
-        return cls(num_hidden_layers, "constant", depth, tuple(skip_order))
+        return cls(Schedule(num_hidden_layers, "constant", depth), _as_tuple(skip_order))
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """Layers of the model, L."""
+        return self.schedule.num_hidden_layers
+
+    @property
+    def min_depth(self) -> int:
+        """The smallest depth."""
+        return self.schedule.min_depth
 
     @property
     def label(self) -> str:
         """What to call it in a line of text: its name, else its numbers."""
-        numbers = " ".join(f"{key}={getattr(self, key)}" for key in (*CURVES[self.curve], "min_depth"))
-        return self.name or f"{self.curve} {numbers}"
+        numbers = (f"{key}={getattr(self.schedule, key)}" for key in (*CURVES[self.schedule.curve], "min_depth"))
+        return self.name or " ".join([self.schedule.curve, *numbers])
 
     @property
     def core_layers(self) -> frozenset[int]:
         """Layers that always run."""
         return frozenset(range(self.num_hidden_layers)) - frozenset(self.skip_order)
 
-    @property
-    def flex_layers(self) -> frozenset[int]:
-        """Layers that may be skipped."""
-        return frozenset(self.skip_order)
-
     def depth(self, step: int) -> int:
-        """Layers run by the forward that predicts the token of `step`; step 0 is the prefill, at full depth."""
-        if step < 0:
-            raise ValueError(f"step is {step}; steps count from 0")
-        layers, after = self.num_hidden_layers, max(0, step - self.start)
-        if step == 0:
-            return layers
-        if self.curve == "constant":
-            return self.min_depth if step >= self.start else layers
-        if self.curve == "linear":
-            assert self.span is not None
-            fall = (layers - self.min_depth) * min(1.0, after / self.span)
-            return max(self.min_depth, math.floor(layers - fall))
-        assert self.alpha is not None
-        return max(self.min_depth, math.floor(layers * self.alpha**after))
+        """Layers run by the forward that predicts the token of `step`."""
+        return self.schedule.depth(step)
+
+    def mean_depth(self, max_tokens: int) -> float:
+        """Mean depth over steps 1 to max_tokens - 1; L if there is no such step."""
+        return self.schedule.mean_depth(max_tokens)
 
     def retained_at(self, depth: int) -> tuple[int, ...]:
-        """Layers run at a depth, ascending: all but the first L - depth of `skip_order`."""
-        skipped = frozenset(self.skip_order[: self.num_hidden_layers - depth])
-        return tuple(layer for layer in range(self.num_hidden_layers) if layer not in skipped)
+        """Layers run at a depth, ascending."""
+        least = least_depths(self.skip_order, self.num_hidden_layers)
+        return tuple(layer for layer, needed in enumerate(least) if depth >= needed)
 
     def retained_layers(self, step: int) -> tuple[int, ...]:
         """Layers run for the token of `step`, ascending."""
         return self.retained_at(self.depth(step))
 
-    def plateaus(self, max_tokens: int) -> list[Plateau]:
-        """The runs of equal depth over the steps of an answer of `max_tokens` tokens."""
-        runs: list[Plateau] = []
-        for step in range(max_tokens):
-            depth = self.depth(step)
-            if runs and runs[-1].depth == depth:
-                runs[-1] = runs[-1]._replace(last=step)
-            else:
-                runs.append(Plateau(step, step, depth))
-        return runs
-
-    def mean_depth(self, max_tokens: int) -> float:
-        """Mean depth over steps 1 to max_tokens - 1; L where an answer has no such step."""
-        if max_tokens < 2:
-            return float(self.num_hidden_layers)
-        return sum(self.depth(step) for step in range(1, max_tokens)) / (max_tokens - 1)
-
     def with_alpha(self, alpha: float) -> DepthPolicy:
-        """The same policy with another decay.
+        """D3's power curve over this policy's skip order: from its `start` on, and as deep as the order goes.
 
         Raises:
-            PolicyError: the curve has no alpha.
+            PolicyError: alpha is out of range, or there is no layer to skip, so that it would do nothing.
         """
-        if self.curve != "power":
-            raise PolicyError(f"alpha does nothing to a {self.curve} curve", "choose a policy with a power curve")
-        return replace(self, alpha=alpha, name="", provenance={})
+        if not self.skip_order:
+            raise PolicyError(f"policy {self.label} skips no layer, so alpha does nothing", "choose another policy")
+        decayed = DepthPolicy.d3(self.num_hidden_layers, alpha, self.schedule.start, skip_order=self.skip_order)
+        return replace(decayed, model=self.model)
 
     def check_model(self, num_hidden_layers: int, model: ModelIdentity | None) -> str:
-        """Refuse a model this policy was not made for; return a warning for another quantisation of it, else "".
+        """Reject a model that this policy was not made for; return a warning for another quantisation, else "".
 
-        With no `model`, only the number of layers is compared.
+        Without `model`, only the number of layers is compared.
 
         Raises:
             PolicyError: the number of layers, architecture, hidden size or vocabulary differ.
         """
         facts = [("layers", self.num_hidden_layers, num_hidden_layers)]
         if self.model is not None and model is not None:
-            for what in ("architecture", "hidden_size", "vocab_size"):
-                facts.append((what, getattr(self.model, what), getattr(model, what)))
-        for what, ours, theirs in facts:
+            names = ("architecture", "hidden_size", "vocab_size")
+            facts += [(name, getattr(self.model, name), getattr(model, name)) for name in names]
+        for name, ours, theirs in facts:
             if ours != theirs:
                 raise PolicyError(
-                    f"policy {self.name or 'given'} is for a model with {what} {ours}, this model has {theirs}",
+                    f"policy {self.name or 'given'} is for a model with {name} {ours}, but this model has {theirs}",
                     "use a policy made for this model, or --mode full",
                 )
         if self.model is not None and model is not None and self.model.quantization != model.quantization:
-            return f"policy was measured on {self.model.quantization} weights, this model has {model.quantization}"
+            return f"the policy was measured on {self.model.quantization} weights; this model has {model.quantization}"
         return ""
 
     def to_json(self) -> str:
@@ -247,9 +190,9 @@ class DepthPolicy:
         data: dict[str, Any] = {"format_version": FORMAT_VERSION}
         if self.name:
             data["name"] = self.name
-        data |= {"num_hidden_layers": self.num_hidden_layers, "curve": self.curve}
-        data |= {key: getattr(self, key) for key in CURVES[self.curve]}
-        data |= {"min_depth": self.min_depth, "skip_order": list(self.skip_order)}
+        keys = ("num_hidden_layers", "curve", *CURVES[self.schedule.curve], "min_depth")
+        data |= {key: getattr(self.schedule, key) for key in keys}
+        data["skip_order"] = list(self.skip_order)
         if self.model is not None:
             data["model"] = dict(vars(self.model))
         if self.provenance:
@@ -258,133 +201,92 @@ class DepthPolicy:
 
     @classmethod
     def from_json(cls, text: str) -> DepthPolicy:
-        """Read a policy, strictly: unknown keys, wrong types and values out of range are refused.
+        """Read a policy, strictly: unknown keys, wrong types and values out of range are rejected.
 
         Raises:
             PolicyError: the text is not a policy of this format version.
         """
         try:
-            data = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
+            data = json.loads(text, object_pairs_hook=unique_keys, parse_constant=_no_constant)
         except (ValueError, RecursionError) as error:
             raise PolicyError(f"not a policy: {error}", "a policy is a JSON object") from None
         required = {"format_version", "num_hidden_layers", "curve", "min_depth", "skip_order"}
-        data = _check_object("a policy", data, required, {"name", "model", "provenance", "alpha", "start", "span"})
+        curve = str(data.get("curve")) if isinstance(data, dict) else ""
+        of_curve = set(CURVES.get(curve, ()))  # of an unknown curve, the schedule says so
+        optional = {"name", "model", "provenance"} | (set() if of_curve else {"alpha", "start", "span"})
+        data = _check_object("a policy", data, required | of_curve, optional)
         version = data.pop("format_version")
-        if version is True or version != FORMAT_VERSION:
-            raise PolicyError(f"format_version is {version!r}; this Taper reads {FORMAT_VERSION}", "upgrade Taper")
-        curve = data["curve"]
-        if not isinstance(curve, str) or curve not in CURVES:
-            raise PolicyError(f"curve is {curve!r}; it must be one of {', '.join(CURVES)}")
-        _check_object(f"a {curve} policy", data, set(CURVES[curve]), set(data) - {"alpha", "start", "span"})
-        if not isinstance(data["skip_order"], list):
-            raise PolicyError(f"skip_order is {data['skip_order']!r}; it must be a list of layers")
-        data["skip_order"] = tuple(data["skip_order"])
-        if not isinstance(data.get("name", ""), str):
-            raise PolicyError(f"name is {data['name']!r}; it must be text")
-        if not isinstance(data.get("provenance", {}), dict):
-            raise PolicyError("provenance must be an object")
-        if "model" in data:
-            data["model"] = _read_identity(data["model"])
-        return cls(**data)
+        if type(version) is not int or version != FORMAT_VERSION:
+            raise PolicyError(f"format_version is {version!r}; this Taper reads {FORMAT_VERSION}", "update Taper")
+        kinds = {"skip_order": (list, "a list"), "name": (str, "text"), "provenance": (dict, "an object")}
+        for key, (kind, rule) in kinds.items():
+            if not isinstance(data.get(key, kind()), kind):
+                raise PolicyError(f"{key} is {shown(data[key])}; it must be {rule}")
+        data |= {"model": _read_identity(data["model"])} if "model" in data else {}
+        of_schedule = {number.name: data.pop(number.name) for number in fields(Schedule) if number.name in data}
+        return cls(Schedule(**of_schedule), **data)
 
 
-def active_prefixes(policy: DepthPolicy, depths: Sequence[int]) -> tuple[int, ...]:
-    """How many tokens run each layer, for tokens that share the policy's `skip_order`, deepest first.
+@lru_cache(maxsize=256)
+def least_depths(skip_order: tuple[int, ...], num_hidden_layers: int) -> tuple[int, ...]:
+    """The smallest depth at which each layer runs: [num_hidden_layers], 0 for core layers.
 
-    By nesting they are the first ones: [num_hidden_layers] counts, each 0 to len(depths).
+    This says which layers run at a depth: layer l runs at depth d if d >= least_depths(...)[l].
+    """
+    least = [0] * num_hidden_layers
+    for rank, layer in enumerate(skip_order):
+        least[layer] = num_hidden_layers - rank
+    return tuple(least)
+
+
+def active_prefixes(skip_order: tuple[int, ...], num_hidden_layers: int, depths: Sequence[int]) -> tuple[int, ...]:
+    """How many tokens run each layer, given the depth of each: [num_hidden_layers] counts from 0 to len(depths).
+
+    The tokens share `skip_order` and come deepest first, so by nesting those that run a layer are the first ones.
     """
     assert all(a >= b for a, b in pairwise(depths)), "tokens must be sorted deepest first"
-    active = [len(depths)] * policy.num_hidden_layers
-    for rank, layer in enumerate(policy.skip_order):
-        active[layer] = sum(depth >= policy.num_hidden_layers - rank for depth in depths)
-    return tuple(active)
+    falling = [-depth for depth in depths]
+    return tuple(bisect_right(falling, -least) for least in least_depths(skip_order, num_hidden_layers))
 
 
 def middle_first_order(num_hidden_layers: int) -> tuple[int, ...]:
     """Flex layers from the middle outwards; the first and last eighth (at least one layer each) are core."""
-    core = max(1, num_hidden_layers // 8)
+    core = max(1, _check_layers(num_hidden_layers) // 8)
     middle = (num_hidden_layers - 1) / 2
     return tuple(sorted(range(core, num_hidden_layers - core), key=lambda layer: (abs(layer - middle), layer)))
 
 
-def load_policy(path: str | Path) -> DepthPolicy:
-    """Read a policy file.
-
-    Raises:
-        PolicyError: the file is missing, not UTF-8, too large, or not a policy.
-    """
-    path = Path(path)
-    try:
-        with path.open("rb") as file:
-            raw = file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        hint = "taper policy list shows those shipped"
-        raise PolicyError(f"cannot read policy {path}: {error.strerror}", hint) from None
-    if len(raw) > MAX_FILE_BYTES:
-        raise PolicyError(f"policy {path} is larger than {MAX_FILE_BYTES} bytes")
-    try:
-        return DepthPolicy.from_json(raw.decode())
-    except UnicodeDecodeError:
-        raise PolicyError(f"policy {path} is not UTF-8 text") from None
-    except PolicyError as error:
-        raise PolicyError(f"policy {path}: {error.message}", error.hint) from None
+def _least_depth(num_hidden_layers: int, skip_order: Sequence[int]) -> int:
+    return max(1, _check_layers(num_hidden_layers) - len(skip_order))
 
 
-def shipped_policies() -> dict[str, list[DepthPolicy]]:
-    """The calibrated policies that come with Taper, by model, deepest first."""
-    shipped: dict[str, list[DepthPolicy]] = {}
-    for folder in resources.files(__package__).joinpath("policies").iterdir():
-        if folder.is_dir():
-            files = [file for file in folder.iterdir() if file.name.endswith(".json")]
-            policies = [DepthPolicy.from_json(file.read_text(encoding="utf-8")) for file in files]
-            shipped[folder.name] = sorted(policies, key=lambda policy: -policy.mean_depth(128))
-    return shipped
+def _check_layers(num_hidden_layers: int) -> int:
+    return whole_number("num_hidden_layers", num_hidden_layers, 1, MAX_LAYERS, PolicyError)
 
 
-def _least_depth(num_hidden_layers: int, skip_order: tuple[int, ...]) -> int:
-    return max(1, num_hidden_layers - len(skip_order))
+def _as_tuple(skip_order: Iterable[int]) -> tuple[int, ...]:
+    if isinstance(skip_order, str) or not isinstance(skip_order, Iterable):
+        raise PolicyError(f"skip_order is {shown(skip_order)}; it must be a list of layers")
+    return tuple(skip_order)
 
 
-def _is_number(value: object) -> bool:
-    return type(value) is int or (isinstance(value, float) and math.isfinite(value))
-
-
-def _check_int(what: str, value: object, low: int, high: int | None = None) -> None:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= low and (high is None or value <= high):
-        return
-    rule = f"at least {low}" if high is None else f"from {low} to {high}"
-    raise PolicyError(f"{what} is {value!r}; it must be a whole number {rule}")
-
-
-def _check_object(what: str, data: object, required: set[str], optional: set[str]) -> dict[str, Any]:
+def _check_object(name: str, data: object, required: set[str], optional: set[str]) -> dict[str, Any]:
     if not isinstance(data, dict):
-        raise PolicyError(f"{what} must be a JSON object, got {type(data).__name__}")
+        raise PolicyError(f"{name} must be a JSON object, not {type(data).__name__}")
     if unknown := sorted(set(data) - required - optional):
-        raise PolicyError(f"{what} has no key {unknown[0]!r}", f"keys: {', '.join(sorted(required | optional))}")
+        raise PolicyError(f"{name} has no key {shown(unknown[0])}", f"keys: {', '.join(sorted(required | optional))}")
     if missing := sorted(required - set(data)):
-        raise PolicyError(f"{what} lacks {missing[0]!r}")
+        raise PolicyError(f"{name} lacks {missing[0]!r}")
     return data
 
 
 def _read_identity(data: object) -> ModelIdentity:
-    checks: dict[str, Callable[[Any], bool]] = {
-        "architecture": lambda value: isinstance(value, str),
-        "hidden_size": lambda value: type(value) is int and value > 0,
-        "vocab_size": lambda value: type(value) is int and value > 0,
-        "quantization": lambda value: isinstance(value, str),
-    }
-    identity = _check_object("model", data, set(checks), set())
-    for key, check in checks.items():
-        if not check(identity[key]):
-            raise PolicyError(f"model.{key} is {identity[key]!r}; it has the wrong type")
+    kinds = {"architecture": str, "hidden_size": int, "vocab_size": int, "quantization": str}
+    identity = _check_object("model", data, set(kinds), set())
+    for key, kind in kinds.items():
+        if type(identity[key]) is not kind or (kind is int and identity[key] < 1):
+            raise PolicyError(f"model.{key} is {shown(identity[key])}, which has the wrong type")
     return ModelIdentity(**identity)
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    data = dict(pairs)
-    if len(data) != len(pairs):
-        raise ValueError("a key stands twice in one object")
-    return data
 
 
 def _no_constant(text: str) -> float:

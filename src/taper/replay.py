@@ -1,23 +1,25 @@
 """Scores policies on known answers: what decoding them token by token would compute, in one forward a window.
 
-The tokens of an answer already stand deepest first, so each layer runs on a prefix of them. Policies that differ
-from a base only from some layer on share its hidden states before that layer, and its keys and values below.
+The tokens of an answer already are in order of depth, so each layer runs on a prefix of them. Policies that differ from
+a base only from some layer on share its hidden states before that layer, and its keys and values below.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 
 import numpy as np
 
 from .backends import TokenBatch
-from .engine import Engine, Request, Row
+from .engine import Engine
 from .errors import RequestError
 from .policy import DepthPolicy, active_prefixes
 from .sampling import SamplingParams
+from .sequence import Request
+from .sequence import Sequence as EngineSequence
 
 WINDOW = 128  # tokens a forward; bounds the memory of their logits
 TOP = 1024  # of full depth's likeliest tokens; all others share one bucket
@@ -53,12 +55,12 @@ class Scores:
 
     def where(self, chosen: np.ndarray) -> Scores:
         """Only the steps that a mask or an index array chooses."""
-        return Scores(*(getattr(self, each.name)[chosen] for each in fields(self)))
+        return Scores(*(getattr(self, column.name)[chosen] for column in fields(self)))
 
     @classmethod
     def joined(cls, parts: Sequence[Scores]) -> Scores:
         """Several as one, in their order."""
-        return cls(*(np.concatenate([getattr(part, each.name) for part in parts]) for each in fields(cls)))
+        return cls(*(np.concatenate([getattr(part, column.name) for part in parts]) for column in fields(cls)))
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class _Full:
 
 
 class Replay:
-    """Known answers on an engine. It holds as many of their prompts as the engine has slots; close it to free them.
+    """Known answers on an engine. Prompts that are prepared hold slots of it; close it to free them.
 
     Raises:
         RequestError: an answer is empty or does not fit into the context.
@@ -79,8 +81,8 @@ class Replay:
 
     def __init__(self, engine: Engine, references: Sequence[Reference]) -> None:
         self.engine, self.references = engine, list(references)
-        self._layers = engine.backend.config.num_hidden_layers
-        self._rows: OrderedDict[int, Row] = OrderedDict()
+        self._num_hidden_layers = engine.backend.config.num_hidden_layers
+        self._held: OrderedDict[int, EngineSequence] = OrderedDict()  # by answer, the latest used last
         self._full: dict[int, _Full] = {}
         for reference in self.references:
             engine.check_prompt(reference.prompt_ids)
@@ -94,132 +96,148 @@ class Replay:
 
     def close(self) -> None:
         """Free the slots of its prompts."""
-        while self._rows:
-            self._release_oldest()
+        while self._held:
+            self._free_oldest()
 
     def score(self, policy: DepthPolicy) -> Scores:
         """What one policy costs at each step of all answers."""
-        return Scores.joined([self.at(index, [policy])[0] for index in range(len(self.references))])
+        parts = []
+        for index in range(len(self.references)):
+            self.prepare(index)
+            parts += self.at(index, [policy])
+        return Scores.joined(parts)
+
+    def prepare(self, index: int) -> None:
+        """Have a slot hold the keys and values of an answer's prompt, and know full depth on the answer."""
+        if index in self._held:
+            self._held.move_to_end(index)
+            return
+        while self._held and not self.engine.num_free_slots:
+            self._free_oldest()
+        reference, full = self.references[index], DepthPolicy.full(self._num_hidden_layers)
+        self._held[index] = self._hold(reference)
+        if index in self._full:  # then only the last token of the prompt is missing, the input of step 0
+            self.engine.forward(self._batch(index, full, range(1)))
+            return
+        parts = []
+        for window in self._windows(index, first_step=0):
+            output = self.engine.forward(self._batch(index, full, window, logits=True))
+            parts.append(_likeliest(output.logits, reference, window.start))
+        self._full[index] = _Full(*(np.concatenate(part) for part in zip(*parts, strict=True)))
 
     def at(self, index: int, policies: Sequence[DepthPolicy], base: DepthPolicy | None = None) -> list[Scores]:
-        """What each of some policies costs on one answer.
+        """What each of some policies costs on one answer, which is prepared.
 
         What they have in common with `base` (default: full depth) is computed once.
         """
-        self._row(index)
-        nll_full = self._full[index].nll
-        steps = np.arange(len(nll_full))
-        found = []
-        for policy in policies:
-            depths = np.array([policy.depth(step) for step in steps.tolist()])
-            # As at full depth: so it stays for step 0, which the prefill predicts, and wherever no layer is skipped.
-            same = (np.zeros(len(steps)), np.ones(len(steps)), nll_full.copy())
-            found.append(Scores(np.full(len(steps), index), steps, depths, *same, nll_full))
-        skipping = [which for which, scores in enumerate(found) if (scores.depth < self._layers).any()]
-        for which, first, logits in self._forwards(index, [policies[which] for which in skipping], base):
-            scores, part = found[skipping[which]], slice(first, first + len(logits))
-            compared = _compare(logits, self._full[index], self.references[index], first)
-            scores.kl[part], scores.agreement[part], scores.nll[part] = compared
-        return found
+        full, base = self._full[index], base or DepthPolicy.full(self._num_hidden_layers)
+        scores = [_as_at_full_depth(index, policy, full) for policy in policies]
+        common = self._num_active(index, base)
+        begins = [_first_difference(self._num_active(index, policy), common) for policy in policies]
+        tapered = [i for i, own in enumerate(scores) if (own.depth < self._num_hidden_layers).any()]
+        # The base runs as far as a policy shares it, and leaves hidden states where each goes on by itself.
+        hidden_states = {}
+        if shared := tuple(sorted({begins[i] for i in tapered} - {0})):
+            for window in self._windows(index):
+                batch = self._batch(index, base, window, num_layers=shared[-1], output_hidden_states=shared)
+                hidden_states[window] = self.engine.forward(batch).hidden_states
+        # From the last beginning to the first: the layers below still hold the base's keys and values.
+        for i in sorted(tapered, key=lambda i: -begins[i]):
+            own = scores[i]
+            for window in self._windows(index):
+                states = hidden_states[window][begins[i]] if begins[i] else None
+                batch = self._batch(index, policies[i], window, begins[i], hidden_states=states, logits=True)
+                compared = _compare(self.engine.forward(batch).logits, full, self.references[index], window.start)
+                steps = slice(window.start, window.stop)
+                skips = own.depth[steps] < self._num_hidden_layers
+                for values, new in zip((own.kl, own.agreement, own.nll), compared, strict=True):
+                    values[steps] = np.where(skips, new, values[steps])
+        return scores
 
     def block_influence(self) -> np.ndarray:
         """1 - mean cosine of what enters and what leaves each layer, full depth (ShortGPT, arXiv 2403.03853): [L]."""
-        full = DepthPolicy.full(self._layers)
-        keep, sums, count = tuple(range(self._layers + 1)), np.zeros(self._layers), 0
+        full = DepthPolicy.full(self._num_hidden_layers)
+        every, sums, count = tuple(range(self._num_hidden_layers + 1)), np.zeros(self._num_hidden_layers), 0
         for index in range(len(self.references)):
-            for _, batch in self._batches(index, full, keep=keep):
-                self.engine.backend.forward(batch)
-                unit = [batch.hidden[i] / np.linalg.norm(batch.hidden[i], axis=-1, keepdims=True) for i in keep]
+            self.prepare(index)
+            for window in self._windows(index):
+                batch = self._batch(index, full, window, output_hidden_states=every)
+                states = self.engine.forward(batch).hidden_states
+                unit = [states[layer] / np.linalg.norm(states[layer], axis=-1, keepdims=True) for layer in every]
                 sums += [(1 - (a * b).sum(-1)).sum() for a, b in pairwise(unit)]
-                count += len(batch.tokens)
+                count += len(window)
         return sums / max(1, count)
 
-    def _forwards(
-        self, index: int, policies: Sequence[DepthPolicy], base: DepthPolicy | None
-    ) -> Iterator[tuple[int, int, np.ndarray]]:
-        """(policy, first step, logits [steps, V]) of each window of each policy."""
-        if not policies:
-            return
-        base = base or DepthPolicy.full(self._layers)
-        common = self._active(index, base)
-        begins = []
-        for policy in policies:
-            active = self._active(index, policy)
-            begins.append(
-                next((layer for layer in range(self._layers) if active[layer] != common[layer]), self._layers)
-            )
-        hidden: dict[int, dict[int, np.ndarray]] = {}
-        # The base runs as far as any policy shares it.
-        if keep := tuple(sorted({*begins} - {0})):
-            for first, batch in self._batches(index, base, keep=keep, layers=keep[-1]):
-                self.engine.backend.forward(batch)
-                hidden[first] = batch.hidden
-        # From the last beginning to the first: what lies below still holds the base's keys and values.
-        for which in sorted(range(len(policies)), key=lambda which: -begins[which]):
-            for first, batch in self._batches(index, policies[which], begins[which], hidden=hidden, logits=True):
-                yield which, first, self.engine.backend.forward(batch)
+    def _windows(self, index: int, first_step: int = 1) -> list[range]:
+        """The steps of an answer, in the windows of one forward each. Step 0 is at full depth under every policy."""
+        steps = range(first_step, len(self.references[index].answer_ids))
+        return [steps[first : first + WINDOW] for first in range(0, len(steps), WINDOW)]
 
-    def _batches(
+    def _batch(
         self,
         index: int,
         policy: DepthPolicy,
+        window: range,
         first_layer: int = 0,
         *,
-        layers: int | None = None,
-        keep: tuple[int, ...] = (),
-        hidden: dict[int, dict[int, np.ndarray]] | None = None,
+        num_layers: int | None = None,
+        output_hidden_states: tuple[int, ...] = (),
+        hidden_states: np.ndarray | None = None,
         logits: bool = False,
-    ) -> Iterator[tuple[int, TokenBatch]]:
-        """The first step of each window of an answer and its forward, up to layer `layers`."""
-        reference, row = self.references[index], self._row(index)
-        layers = self._layers if layers is None else layers
-        last = len(reference.answer_ids)
-        for first in range(1, last, WINDOW):
-            steps = range(first, min(first + WINDOW, last))
-            active = active_prefixes(policy, [policy.depth(step) for step in steps])
-            active = tuple(n if layer < layers else 0 for layer, n in enumerate(active))
-            tokens = reference.answer_ids[first - 1 : steps[-1]]
-            positions = len(reference.prompt_ids) + np.arange(first - 1, steps[-1])
-            yield (
-                first,
-                TokenBatch(
-                    tokens=np.asarray(tokens, np.int32),
-                    positions=positions.astype(np.int32),
-                    slots=np.full(len(tokens), row.slot, np.int32),
-                    active=active,
-                    logits_rows=tuple(range(len(tokens))) if logits else (),
-                    first_layer=first_layer,
-                    keep=keep,
-                    hidden=hidden[first] if hidden else {},
-                ),
-            )
+    ) -> TokenBatch:
+        """The forward that predicts the steps of a window, up to layer `num_layers`."""
+        reference, count = self.references[index], len(window)
+        # The input of a step is the token before it: of step 0, the last of the prompt.
+        token_ids = (reference.prompt_ids[-1], *reference.answer_ids)[window.start : window.stop]
+        positions = len(reference.prompt_ids) - 1 + np.arange(window.start, window.stop)
+        depths = [policy.depth(step) for step in window]
+        num_active = active_prefixes(policy.skip_order, self._num_hidden_layers, depths)
+        if num_layers is not None:
+            num_active = tuple(n if layer < num_layers else 0 for layer, n in enumerate(num_active))
+        return TokenBatch(
+            tokens=np.array(token_ids, np.int32),
+            positions=positions.astype(np.int32),
+            slots=np.full(count, self._held[index].slot, np.int32),
+            num_active=num_active,
+            logits_rows=tuple(range(count)) if logits else (),
+            output_hidden_states=output_hidden_states,
+            first_layer=first_layer,
+            hidden_states=hidden_states,
+        )
 
-    def _active(self, index: int, policy: DepthPolicy) -> tuple[int, ...]:
+    def _num_active(self, index: int, policy: DepthPolicy) -> tuple[int, ...]:
         """How many of an answer's steps run each layer: equal counts, equal steps."""
-        steps = range(1, len(self.references[index].answer_ids))
-        return active_prefixes(policy, [policy.depth(step) for step in steps])
+        depths = [policy.depth(step) for step in range(1, len(self.references[index].answer_ids))]
+        return active_prefixes(policy.skip_order, self._num_hidden_layers, depths)
 
-    def _row(self, index: int) -> Row:
-        """The row that holds a prompt; the first time, full depth runs on its answer too."""
-        if index in self._rows:
-            self._rows.move_to_end(index)
-            return self._rows[index]
-        if self._rows and not self.engine.free_slots:
-            self._release_oldest()
-        reference, policy = self.references[index], DepthPolicy.full(self._layers)
-        row = self._rows[index] = self.engine.admit(Request(reference.prompt_ids, SamplingParams(), policy))
-        logits = self.engine.prefill(row)
-        if index not in self._full:
-            parts = [_likeliest(logits[None], reference, 0)]
-            for _, first, later in self._forwards(index, [policy], None):
-                parts.append(_likeliest(later, reference, first))
-            self._full[index] = _Full(*(np.concatenate(part) for part in zip(*parts, strict=True)))
-        return row
+    def _hold(self, reference: Reference) -> EngineSequence:
+        """A sequence that holds a slot with the prompt's keys and values, but for its last token's."""
+        prompt_ids = reference.prompt_ids[:-1] or reference.prompt_ids
+        params = SamplingParams(max_tokens=self.engine.backend.context_length, ignore_eos=True)
+        sequence = self.engine.add(Request(prompt_ids, params, DepthPolicy.full(self._num_hidden_layers)))
+        try:
+            while sequence.step == 0:
+                self.engine.step([sequence])
+        except BaseException:
+            self.engine.abort(sequence)
+            raise
+        return sequence
 
-    def _release_oldest(self) -> None:
-        _, row = self._rows.popitem(last=False)
-        row.finish_reason = "stop"
-        self.engine.release([row])
+    def _free_oldest(self) -> None:
+        _, sequence = self._held.popitem(last=False)
+        self.engine.abort(sequence)
+
+
+def _first_difference(a: Sequence[int], b: Sequence[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
+
+
+def _as_at_full_depth(index: int, policy: DepthPolicy, full: _Full) -> Scores:
+    """The scores of a policy where it skips no layer; those of other steps are still to be measured."""
+    steps = np.arange(len(full.nll))
+    depths = np.array([policy.depth(step) for step in steps.tolist()])
+    same = (np.zeros(len(steps)), np.ones(len(steps)), full.nll.copy())
+    return Scores(np.full(len(steps), index), steps, depths, *same, full.nll)
 
 
 def _log_sum(logits: np.ndarray) -> np.ndarray:

@@ -3,34 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from .checks import number, shown, whole_number
 from .errors import RequestError
 
 MAX_LOGPROBS = 20
+NOT_A_NUMBER = -1  # instead of a token id
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the tokens of an answer are chosen and when it ends. Temperature 0, the default, is greedy.
+    """How the tokens of a completion are chosen and when it ends. Temperature 0, the default, is greedy.
 
     Penalties come first, then temperature, top_k, top_p and min_p, each on what the one before left.
 
     Args:
-        max_tokens: most tokens of an answer, from 1.
+        max_tokens: most tokens of a completion, from 1.
         temperature: 0 for greedy, else divides the logits.
         top_k: keep the k likeliest tokens; 0 keeps all.
         top_p: keep the likeliest tokens whose probabilities reach this sum, in (0, 1].
         min_p: keep tokens at least this fraction as likely as the likeliest, in [0, 1].
-        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt and answer; above 0.
-        presence_penalty: taken from the logits of tokens in the answer, in [-2, 2].
+        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt and completion; above 0.
+        presence_penalty: taken from the logits of tokens in the completion, in [-2, 2].
         frequency_penalty: taken from them once for each time they occur, in [-2, 2].
         seed: makes sampling repeatable.
-        stop: texts that end the answer; they are not part of it.
-        stop_token_ids: ids that end the answer, besides the model's own.
+        stop: texts that end the completion; they are not part of it.
+        stop_token_ids: ids that end the completion, besides the model's own.
         ignore_eos: go on past the model's own stop ids.
         logprobs: report log-probabilities of the chosen token and of this many likeliest ones, 0 to 20.
 
@@ -47,35 +50,44 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int | None = None
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
+    stop: str | Sequence[str] | None = ()
+    stop_token_ids: Sequence[int] | None = ()
     ignore_eos: bool = False
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        rules = [
-            ("max_tokens", _whole(self.max_tokens, 1), "a whole number from 1"),
-            ("temperature", _within(self.temperature, 0, 100), "from 0 to 100"),
-            ("top_k", _whole(self.top_k, 0), "a whole number from 0 (0: all)"),
-            ("top_p", _within(self.top_p, 0, 1) and self.top_p > 0, "in (0, 1]"),
-            ("min_p", _within(self.min_p, 0, 1), "in [0, 1]"),
-            ("repetition_penalty", _within(self.repetition_penalty, 0, 100) and self.repetition_penalty > 0, "above 0"),
-            ("presence_penalty", _within(self.presence_penalty, -2, 2), "in [-2, 2]"),
-            ("frequency_penalty", _within(self.frequency_penalty, -2, 2), "in [-2, 2]"),
-            ("seed", self.seed is None or _whole(self.seed, 0), "a whole number from 0"),
-            ("stop", all(isinstance(text, str) and text for text in self.stop), "texts that are not empty"),
-            ("stop_token_ids", all(_whole(i, 0) for i in self.stop_token_ids), "token ids"),
-            (
-                "logprobs",
-                self.logprobs is None or (_whole(self.logprobs, 0) and self.logprobs <= MAX_LOGPROBS),
-                f"a whole number from 0 to {MAX_LOGPROBS}",
-            ),
-        ]
-        for name, ok, rule in rules:
-            if not ok:
-                raise RequestError(f"{name} is {getattr(self, name)!r}; it must be {rule}")
+        stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop)
+        if not all(isinstance(text, str) and text for text in stop):
+            raise RequestError(f"stop is {shown(self.stop)}; it must be texts that are not empty")
+        if self.ignore_eos not in (True, False):
+            raise RequestError(f"ignore_eos is {shown(self.ignore_eos)}; it must be True or False")
+        stop_token_ids = _as_tuple("stop_token_ids", self.stop_token_ids)
+        checked: dict[str, Any] = {
+            "stop": stop,
+            "max_tokens": whole_number("max_tokens", self.max_tokens, 1),
+            "temperature": number("temperature", self.temperature, 0, 100),
+            "top_k": whole_number("top_k", self.top_k, 0),
+            "top_p": number("top_p", self.top_p, 0, 1, above=True),
+            "min_p": number("min_p", self.min_p, 0, 1),
+            "repetition_penalty": number("repetition_penalty", self.repetition_penalty, 0, 100, above=True),
+            "presence_penalty": number("presence_penalty", self.presence_penalty, -2, 2),
+            "frequency_penalty": number("frequency_penalty", self.frequency_penalty, -2, 2),
+            "seed": None if self.seed is None else whole_number("seed", self.seed, 0),
+            "stop_token_ids": tuple(whole_number("a stop token id", i, 0) for i in stop_token_ids),
+            "logprobs": None if self.logprobs is None else whole_number("logprobs", self.logprobs, 0, MAX_LOGPROBS),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token of the model's own logits is all that is asked for."""
+        return self.temperature == 0 and self.logprobs is None and not self.has_penalties
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether logits depend on the tokens so far."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
 @dataclass(frozen=True)
@@ -90,7 +102,7 @@ def sample(
     logits: np.ndarray,
     params: SamplingParams,
     prompt_ids: Sequence[int],
-    answer_ids: Sequence[int],
+    completion_ids: Sequence[int],
     rng: np.random.Generator,
 ) -> int:
     """Choose the next token.
@@ -99,12 +111,18 @@ def sample(
         logits: float32 [vocab_size]; left unchanged.
         params: how to choose.
         prompt_ids: the prompt, for the repetition penalty.
-        answer_ids: the answer so far, for all penalties.
+        completion_ids: the completion so far, for all penalties.
         rng: randomness, used when the temperature is above 0.
+
+    Returns:
+        A token id, or `NOT_A_NUMBER` if the largest logit is not a finite number.
     """
-    logits = _penalise(logits, params, prompt_ids, answer_ids)
+    logits = _penalise(logits, params, prompt_ids, completion_ids)
+    likeliest = int(logits.argmax())  # the first NaN, if there is one
+    if not np.isfinite(logits[likeliest]):
+        return NOT_A_NUMBER
     if params.temperature == 0:
-        return int(logits.argmax())
+        return likeliest
     ids: np.ndarray = np.arange(len(logits))
     if 0 < params.top_k < len(logits):
         ids = np.argpartition(logits, -params.top_k)[-params.top_k :]
@@ -132,25 +150,25 @@ def token_logprobs(logits: np.ndarray, token_id: int, top: int) -> TokenLogprobs
 
 
 def _penalise(
-    logits: np.ndarray, params: SamplingParams, prompt_ids: Sequence[int], answer_ids: Sequence[int]
+    logits: np.ndarray, params: SamplingParams, prompt_ids: Sequence[int], completion_ids: Sequence[int]
 ) -> np.ndarray:
-    repeats = params.repetition_penalty != 1
-    if not repeats and params.presence_penalty == 0 and params.frequency_penalty == 0:
+    if not params.has_penalties:
         return logits
     logits = logits.copy()
-    if repeats:
-        seen = np.unique(np.concatenate([prompt_ids, answer_ids]).astype(np.int64))
+    if params.repetition_penalty != 1:
+        seen = np.unique(np.concatenate([prompt_ids, completion_ids]).astype(np.int64))
         values = logits[seen]
-        logits[seen] = np.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
-    if answer_ids:
-        used, counts = np.unique(np.asarray(answer_ids, dtype=np.int64), return_counts=True)
+        with np.errstate(over="ignore", divide="ignore"):  # `sample` looks for what is not a number
+            logits[seen] = np.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+    if completion_ids:
+        used, counts = np.unique(np.asarray(completion_ids, dtype=np.int64), return_counts=True)
         logits[used] -= params.presence_penalty + params.frequency_penalty * counts
     return logits
 
 
-def _whole(value: object, low: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= low
-
-
-def _within(value: object, low: float, high: float) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
+def _as_tuple(name: str, values: Any) -> tuple[Any, ...]:
+    if values is None:
+        return ()
+    if isinstance(values, bytes) or not isinstance(values, Iterable):
+        raise RequestError(f"{name} is {shown(values)}; it must be a list")
+    return tuple(values)

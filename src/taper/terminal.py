@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
-from .llm import Chunk, Output
 from .policy import DepthPolicy
+
+if TYPE_CHECKING:
+    from .output import Chunk, Output
 
 _BARS = " ▁▂▃▄▅▆▇█"
 # From full depth to the shallowest; readable on dark and light backgrounds.
 _COLOURS = ("green", "cyan", "blue", "magenta", "red")
 _CHART_HEIGHT, _CHART_WIDTH = 5, 72
+_CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])  # all but tab and newline
+_MIN_WIDTH = 60  # columns; in fewer, or in COLUMNS=0, nothing could be read
 
 
 def summary(output: Output) -> str:
-    """Counts and speed of an answer, one line."""
+    """Counts and speed of an output, one line."""
     layers = output.policy.num_hidden_layers
     return (
         f"{output.completion_tokens} tokens, mean depth {output.mean_depth:.1f} of {layers}, "
@@ -28,7 +34,7 @@ def summary(output: Output) -> str:
 
 
 def depth_chart(depths: Sequence[int], layers: int) -> str:
-    """Layers run at each step, as bars from 0 to `layers`; long answers share a column between steps."""
+    """Layers run at each step, as bars from 0 to `layers`; in long outputs, several steps share a column."""
     if not depths:
         return "no tokens"
     width = min(len(depths), _CHART_WIDTH)
@@ -45,7 +51,7 @@ def depth_chart(depths: Sequence[int], layers: int) -> str:
 
 
 def coloured_tokens(chunks: Sequence[Chunk], layers: int) -> Text:
-    """The answer with each token in the colour of its depth, and a legend."""
+    """The output with each token in the colour of its depth, and a legend."""
     depths = sorted({chunk.depth for chunk in chunks if chunk.depth}, reverse=True) or [layers]
     deepest, span = depths[0], max(1, depths[0] - depths[-1])
 
@@ -54,7 +60,7 @@ def coloured_tokens(chunks: Sequence[Chunk], layers: int) -> Text:
 
     text = Text()
     for chunk in chunks:
-        text.append(chunk.text, style=colour(chunk.depth or deepest))
+        text.append(without_controls(chunk.text), style=colour(chunk.depth or deepest))
     text.append("\n\nlayers: ", style="dim")
     for name in _COLOURS:
         group = [depth for depth in depths if colour(depth) == name]
@@ -77,12 +83,18 @@ def policy_picture(policy: DepthPolicy, tokens: int) -> str:
     return "\n".join(lines)
 
 
-def waiting(what: str) -> AbstractContextManager[object]:
-    """A sign of life on a terminal while something takes its time."""
+def without_controls(text: str) -> str:
+    """A model's text for a terminal: nothing in it moves the cursor or changes what is there."""
+    return text.translate(_CONTROLS)
+
+
+def waiting(message: str) -> AbstractContextManager[object]:
+    """Show on a terminal that something is going on."""
     screen = console()
-    return screen.status(what) if screen.is_terminal else nullcontext()
+    return screen.status(message) if screen.is_terminal else nullcontext()
 
 
 def console(stderr: bool = True) -> Console:
-    """The terminal; standard error, where everything but answers goes, unless told otherwise."""
-    return Console(stderr=stderr, highlight=False, markup=False)
+    """The terminal; standard error, where everything but outputs goes, unless told otherwise."""
+    too_narrow = os.environ.get("COLUMNS", "").isdigit() and int(os.environ["COLUMNS"]) < _MIN_WIDTH
+    return Console(stderr=stderr, highlight=False, markup=False, width=_MIN_WIDTH if too_narrow else None)

@@ -22,7 +22,7 @@ import torch
 from engines import Engine, tiny_model
 from reference import transformers_from_gguf
 
-from taper.loading.names import default_model_path
+from taper.models import default_model_path
 
 DEFAULT_MODEL_FILE = default_model_path()  # the user's own, before a test points the cache elsewhere
 

@@ -40,12 +40,12 @@ class Engine:
         self.llm = LLM(**arguments(self.folder, self.policies, self.architecture) | self.more)
 
     def generate(self, asks: list[Ask]) -> list[list[int]]:
-        """Ids of the answers, all requests admitted at once."""
+        """Ids of the completions, with all requests admitted at once."""
         outputs = self.llm.generate(*_inputs(asks), use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     def alone(self, asks: list[Ask]) -> list[list[int]]:
-        """Ids of the answers, one request after the other."""
+        """Ids of the completions, one request after the other."""
         return [self.generate([ask])[0] for ask in asks]
 
     @property
@@ -105,7 +105,7 @@ def params(ask: Ask) -> Any:
 
 
 def twin(model: Any, ask: Ask, policy: DepthPolicy) -> list[int]:
-    """Ids of an answer from the slow twin."""
+    """Ids of a completion by the slow twin."""
     import taper.hf
 
     ids = torch.tensor([ask.prompt])

@@ -6,7 +6,8 @@ import pytest
 from engines import Ask, prompts, twin
 
 from taper import DepthPolicy
-from taper.policy import middle_first_order, shipped_policies
+from taper.policies import shipped_policies
+from taper.policy import middle_first_order
 
 VOCAB_SIZE = 49152
 LAYERS = 30

@@ -18,7 +18,7 @@ def roomy(engines, tiny_folder):
 
 @pytest.fixture(scope="module")
 def tight(engines, tiny_folder, roomy):
-    """Room for four answers of the longest kind, steps of 96 tokens."""
+    """Room for four completions of the longest kind, steps of 96 tokens."""
     return engines(
         tiny_folder,
         POLICIES,
@@ -57,7 +57,7 @@ def test_a_preempted_request_continues_as_if_nothing_had_happened(roomy, tight, 
     assert not preemptions
     assert tight.generate(some) == expected
     assert len(preemptions) >= 4
-    assert max(preemptions) > 10, "preempted within the answer, so that its tapered tokens were recomputed"
+    assert max(preemptions) > 10, "preempted within the completion, so that its tapered tokens were recomputed"
 
 
 def test_long_prompts_run_in_chunks_at_full_depth(roomy, tight):

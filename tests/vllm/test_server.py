@@ -70,10 +70,10 @@ def test_policies_by_request_errors_and_metrics(server):
     assert len(early) == 21
     assert complete(server, vllm_xargs={"taper_policy": "full"}) != early
     assert complete(server, vllm_xargs={"taper_alpha": 1}) == complete(server, vllm_xargs={"taper_policy": "full"})
-    with pytest.raises(urllib.error.HTTPError) as refused:
+    with pytest.raises(urllib.error.HTTPError) as rejected:
         complete(server, vllm_xargs={"taper_policy": "unknown"})
-    assert refused.value.code == 400
-    assert "taper_policy is 'unknown'" in refused.value.read().decode()
+    assert rejected.value.code == 400
+    assert "taper_policy is 'unknown'" in rejected.value.read().decode()
     assert complete(server, vllm_xargs={"taper_policy": "early"}) == early
     metrics = dict(line.rsplit(" ", 1) for line in get(server, "/metrics").splitlines() if line.startswith("taper:"))
     tokens, layers = (float(metrics[f'taper:{name}_total{{engine="0"}}']) for name in ("answer_tokens", "layers_run"))

@@ -1,4 +1,4 @@
-"""The V2 runner's adapter, on a CPU, where only the V1 runner runs: from the same batch it makes the same step."""
+"""The V2 runner's adapter, on a CPU, where only the V1 runner runs: it builds the same forward from the same batch."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ def engine(engines, tiny_folder):
 
 @pytest.fixture
 def batches(engine, monkeypatch):
-    """What the V1 adapter knew of each batch, and the runs it planned."""
-    from taper.vllm_plugin.steps import Steps
+    """Each batch as the V1 adapter saw it, and the plan it made."""
+    from taper.vllm_plugin.runner import ForwardBuilder
 
     seen = []
-    make = Steps.make
+    build = ForwardBuilder.build
 
-    def kept(self, policies, num_tokens, rows):
-        step = make(self, policies, num_tokens, rows)
-        copy = rows._replace(first_positions=rows.first_positions.copy(), prompt_lengths=rows.prompt_lengths.copy())
-        seen.append((policies, num_tokens.copy(), copy, step.plan))
-        return step
+    def recorded(self, policies, num_tokens, batch):
+        tapered = build(self, policies, num_tokens, batch)
+        copy = batch._replace(first_positions=batch.first_positions.copy(), prompt_lengths=batch.prompt_lengths.copy())
+        seen.append((policies, num_tokens.copy(), copy, tapered.plan))
+        return tapered
 
-    monkeypatch.setattr(Steps, "make", kept)
+    monkeypatch.setattr(ForwardBuilder, "build", recorded)
     names = list(tiny_policies())
     some = prompts(6, seed=11, vocab_size=300)
     engine.generate([Ask(p, 12, {"taper_policy": name}) for p, name in zip(some, names, strict=True)])
@@ -36,7 +36,7 @@ def batches(engine, monkeypatch):
     return seen
 
 
-def test_the_v2_state_makes_the_v1_steps(engine, batches, monkeypatch):
+def test_the_v2_state_builds_the_v1_forwards(engine, batches, monkeypatch):
     from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
     from taper.vllm_plugin.runner_v2 import TaperModelState
@@ -45,30 +45,30 @@ def test_the_v2_state_makes_the_v1_steps(engine, batches, monkeypatch):
     assert runner.get_model().get_model_state_cls() is TaperModelState
     state = TaperModelState(runner.vllm_config, runner.get_model(), None, runner.device)
     monkeypatch.setattr(DefaultModelState, "prepare_attn", lambda *_, **__: {"whole": True})
-    name_of = {policy: name for name, policy in state._steps._options.named.items()}
+    name_of = {policy: name for name, policy in state._builder._options.named.items()}
     mixed = 0
-    for policies, num_tokens, rows, plan in batches:
-        mixed += len(plan.runs) > 1
+    for policies, num_tokens, seen, plan in batches:
+        mixed += len(plan.layer_ranges) > 1
         requests = [f"request {number}" for number in range(len(policies))]
         for number, (request, policy) in enumerate(zip(requests, policies, strict=True)):
             params = SimpleNamespace(extra_args={"taper_policy": name_of[policy]})
-            prompt = [0] * int(rows.prompt_lengths[number])
+            prompt = [0] * int(seen.prompt_lengths[number])
             state.add_request(number, SimpleNamespace(req_id=request, sampling_params=params, prompt_token_ids=prompt))
         batch = SimpleNamespace(
             req_ids=requests,
-            num_computed_tokens_np=np.append(rows.first_positions, 99),  # padded, as vLLM's are
+            num_computed_tokens_np=np.append(seen.first_positions, 99),  # padded, as vLLM's are
             num_scheduled_tokens=np.append(num_tokens, 99),
-            positions=rows.positions,
+            positions=seen.positions,
         )
-        arguments = (batch, None, (rows.block_table,), [rows.slot_mapping], runner.attn_groups)
+        arguments = (batch, None, (seen.block_table,), [seen.slot_mapping], runner.attn_groups)
         assert state.prepare_attn(*arguments, None) == {"whole": True}
-        step = state.prepare_inputs(batch, None)["step"]
-        assert [run.layers for run in step.plan.runs] == [run.layers for run in plan.runs]
-        for ours, theirs in zip(step.plan.runs, plan.runs, strict=True):
-            np.testing.assert_array_equal(ours.active.tokens, theirs.active.tokens)
-        assert (step.plan.answer_tokens, step.plan.layers_run) == (plan.answer_tokens, plan.layers_run)
+        ours = state.prepare_inputs(batch, None)["tapered"].plan
+        assert [own.layers for own in ours.layer_ranges] == [theirs.layers for theirs in plan.layer_ranges]
+        for own, theirs in zip(ours.layer_ranges, plan.layer_ranges, strict=True):
+            np.testing.assert_array_equal(own.active.rows, theirs.active.rows)
+        assert (ours.completion_tokens, ours.layers_run) == (plan.completion_tokens, plan.layers_run)
         for request in requests:
             state.remove_request(request)
         state.prepare_attn(*arguments, None)
-        assert state.prepare_inputs(batch, None)["step"] is None, "a dummy batch runs every layer"
+        assert state.prepare_inputs(batch, None)["tapered"] is None, "a dummy batch runs every layer"
     assert mixed > 5

@@ -1,54 +1,141 @@
-"""What a backend is: one forward over a batch of tokens. It knows nothing of alpha, sampling or text."""
+"""What a backend is: one forward over a batch of tokens. It knows nothing of alpha, sampling or text.
+
+`open_backend` chooses the backend for a device and builds it.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
-from ..loading import ModelConfig
+from ..checks import DEVICES, DTYPES, one_of
+from ..errors import RequestError
+from ..loading import LoadedModel, ModelConfig
 
 
 @dataclass(frozen=True)
 class TokenBatch:
     """The tokens of one forward, deepest first; tokens of one slot in the order of their positions.
 
-    Layer l runs on the first `active[l]` tokens and leaves the hidden states of the rest as they are. A token
+    Layer l runs on the first `num_active[l]` tokens and leaves the hidden states of the rest as they are. A token
     attends to the cells of its slot up to its own position, itself included.
 
-    Forwards of the same tokens that differ only from some layer on can share what comes before: the first one
-    `keep`s its hidden states there, the others begin from them at `first_layer`. Keys and values of the layers
-    below are then as the cells hold them.
+    Forwards of the same tokens that differ only from some layer on can share what comes before: the first one asks
+    for its hidden states there (`output_hidden_states`), the others begin from them at `first_layer`. Keys and values
+    of the layers below are then as the cells hold them.
     """
 
     tokens: np.ndarray  # int32 [N]
     positions: np.ndarray  # int32 [N], index in the sequence
     slots: np.ndarray  # int32 [N], which sequence of the key-value cache
-    active: tuple[int, ...]  # [num_hidden_layers], each 0 to N
-    logits_rows: tuple[int, ...]  # the tokens whose logits come back, in this order
-    first_layer: int = 0  # above 0: begin from hidden[first_layer]
-    keep: tuple[int, ...] = ()  # layers before which to leave hidden states in `hidden`; L: after the last
-    hidden: dict[int, np.ndarray] = field(default_factory=dict)  # layer -> float32 [N, hidden_size]
+    num_active: tuple[int, ...]  # [num_hidden_layers], each 0 to N
+    logits_rows: tuple[int, ...] = ()  # the tokens whose logits come back, in this order
+    greedy_rows: tuple[int, ...] = ()  # the tokens whose likeliest next token comes back, in this order
+    output_hidden_states: tuple[int, ...] = ()  # layers before which hidden states come back; L: after the last
+    first_layer: int = 0  # above 0: begin from `hidden_states`
+    hidden_states: np.ndarray | None = None  # float32 [N, hidden_size], what enters `first_layer`
+
+
+@dataclass(frozen=True)
+class ForwardOutput:
+    """What a forward computed, as its batch asked."""
+
+    logits: np.ndarray  # float32 [len(logits_rows), vocab_size]
+    greedy_ids: np.ndarray  # int64 [len(greedy_rows)]; -1 where the largest logit is not a finite number
+    hidden_states: dict[int, np.ndarray] = field(default_factory=dict)  # layer -> float32 [N, hidden_size]
 
 
 class Backend(Protocol):
     """Weights and a key-value cache of `num_slots` sequences of up to `context_length` tokens.
 
-    Cells are addressed by slot and position and keep what was last written to them.
+    Cells are addressed by slot and position and keep what was last written to them. One thread at a time.
     """
 
     config: ModelConfig
     num_slots: int
     context_length: int
 
-    def forward(self, batch: TokenBatch) -> np.ndarray:
-        """Run the batch: write keys and values, return logits float32 [len(logits_rows), vocab_size]."""
+    def forward(self, batch: TokenBatch) -> ForwardOutput:
+        """Run the batch and write its keys and values."""
         ...
+
+
+def open_backend(
+    model: LoadedModel,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    context_length: int,
+    num_slots: int = 1,
+    threads: int | None = None,
+    repack: bool = True,
+) -> Backend:
+    """The backend of a device with a model's weights; each is imported only where it is used.
+
+    Args:
+        model: what `load_model` read.
+        device: "cpu" (ggml), "cuda" (PyTorch), or "auto": cuda if PyTorch and a GPU are there.
+        dtype: what weights are converted to; "auto" uses them as they are (bf16 as f16 on a CPU, if it fits).
+        context_length: tokens of prompt and output that each sequence may have.
+        num_slots: sequences that the key-value cache holds.
+        threads: CPU threads; default the cores this process may use.
+        repack: on a CPU, copy matrices into the layout that it multiplies fastest.
+
+    Raises:
+        RequestError: an option that is out of range, or not available on this device.
+        ModelError: weights that `dtype` cannot hold.
+    """
+    one_of("dtype", dtype, DTYPES)
+    if choose_device(device) == "cpu":
+        from .ggml import GgmlBackend
+
+        return GgmlBackend(
+            model.config,
+            model.tensors,
+            num_slots=num_slots,
+            context_length=context_length,
+            dtype=None if dtype == "auto" else dtype,
+            kv_dtype="f32" if dtype in ("f32", "bf16") else "f16",  # f16 has not the range of bf16
+            threads=threads,
+            repack=repack,
+        )
+    if not repack:
+        raise RequestError("repacking is for CPUs; leaving it out does nothing on cuda", "leave out the option")
+    if threads is not None:
+        raise RequestError("threads does nothing on cuda", "leave it out")
+    try:
+        from .torch import TorchBackend
+    except ImportError:
+        raise RequestError("device cuda needs PyTorch", 'pip install "taper-llm[torch]", or use --device cpu') from None
+    dtype = "bf16" if dtype == "auto" else dtype
+    return TorchBackend(
+        model.config, model.tensors, num_slots=num_slots, context_length=context_length, dtype=dtype, device="cuda"
+    )
+
+
+def choose_device(device: str) -> str:
+    """What "auto" stands for on this machine: cuda if PyTorch and a GPU are there.
+
+    Raises:
+        RequestError: there is no such device.
+    """
+    if one_of("device", device, DEVICES) != "auto":
+        return device
+    if not Path("/proc/driver/nvidia").exists():  # saves importing torch on machines without a GPU
+        return "cpu"
+    try:
+        import torch
+    except ImportError:
+        return "cpu"
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def runs_by_slot(slots: np.ndarray) -> tuple[tuple[int, int, int], ...]:
     """The maximal runs of equal slots as (slot, first, end), end excluded."""
-    edges = [0, *(np.flatnonzero(np.diff(slots)) + 1).tolist(), len(slots)]
-    return tuple((int(slots[first]), first, end) for first, end in pairwise(edges))
+    owners = slots.tolist()
+    edges = [0, *(i for i in range(1, len(owners)) if owners[i] != owners[i - 1]), len(owners)]
+    return tuple((owners[first], first, end) for first, end in pairwise(edges))

@@ -16,15 +16,14 @@ import torch.nn.functional as F
 
 from ..errors import ModelError, RequestError
 from ..loading import ModelConfig, Tensor
-from . import TokenBatch, runs_by_slot
+from . import ForwardOutput, TokenBatch, runs_by_slot
 
-DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
-KV_BUCKET = 256  # cells; doubled until a step's positions fit
+FIRST_BUCKET = 256  # cells that attention reads; doubled until a step's positions fit
 MAX_GRAPHS = 512
 
 # Tokens, positions and slots, int64 [N] each.
 _Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-_STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_TORCH_DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 
 class TorchBackend:
@@ -40,6 +39,7 @@ class TorchBackend:
 
     Raises:
         RequestError: no CUDA device, or a dtype that does not run here.
+        ModelError: weights that f16 cannot hold.
     """
 
     def __init__(
@@ -52,13 +52,13 @@ class TorchBackend:
         dtype: str = "bf16",
         device: str = "cuda",
     ) -> None:
-        if dtype not in DTYPES:
-            raise RequestError(f"dtype {dtype} does not run on {device}", f"choose one of {', '.join(DTYPES)}")
+        if dtype not in _TORCH_DTYPES:
+            raise RequestError(f"dtype {dtype} does not run on {device}", f"choose one of {', '.join(_TORCH_DTYPES)}")
         if device == "cuda" and not torch.cuda.is_available():
             raise RequestError("PyTorch finds no CUDA device", "use --device cpu, or install a CUDA build of PyTorch")
         self.config, self.num_slots, self.context_length = config, num_slots, context_length
-        self.device, self.dtype = torch.device(device), DTYPES[dtype]
-        self._weights = {name: _to_torch(tensor).to(self.device, self.dtype) for name, tensor in tensors.items()}
+        self.device, self.dtype = torch.device(device), _TORCH_DTYPES[dtype]
+        self._weights = {name: self._convert(name, _to_torch(tensor)) for name, tensor in tensors.items()}
         cache = (config.num_hidden_layers, 2, num_slots, config.num_key_value_heads, context_length, config.head_dim)
         self._cache = torch.zeros(cache, dtype=self.dtype, device=self.device)
         # [context_length, head_dim / 2]
@@ -71,26 +71,47 @@ class TorchBackend:
         self._cos, self._sin = angles.cos(), angles.sin()
         self._graphs: OrderedDict[tuple[Any, ...], _CapturedStep] = OrderedDict()
 
-    def forward(self, batch: TokenBatch) -> np.ndarray:
-        """Run the batch: write keys and values, return logits float32 [len(logits_rows), vocab_size]."""
-        with torch.inference_mode():
-            logits: np.ndarray = self._logits(batch).float().cpu().numpy()
-        return logits
+    def _convert(self, name: str, weights: torch.Tensor) -> torch.Tensor:
+        converted = weights.to(self.device, self.dtype)
+        if self.dtype == torch.float16 and not converted.isfinite().all():
+            value = float(weights[~converted.isfinite().to(weights.device)][0])
+            raise ModelError(f"tensor {name} has the value {value:g}, which f16 cannot hold", "use --dtype bf16 or f32")
+        return converted
 
-    def _logits(self, batch: TokenBatch) -> torch.Tensor:
+    def forward(self, batch: TokenBatch) -> ForwardOutput:
+        """Run the batch and write its keys and values."""
+        with torch.inference_mode():
+            logits, hidden_states = self._forward(batch)
+            wanted = len(batch.logits_rows)
+            likeliest, ids = logits[wanted:].max(-1)  # a NaN, if there is one
+            greedy = torch.where(likeliest.isfinite(), ids, -1)
+            return ForwardOutput(
+                logits=logits[:wanted].float().cpu().numpy(),
+                greedy_ids=greedy.cpu().numpy(),
+                hidden_states={layer: states.float().cpu().numpy() for layer, states in hidden_states.items()},
+            )
+
+    def _forward(self, batch: TokenBatch) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """Logits [rows, vocab_size], greedy rows last, and hidden states by layer, on the device."""
         kv_length = self._kv_length(int(batch.positions.max()) + 1)
         runs = runs_by_slot(batch.slots)
         count = len(batch.tokens)
         inputs = self._upload(batch.tokens), self._upload(batch.positions), self._upload(batch.slots)
-        one_depth = set(batch.active) <= {0, count}
-        whole = batch.first_layer == 0 and not batch.keep
-        if self.device.type == "cuda" and whole and one_depth and len(runs) == count == len(batch.logits_rows):
-            return self._replay((batch.active, count, kv_length), inputs)[list(batch.logits_rows)]
-        rows = self._upload(np.asarray(batch.logits_rows, np.int32))
-        return self._decoder(inputs, batch.active, runs, kv_length, rows, batch)
+        rows = (*batch.logits_rows, *batch.greedy_rows)
+        one_depth = set(batch.num_active) <= {0, count}
+        whole = batch.first_layer == 0 and not batch.output_hidden_states
+        if self.device.type == "cuda" and whole and one_depth and len(runs) == count == len(rows):
+            return self._replay((batch.num_active, count, kv_length), inputs)[list(rows)], {}
+        if batch.hidden_states is None:
+            x = F.embedding(inputs[0], self._weights["embed_tokens"])
+        else:
+            x = torch.tensor(batch.hidden_states).to(self.device, self.dtype)
+        one_each = None if len(runs) == count else runs
+        hidden_states = self._decode(x, inputs, batch.num_active, one_each, kv_length, batch)
+        return self._logits(x[self._upload(np.asarray(rows, np.int32))]), hidden_states
 
     def _kv_length(self, longest: int) -> int:
-        bucket = KV_BUCKET
+        bucket = FIRST_BUCKET
         while bucket < longest:
             bucket *= 2
         return min(bucket, self.context_length)
@@ -107,36 +128,30 @@ class TorchBackend:
         self._graphs.move_to_end(key)
         return self._graphs[key].replay(inputs)
 
-    def _decoder(
+    def _decode(
         self,
+        x: torch.Tensor,
         inputs: _Inputs,
-        active: tuple[int, ...],
+        num_active: tuple[int, ...],
         runs: tuple[tuple[int, int, int], ...] | None,
         kv_length: int,
-        logits_rows: torch.Tensor | None,
         sharing: TokenBatch | None = None,
-    ) -> torch.Tensor:
-        """Logits [rows, vocab_size].
+    ) -> dict[int, torch.Tensor]:
+        """Run the layers on x [N, hidden_size], in place; copies of it before the layers that `sharing` asks for.
 
-        `runs` None promises one token a row, so that nothing depends on which slots they are. `sharing` says where
-        to begin and which hidden states to keep.
+        `runs` None promises one token a slot, so that nothing depends on which slots they are. `sharing` says at which
+        layer to begin.
         """
         weights = self._weights
-        tokens, positions, slots = inputs
-        begin, keep, hidden = (sharing.first_layer, sharing.keep, sharing.hidden) if sharing else (0, (), {})
-        # x [N, hidden_size]
-        if begin:
-            x = torch.tensor(hidden[begin]).to(self.device, self.dtype)
-        else:
-            x = F.embedding(tokens, weights["embed_tokens"])
+        _, positions, slots = inputs
+        first_layer, wanted = (sharing.first_layer, sharing.output_hidden_states) if sharing else (0, ())
         cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)  # [N, 1, head_dim / 2]
         visible = torch.arange(kv_length, device=self.device) <= positions.unsqueeze(1)  # [N, kv_length]
-        if runs is not None and len(runs) == len(tokens):
-            runs = None
-        for layer, n in enumerate((*active, 0)):
-            if layer in keep:
-                hidden[layer] = x.float().cpu().numpy().copy()
-            if n == 0 or layer < begin:
+        hidden_states = {}
+        for layer, n in enumerate((*num_active, 0)):
+            if layer in wanted:
+                hidden_states[layer] = x.clone()
+            if n == 0 or layer < first_layer:
                 continue
             w = {name: weights[f"layers.{layer}.{name}"] for name in _LAYER_WEIGHTS}
             q, k, v = self._project(self._norm(x[:n], w["input_layernorm"]), layer, cos[:n], sin[:n])
@@ -146,9 +161,12 @@ class TorchBackend:
             x[:n] += F.linear(attended, w["o_proj"])
             h = self._norm(x[:n], w["post_attention_layernorm"])
             x[:n] += F.linear(F.silu(F.linear(h, w["gate_proj"])) * F.linear(h, w["up_proj"]), w["down_proj"])
-        if logits_rows is not None:
-            x = x[logits_rows]
-        return F.linear(self._norm(x, weights["norm"]), weights.get("lm_head", weights["embed_tokens"]))
+        return hidden_states
+
+    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+        """Logits [N, vocab_size] of hidden states [N, hidden_size] after the last layer."""
+        head = self._weights.get("lm_head", self._weights["embed_tokens"])
+        return F.linear(self._norm(x, self._weights["norm"]), head)
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
@@ -212,13 +230,15 @@ class _CapturedStep:
 
     @classmethod
     def capture(cls, backend: TorchBackend, key: tuple[Any, ...], inputs: _Inputs) -> _CapturedStep:
-        """Capture the step of `key`: (active, count, kv_length)."""
-        active, _, kv_length = key
+        """Capture the step of `key`: (num_active, count, kv_length)."""
+        num_active, _, kv_length = key
         tokens, positions, slots = inputs
         static = (tokens.clone(), positions.clone(), slots.clone())
 
         def step() -> torch.Tensor:
-            return backend._decoder(static, active, None, kv_length, None)
+            x = F.embedding(static[0], backend._weights["embed_tokens"])
+            backend._decode(x, static, num_active, None, kv_length)
+            return backend._logits(x)
 
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -239,8 +259,8 @@ class _CapturedStep:
 
 
 def _to_torch(tensor: Tensor) -> torch.Tensor:
-    if tensor.dtype in _STORED:
-        return torch.from_numpy(tensor.data.copy()).view(_STORED[tensor.dtype]).reshape(tensor.shape)
+    if (stored := _TORCH_DTYPES.get(tensor.dtype.lower())) is not None:
+        return torch.from_numpy(tensor.data.copy()).view(stored).reshape(tensor.shape)
     try:
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize

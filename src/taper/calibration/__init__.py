@@ -1,1 +1,1 @@
-"""What a model can spare: references, search, curve, proof. `calibrate` is the way in; `report` draws what it found."""
+"""What a model can spare: references, search, curve, held-out validation, report. `run.calibrate` is the way in."""

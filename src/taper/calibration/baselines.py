@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from ..policy import DepthPolicy, middle_first_order
 from .measure import Measurements, Tick, skipping
-from .proof import plain
 from .statistics import by_answer, ratio_estimate
+from .summary import MEASURED_ORDER, Comparison
 
 RANDOM_SEEDS = 3
 COMPARED = 48  # first steps of each held-out answer that the methods are compared on
@@ -22,47 +21,55 @@ def compare_orders(
     depths: Sequence[int],
     ticks: Callable[[int], Tick],
     more: Mapping[str, Sequence[int]] | None = None,
-) -> dict[str, Any]:
+) -> Comparison:
     """Loss of an order, every baseline and `more` orders at constant depths (SkipDecode: mean ones), on the same steps.
 
-    Returns:
-        "kl" and "agreement": method -> depth -> [value, low, high]; "kl_above_measured_order": the same of the
-        paired difference, for baselines that retain other layers at that depth.
+    Args:
+        measurements: the answers to compare on.
+        order: the measured order of layers.
+        depths: constant depths.
+        ticks: begins a stage of that many ticks.
+        more: other orders, by name.
     """
     references = measurements.replay.references
-    layers = measurements.replay.engine.backend.config.num_hidden_layers
-    tokens = max(len(reference.answer_ids) for reference in references)
+    num_hidden_layers = measurements.replay.engine.backend.config.num_hidden_layers
+    max_tokens = max(len(reference.answer_ids) for reference in references)
     influence = measurements.block_influence()
-    found: dict[str, dict[str, Any]] = {"kl": {}, "agreement": {}, "kl_above_measured_order": {}}
+    comparison = Comparison({}, {}, {})
     tick = ticks(len(depths) * (6 + RANDOM_SEEDS + len(more or {})) * len(references))
     for depth in depths:
-        ours = skipping(layers, frozenset(order[: layers - depth]))
-        policies = {"measured order": ours} | baseline_policies(layers, depth, influence, tokens)
-        policies |= {name: skipping(layers, frozenset(other[: layers - depth])) for name, other in (more or {}).items()}
+        skipped = num_hidden_layers - depth
+        ours = skipping(num_hidden_layers, frozenset(order[:skipped]))
+        policies = {MEASURED_ORDER: ours} | baseline_policies(num_hidden_layers, depth, influence, max_tokens)
+        policies |= {
+            name: skipping(num_hidden_layers, frozenset(other[:skipped])) for name, other in (more or {}).items()
+        }
         base = None
         for name, policy in policies.items():
             scores = measurements.scores(policy, tick)
             scores = scores.where(scores.step > 0)
             base = base or scores
             ones = by_answer(scores, np.ones(len(scores.step)))
-            parts = {"kl": scores.kl, "agreement": scores.agreement}
-            if policy.retained_layers(tokens) != ours.retained_layers(tokens):
-                parts["kl_above_measured_order"] = scores.kl - base.kl
-            for what, values in parts.items():
-                estimate = plain(ratio_estimate(by_answer(scores, values), ones))
-                found[what].setdefault(name, {})[str(depth)] = estimate
-    return found
+            parts = [(comparison.kl, scores.kl), (comparison.agreement, scores.agreement)]
+            if policy.retained_layers(max_tokens) != ours.retained_layers(max_tokens):
+                parts.append((comparison.kl_above_measured_order, scores.kl - base.kl))
+            for methods, values in parts:
+                methods.setdefault(name, {})[depth] = ratio_estimate(by_answer(scores, values), ones)
+    return comparison
 
 
-def baseline_policies(layers: int, depth: int, influence: Sequence[float], tokens: int) -> dict[str, DepthPolicy]:
-    """Policies by the name of their method, each of mean depth `depth` over answers of `tokens` tokens.
+def baseline_policies(
+    num_hidden_layers: int, depth: int, influence: Sequence[float], max_tokens: int
+) -> dict[str, DepthPolicy]:
+    """Policies by the name of their method, each of mean depth `depth` over answers of `max_tokens` tokens.
 
     Args:
-        layers: layers of the model, L.
+        num_hidden_layers: layers of the model, L.
         depth: the mean depth, from 2 to L - 1.
         influence: block influence of each layer, [L].
-        tokens: length of answer, over which SkipDecode's linear decay has that mean depth.
+        max_tokens: length of answer, over which SkipDecode's linear decay has that mean depth.
     """
+    layers = num_hidden_layers
     orders: dict[str, Sequence[int]] = {
         "middle first (our reading of D3)": _extended(middle_first_order(layers), layers),
         "early exit": range(layers - 1, 0, -1),
@@ -72,7 +79,7 @@ def baseline_policies(layers: int, depth: int, influence: Sequence[float], token
     for seed in range(RANDOM_SEEDS):
         orders[f"random order {seed + 1}"] = (1 + np.random.default_rng(seed).permutation(layers - 2)).tolist()
     policies = {name: DepthPolicy.static(layers, depth, order) for name, order in orders.items()}
-    return policies | {"SkipDecode": _skipdecode(layers, depth, tokens)}
+    return policies | {"SkipDecode": _skipdecode(layers, depth, max_tokens)}
 
 
 def _extended(order: Sequence[int], layers: int) -> list[int]:
@@ -86,9 +93,8 @@ def _evenly_spread(layers: int, depth: int) -> list[int]:
     return [layer for layer in range(layers) if layer not in retained]
 
 
-def _skipdecode(layers: int, depth: int, tokens: int) -> DepthPolicy:
+def _skipdecode(layers: int, depth: int, max_tokens: int) -> DepthPolicy:
     """SkipDecode's linear decay down to L - 2 * (L - depth) layers, over the span whose mean depth is closest."""
-    least = max(2, layers - 2 * (layers - depth))
-    spans = range(1, 4 * tokens)
-    policies = (DepthPolicy.skipdecode(layers, least, span) for span in spans)
-    return min(policies, key=lambda policy: abs(policy.mean_depth(tokens) - depth))
+    min_depth = max(2, layers - 2 * (layers - depth))
+    policies = (DepthPolicy.skipdecode(layers, min_depth, span) for span in range(1, 4 * max_tokens))
+    return min(policies, key=lambda policy: abs(policy.mean_depth(max_tokens) - depth))

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..engine import Engine, Request, Row
+from ..engine import Engine
 from ..policy import DepthPolicy
-from ..sampling import SamplingParams, sample
+from ..sampling import SamplingParams
+from ..sequence import Request
 
 ROUNDS = 5
 _WARM_UP = 4  # steps; the first ones prepare graphs
@@ -24,22 +25,22 @@ class CostModel:
     fixed_ms: float
     layer_ms: float
 
-    def answer_ms(self, policy: DepthPolicy, tokens: int) -> float:
-        """Time of the steps from 1 on of an answer of `tokens` tokens."""
-        return max(0, tokens - 1) * (self.fixed_ms + self.layer_ms * policy.mean_depth(tokens))
+    def answer_ms(self, policy: DepthPolicy, max_tokens: int) -> float:
+        """Time of the steps from 1 on of an answer of `max_tokens` tokens."""
+        return max(0, max_tokens - 1) * (self.fixed_ms + self.layer_ms * policy.mean_depth(max_tokens))
 
-    def speedup(self, policy: DepthPolicy, tokens: int) -> float:
+    def speedup(self, policy: DepthPolicy, max_tokens: int) -> float:
         """Predicted time per token at full depth, over that of the policy."""
-        full = self.answer_ms(DepthPolicy.full(policy.num_hidden_layers), tokens)
-        return full / self.answer_ms(policy, tokens) if tokens > 1 else 1.0
+        full = self.answer_ms(DepthPolicy.full(policy.num_hidden_layers), max_tokens)
+        return full / self.answer_ms(policy, max_tokens) if max_tokens > 1 else 1.0
 
 
-def measure_cost(engine: Engine, prompt_ids: Sequence[int], tokens: int) -> CostModel:
-    """Fit the line to median steps at several constant depths, over answers of `tokens` tokens that take turns."""
+def measure_cost(engine: Engine, prompt_ids: Sequence[int], max_tokens: int) -> CostModel:
+    """Fit the line to median steps at several constant depths, over answers of `max_tokens` tokens that take turns."""
     layers = engine.backend.config.num_hidden_layers
     depths = sorted({layers, max(1, layers * 5 // 6), max(1, layers * 2 // 3)})
     order = range(layers - 1, 0, -1)
-    times = _alternate(engine, prompt_ids, [DepthPolicy.static(layers, depth, order) for depth in depths], tokens)
+    times = _alternate(engine, prompt_ids, [DepthPolicy.static(layers, depth, order) for depth in depths], max_tokens)
     medians = [statistics.median(row[_WARM_UP:] or row) for row in times]
     if len(depths) == 1:
         return CostModel(medians[0], 0.0)
@@ -47,36 +48,34 @@ def measure_cost(engine: Engine, prompt_ids: Sequence[int], tokens: int) -> Cost
     return CostModel(max(0.0, float(fixed_ms)), max(0.0, float(layer_ms)))
 
 
-def measure_speedup(engine: Engine, prompt_ids: Sequence[int], policy: DepthPolicy, tokens: int) -> list[float]:
+def measure_speedup(engine: Engine, prompt_ids: Sequence[int], policy: DepthPolicy, max_tokens: int) -> list[float]:
     """Time per token at full depth over that of the policy, in `ROUNDS` pairs of answers that take turns."""
     pair = [DepthPolicy.full(policy.num_hidden_layers), policy]
-    _alternate(engine, prompt_ids, pair, tokens)  # prepares the graphs of every depth
+    _alternate(engine, prompt_ids, pair, max_tokens)  # prepares the graphs of every depth
     ratios = []
     for _ in range(ROUNDS):
-        full, tapered = _alternate(engine, prompt_ids, pair, tokens)
+        full, tapered = _alternate(engine, prompt_ids, pair, max_tokens)
         ratios.append(sum(full) / sum(tapered))
     return ratios
 
 
 def _alternate(
-    engine: Engine, prompt_ids: Sequence[int], policies: Sequence[DepthPolicy], tokens: int
+    engine: Engine, prompt_ids: Sequence[int], policies: Sequence[DepthPolicy], max_tokens: int
 ) -> list[list[float]]:
     """Milliseconds of each step from 1 on: one answer a policy, a step of each in turn, so noise hits all alike."""
-    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
-    rows: list[Row] = []
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    sequences = [engine.add(Request(tuple(prompt_ids), params, policy)) for policy in policies]
     times: list[list[float]] = [[] for _ in policies]
     try:
-        for policy in policies:
-            rows.append(row := engine.admit(Request(prompt_ids, params, policy)))
-            row.ids.append(int(engine.prefill(row).argmax()))
-        for _ in range(1, tokens):
-            for row, spent in zip(rows, times, strict=True):
+        for sequence in sequences:
+            while sequence.step == 0:
+                engine.step([sequence])
+        for _ in range(1, max_tokens):
+            for sequence, spent in zip(sequences, times, strict=True):
                 started = time.perf_counter()
-                (logits,) = engine.decode([row])
-                row.ids.append(sample(logits, params, (), (), row.rng))
+                engine.step([sequence])
                 spent.append((time.perf_counter() - started) * 1e3)
     finally:
-        for row in rows:
-            row.finish_reason = "length"
-        engine.release(rows)
+        for sequence in sequences:
+            engine.abort(sequence)
     return times

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -36,8 +35,8 @@ class Measurements:
         """What a policy costs at each step of some answers, of all by default."""
         parts = []
         for index in answers or range(len(self)):
-            what = {"scores of": numbers(policy), "on": self._keys[index]}
-            stored = self._store.remember(what, partial(self._scores, index, policy))
+            key = {"scores of": numbers(policy), "on": self._keys[index]}
+            stored = self._store.remember(key, partial(self._scores, index, policy))
             parts.append(_from_json(stored, index))
             tick()
         return Scores.joined(parts)
@@ -48,8 +47,8 @@ class Measurements:
         base = skipping(self._layers, skipped)
         policies = [skipping(self._layers, skipped | {layer}) for layer in candidates]
         for index in answers:
-            what = {"kl of skipping": sorted(skipped), "and": list(candidates), "on": self._keys[index]}
-            sums += self._store.remember(what, partial(self._kl_sums, index, policies, base))
+            key = {"kl of skipping": sorted(skipped), "and": list(candidates), "on": self._keys[index]}
+            sums += self._store.remember(key, partial(self._kl_sums, index, policies, base))
             tick()
         return sums
 
@@ -58,22 +57,23 @@ class Measurements:
         return self._store.remember({"block influence on": self._keys}, lambda: self.replay.block_influence().tolist())  # type: ignore[no-any-return]
 
     def _scores(self, index: int, policy: DepthPolicy) -> dict[str, list[float]]:
+        self.replay.prepare(index)
         (scores,) = self.replay.at(index, [policy])
-        return {each.name: getattr(scores, each.name).tolist() for each in fields(Scores) if each.name != "reference"}
+        return {name: values.tolist() for name, values in vars(scores).items() if name != "reference"}
 
     def _kl_sums(self, index: int, policies: Sequence[DepthPolicy], base: DepthPolicy) -> list[float]:
+        self.replay.prepare(index)
         return [float(scores.kl.sum()) for scores in self.replay.at(index, policies, base)]
 
 
-def skipping(layers: int, skipped: frozenset[int]) -> DepthPolicy:
+def skipping(num_hidden_layers: int, skipped: frozenset[int]) -> DepthPolicy:
     """The policy that skips these layers from step 1 on."""
-    return DepthPolicy.static(layers, layers - len(skipped), sorted(skipped))
+    return DepthPolicy.static(num_hidden_layers, num_hidden_layers - len(skipped), sorted(skipped))
 
 
 def numbers(policy: DepthPolicy) -> dict[str, Any]:
     """What decides which layers run, and nothing else."""
-    plain = replace(policy, name="", model=None, provenance={})
-    return vars(plain)
+    return {**vars(policy.schedule), "skip_order": policy.skip_order}
 
 
 def _from_json(stored: dict[str, list[float]], index: int) -> Scores:

@@ -11,17 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from ..engine import Request
 from ..errors import RequestError
 from ..llm import LLM, Prompt
 from ..policy import DepthPolicy
 from ..replay import Reference
 from ..sampling import SamplingParams
+from ..sequence import Request
 from .measure import Tick, numbers
 from .store import Store
 
 BATCH = 16  # answers generated at a time, and stored together
-LEAST_PROMPTS = 8  # half for the search, half for the proof
+MIN_PROMPTS = 8  # half for the search, half held out
 MAX_LINE = 100_000  # characters
 MAX_FILE_BYTES = 1 << 28
 
@@ -73,8 +73,8 @@ def _read_line(line: str, where: str) -> Prompt:
     return prompt  # type: ignore[no-any-return]
 
 
-def encode_prompts(llm: LLM, prompts: Sequence[Prompt], seed: int, most: int) -> list[tuple[int, ...]]:
-    """Token ids of the prompts, each once, shuffled by the seed; a random sample where there are more than `most`.
+def encode_prompts(llm: LLM, prompts: Sequence[Prompt], seed: int, max_prompts: int) -> list[tuple[int, ...]]:
+    """Token ids of the prompts, each once, shuffled by the seed; a random sample of `max_prompts` where there are more.
 
     Raises:
         RequestError: a prompt cannot be answered, or there are too few to split.
@@ -85,17 +85,17 @@ def encode_prompts(llm: LLM, prompts: Sequence[Prompt], seed: int, most: int) ->
             encoded[tuple(llm.encode(prompt))] = None
         except RequestError as error:
             raise RequestError(f"prompt {number}: {error.message}", error.hint) from None
-    if len(encoded) < LEAST_PROMPTS:
+    if len(encoded) < MIN_PROMPTS:
         raise RequestError(
             f"{len(encoded)} different prompts are too few",
-            f"at least {LEAST_PROMPTS}: one half is searched on, the other proves the result",
+            f"give at least {MIN_PROMPTS}: one half is searched on, the other is held out",
         )
     ids = list(encoded)
-    order = np.random.default_rng(seed).permutation(len(ids))[:most]
+    order = np.random.default_rng(seed).permutation(len(ids))[:max_prompts]
     return [ids[i] for i in order]
 
 
-def answer(
+def completions(
     llm: LLM,
     prompts: Sequence[tuple[int, ...]],
     policy: DepthPolicy,
@@ -107,15 +107,15 @@ def answer(
     references = []
     for first in range(0, len(prompts), BATCH):
         batch = prompts[first : first + BATCH]
-        what: dict[str, Any] = {"answers to": batch, "max_tokens": max_tokens, "policy": numbers(policy)}
-        answers = store.remember(what, partial(_answer_batch, llm, batch, policy, max_tokens))
+        key: dict[str, Any] = {"answers to": batch, "max_tokens": max_tokens, "policy": numbers(policy)}
+        answers = store.remember(key, partial(_answer_batch, llm, batch, policy, max_tokens))
         references += [Reference(prompt, tuple(ids)) for prompt, ids in zip(batch, answers, strict=True)]
         tick()
     return references
 
 
 def split(references: Sequence[Reference]) -> tuple[Sequence[Reference], Sequence[Reference]]:
-    """The half that is searched on, and the half that proves what was found; the prompts were shuffled."""
+    """The half that is searched on, and the half that is held out; the prompts were shuffled."""
     half = len(references) // 2
     return references[:half], references[half:]
 
@@ -124,8 +124,4 @@ def _answer_batch(
     llm: LLM, prompts: Sequence[tuple[int, ...]], policy: DepthPolicy, max_tokens: int
 ) -> list[list[int]]:
     params = SamplingParams(max_tokens=max_tokens)
-    answers: list[list[int]] = [[] for _ in prompts]
-    requests = [Request(prompt, params, policy, llm.tokenizer.stop_ids) for prompt in prompts]
-    for step in llm.engine.generate_step(requests):
-        answers[step.row.index].append(step.token_id)
-    return answers
+    return llm.engine.complete(Request(prompt, params, policy, llm.tokenizer.eos_token_ids) for prompt in prompts)

@@ -1,18 +1,16 @@
-"""What a calibration found, as pictures and one page for people who never heard of it.
+"""What a calibration found, as pictures and one page for people who have never heard of it.
 
-Knows the summary of `calibrate` and nothing of models or engines. No text of a user's goes into a picture.
+Knows the `Summary` of a calibration and nothing of models or engines. No text of a user's goes into a picture.
 """
 
 from __future__ import annotations
 
 import base64
 import io
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from importlib import resources
 from itertools import cycle
 from pathlib import Path
-from typing import Any
 
 import jinja2
 import numpy as np
@@ -20,24 +18,25 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
+from .statistics import MIN_STEPS, Estimate
 from .store import write_whole
+from .summary import MEASURED_ORDER, Summary
+from .wording import interval, limits, remarks, verdict
 
-HURTS = 0.9  # agreement below which the page says so
 SMOOTHED = 9  # steps of a running mean, its own in the middle
 _WIDE = 30.0  # largest over smallest KL above which its scale is logarithmic
 _LEAST = 1e-9  # KL of nothing, where the scale is logarithmic
 _DPI = 160
 _LINE = 0.06  # height of a line of text, in axes
-_OURS = "measured order"
 # Okabe and Ito's colours, which colour-blind readers tell apart, but darker where they colour a name.
 _BLUE, _SKY, _ORANGE, _INK, _GREY = "#0072B2", "#56B4E9", "#E69F00", "#333333", "#B0B0B0"
 _OTHERS = ("#D55E00", "#009E73", "#AA4499", "#000000", "#8A6D00")
 _STEP = "step: tokens of the answer so far"
 
-_Losses = dict[str, dict[str, Any]]  # method -> depth -> KL, alone or as [value, low, high]
+_Losses = Mapping[str, Mapping[int, float | Estimate]]  # method -> depth -> KL, with or without an interval
 
 
-def write_report(folder: Path, summary: dict[str, Any]) -> None:
+def write_report(folder: Path, summary: Summary) -> None:
     """Write index.html and its pictures, each file whole or not at all, making the folder."""
     drawn = (_frontier, _speed, _loss_by_step, _depth_by_step, _importance)
     pictures = {function.__name__[1:]: _png(function(summary)) for function in drawn}
@@ -50,66 +49,45 @@ def write_report(folder: Path, summary: dict[str, Any]) -> None:
 # The page
 
 
-def _page(summary: dict[str, Any], pictures: dict[str, bytes]) -> str:
+def _page(summary: Summary, pictures: dict[str, bytes]) -> str:
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    environment.filters["interval"] = _interval
+    environment.filters["interval"] = interval
     source = resources.files(__package__).joinpath("report.html").read_text(encoding="utf-8")
     return environment.from_string(source).render(
-        summary,
+        vars(summary),
+        verdict=summary.verdict,
+        verdict_text=verdict(summary),
+        remarks=remarks(summary),
+        limits=limits(summary),
         pictures={name: base64.b64encode(picture).decode() for name, picture in pictures.items()},
-        remarks=_remarks(summary),
         smoothed=SMOOTHED,
+        min_steps=MIN_STEPS,
+        measured_order=MEASURED_ORDER,
     )
-
-
-def _interval(estimate: Sequence[float] | None, factor: float = 1.0, unit: str = "") -> str:
-    """A value and its interval, down to the first digit that the interval leaves open."""
-    if estimate is None:
-        return "–"
-    value, low, high = (factor * x for x in estimate)
-    half = (high - low) / 2
-    digits = f".{min(6, max(0, -math.floor(math.log10(half))))}f" if half > 0 else ".3g"
-    return f"{value:{digits}}{unit} ({low:{digits}} to {high:{digits}}{unit})"
-
-
-def _remarks(summary: dict[str, Any]) -> list[str]:
-    """What a user would want to be told before any figure."""
-    tapered, free = summary["held_out"].get("tapered steps"), summary["free_running"]["repetition"]
-    if tapered is None:
-        return []
-    _, slowest, fastest = summary["speedup"]["measured"]
-    remarks = {
-        "This policy hurts: at more than one tapered step in ten another token becomes the likeliest. Expect other "
-        "answers than at full depth, and read some before you use it.": tapered["agreement"][0] < HURTS,
-        "Not every timed run was faster than full depth.": slowest <= 1,
-        "Measured, it is slower than was asked for.": fastest < summary["budget"].get("speedup", 0),
-        "Left to itself it repeats itself more than the model does at full depth.": free["policy"][1] > free["full"][2],
-    }
-    return [text for text, holds in remarks.items() if holds]
 
 
 # The pictures
 
 
-def _frontier(summary: dict[str, Any]) -> Figure:
+def _frontier(summary: Summary) -> Figure:
     """Loss against mean depth."""
     figure, axes = _figure("What skipping layers costs")
-    layers, frontier = summary["model"]["num_hidden_layers"], summary["frontier"]
+    layers, frontier = summary.model.num_hidden_layers, summary.frontier
     axes.set_xlabel(f"mean depth: layers run per token, of {layers} (fewer to the right)")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlim(layers, min(map(int, frontier["speedup"])))
-    _draw_losses(axes, frontier["kl"], {depth: float(depth) for depth in frontier["speedup"]}, layers)
+    axes.set_xlim(layers, min(frontier.speedup))
+    _draw_losses(axes, frontier.kl, {depth: float(depth) for depth in frontier.speedup}, layers)
     return figure
 
 
-def _speed(summary: dict[str, Any]) -> Figure:
+def _speed(summary: Summary) -> Figure:
     """Loss against speed, and where the policy stands."""
     figure, axes = _figure("What speed costs")
-    frontier, (speed, slowest, fastest) = summary["frontier"], summary["speedup"]["measured"]
+    frontier, (speed, slowest, fastest) = summary.frontier, summary.speedup.measured
     axes.set_xlabel("speed, times that of full depth")
-    axes.set_xlim(min(1.0, slowest) - 0.01, max(*frontier["speedup"].values(), fastest) + 0.01)
-    least = min(_kls(frontier["kl"])) / 2 if _is_wide(frontier["kl"]) else 0.0  # a logarithm has no place for 0
-    kl, low, high = (max(x, least) for x in summary["held_out"]["all steps"]["kl"])
+    axes.set_xlim(min(1.0, slowest) - 0.01, max(*frontier.speedup.values(), fastest) + 0.01)
+    least = min(_kls(frontier.kl)) / 2 if _is_wide(frontier.kl) else 0.0  # a logarithm has no place for 0
+    kl, low, high = (max(x, least) for x in summary.held_out.all_steps.kl)
     sideways, upwards = [[speed - slowest], [fastest - speed]], [[kl - low], [high - kl]]
     axes.errorbar(speed, kl, upwards, sideways, "D", color=_INK, elinewidth=1.2, capsize=3, zorder=5, clip_on=False)
     axes.annotate(
@@ -123,18 +101,18 @@ def _speed(summary: dict[str, Any]) -> Figure:
         zorder=6,
         bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
     )
-    _draw_losses(axes, frontier["kl"], frontier["speedup"], 1.0)
+    _draw_losses(axes, frontier.kl, frontier.speedup, 1.0)
     return figure
 
 
-def _loss_by_step(summary: dict[str, Any]) -> Figure:
+def _loss_by_step(summary: Summary) -> Figure:
     """Loss and agreement by step of the answer. Not step 0, which comes from the prompt at full depth."""
     figure = Figure(figsize=(7, 4.6), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(5, 2))
-    answers = np.array(summary["by_step"]["answers"], float)[1:]
+    by_step = summary.by_step
+    answers = np.array(by_step.answers, float)[1:]
     steps = np.arange(1, len(answers) + 1)
-    for axes, name, factor in ((above, "kl", 1), (below, "agreement", 100)):
-        values = factor * np.array(summary["by_step"][name])[1:]
+    for axes, values in ((above, np.array(by_step.kl)[1:]), (below, 100 * np.array(by_step.agreement)[1:])):
         axes.plot(steps, values, color=_GREY, linewidth=0.7)
         axes.plot(steps, _running_mean(values, answers), color=_BLUE, linewidth=2)
         _plain(axes)
@@ -145,10 +123,10 @@ def _loss_by_step(summary: dict[str, Any]) -> Figure:
     return figure
 
 
-def _depth_by_step(summary: dict[str, Any]) -> Figure:
+def _depth_by_step(summary: Summary) -> Figure:
     """How many layers run at each step."""
     figure, axes = _figure("How many layers run along the answer")
-    curve, layers, mean = summary["curve"], summary["model"]["num_hidden_layers"], summary["mean_depth"]
+    curve, layers, mean = summary.curve, summary.model.num_hidden_layers, summary.mean_depth
     axes.stairs(curve, color=_BLUE, linewidth=2, baseline=None)
     axes.stairs(curve, color=_BLUE, alpha=0.12, fill=True)
     axes.axhline(mean, color=_INK, linewidth=1, linestyle=(0, (5, 4)))
@@ -160,11 +138,11 @@ def _depth_by_step(summary: dict[str, Any]) -> Figure:
     return figure
 
 
-def _importance(summary: dict[str, Any]) -> Figure:
+def _importance(summary: Summary) -> Figure:
     """What each layer costs when it alone is skipped."""
     figure, axes = _figure("How much each layer matters")
-    layers, importance = summary["model"]["num_hidden_layers"], summary["importance"]
-    core, skipped = set(summary["core_layers"]), set(summary["skip_order"][: layers - summary["curve"][-1]])
+    layers, importance = summary.model.num_hidden_layers, summary.importance
+    core, skipped = set(summary.core_layers), set(summary.skip_order[: layers - summary.curve[-1]])
     least = min((kl for kl in importance if kl > 0), default=2 * _LEAST) / 2
     roles = [("core: always run", "#777777", core), ("flex, still run", _SKY, set(range(layers)) - core - skipped)]
     for role, colour, members in [*roles, ("skipped by the last step", _ORANGE, skipped)]:
@@ -180,15 +158,15 @@ def _importance(summary: dict[str, Any]) -> Figure:
 # Their parts
 
 
-def _draw_losses(axes: Axes, methods: _Losses, x_of: dict[str, float], x_full: float) -> None:
+def _draw_losses(axes: Axes, methods: _Losses, x_of: Mapping[int, float], x_full: float) -> None:
     """A line a method, named at its end; the random orders thin and grey, the measured one on top with its interval."""
     colours, ends, wide = cycle(_OTHERS), {}, _is_wide(methods)
     for name, losses in methods.items():
-        loss = np.maximum([x if isinstance(x, list) else [x] * 3 for x in losses.values()], _LEAST)  # [depths, 3]
+        loss = np.maximum([x if isinstance(x, Estimate) else [x] * 3 for x in losses.values()], _LEAST)  # [depths, 3]
         x = [x_of[depth] for depth in losses]
         if not wide:  # full depth, which costs nothing
             x, loss = [x_full, *x], np.vstack([np.zeros(3), loss])
-        if name == _OURS:
+        if name == MEASURED_ORDER:
             colour, width, order = _BLUE, 2.2, 4
             axes.fill_between(x, loss[:, 1], loss[:, 2], color=colour, alpha=0.2, linewidth=0)
         elif name.startswith("random order"):
@@ -223,7 +201,7 @@ def _name_ends(axes: Axes, ends: dict[str, tuple[float, float, str]]) -> None:
             textcoords="axes fraction",
             va="center",
             color=_INK if colour == _GREY else colour,
-            weight="bold" if name == _OURS else "normal",
+            weight="bold" if name == MEASURED_ORDER else "normal",
             annotation_clip=False,
             arrowprops={"arrowstyle": "-", "color": _GREY, "linewidth": 0.6, "shrinkA": 1, "shrinkB": 2},
         )
@@ -267,7 +245,8 @@ def _running_mean(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 def _kls(methods: _Losses) -> list[float]:
     """The KL of every method at every depth."""
-    return [max(x[0] if isinstance(x, list) else x, _LEAST) for losses in methods.values() for x in losses.values()]
+    values = (x for losses in methods.values() for x in losses.values())
+    return [max(x.value if isinstance(x, Estimate) else x, _LEAST) for x in values]
 
 
 def _is_wide(methods: _Losses) -> bool:

@@ -37,10 +37,10 @@ def first_steps(references: Sequence[Reference], steps: int) -> list[Reference]:
     return [reference.window(0, steps + 1) for reference in references if len(reference.answer_ids) > 1]
 
 
-def layer_importance(layers: int, steps: Sequence[int], measure: Measure) -> list[float]:
+def layer_importance(num_hidden_layers: int, steps: Sequence[int], measure: Measure) -> list[float]:
     """Mean KL of skipping each layer alone, on half of the answers: [L]."""
     half = range((len(steps) + 1) // 2)
-    sums = measure(frozenset(), range(layers), half)
+    sums = measure(frozenset(), range(num_hidden_layers), half)
     return (sums / sum(steps[i] for i in half)).tolist()  # type: ignore[no-any-return]
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -10,49 +11,98 @@ from ..replay import Scores
 
 RESAMPLES = 10_000
 LEVEL = 0.95
-LEAST_STEPS = 30  # fewer tapered steps than this prove nothing
+MIN_STEPS = 30  # fewer tapered steps than this say nothing
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """A figure and its bootstrap confidence interval (percentiles; whole answers are resampled)."""
+class Estimate(NamedTuple):
+    """A figure and its 95 % bootstrap interval (percentiles; whole answers are resampled)."""
 
     value: float
     low: float
     high: float
 
 
+@dataclass(frozen=True)
+class Loss:
+    """What a policy costs over some steps, as plain numbers: a forecast, or one end of measured intervals.
+
+    Args:
+        kl: mean KL(full || policy), nats.
+        agreement: share of steps whose likeliest token is that of full depth, 0 to 1.
+        nll_increase: rise of the NLL of full depth's own answers, per cent.
+    """
+
+    kl: float
+    agreement: float
+    nll_increase: float
+
+
+@dataclass(frozen=True)
+class LossEstimate:
+    """What a policy costs over some steps, as measured; the figures of `Loss` with their intervals."""
+
+    kl: Estimate
+    agreement: Estimate
+    nll_increase: Estimate
+
+    @property
+    def value(self) -> Loss:
+        """The estimates themselves."""
+        return Loss(self.kl.value, self.agreement.value, self.nll_increase.value)
+
+    @property
+    def worst(self) -> Loss:
+        """The bad end of each interval."""
+        return Loss(self.kl.high, self.agreement.low, self.nll_increase.high)
+
+
+@dataclass(frozen=True)
+class Losses:
+    """What a policy costs over all steps, and over the tapered ones, which skip layers."""
+
+    all_steps: LossEstimate = field(metadata={"json": "all steps"})
+    # None: fewer than `MIN_STEPS` of them.
+    tapered_steps: LossEstimate | None = field(default=None, metadata={"json": "tapered steps"})
+
+
+@dataclass(frozen=True)
+class LossByStep:
+    """Loss at each step: how many answers have that step, mean KL in nats, agreement; each [steps]."""
+
+    answers: list[int]
+    kl: list[float]
+    agreement: list[float]
+
+
 def ratio_estimate(numerator: np.ndarray, denominator: np.ndarray, seed: int = 0) -> Estimate:
-    """sum(numerator) / sum(denominator), resampled by answer; both are sums within each answer: [answers]."""
+    """sum(numerator) / sum(denominator) to six digits, resampled by answer; both are sums within each: [answers]."""
     draws = np.random.default_rng(seed).integers(0, len(numerator), (RESAMPLES, len(numerator)))
     below = denominator[draws].sum(-1)
     ratios = numerator[draws].sum(-1)[below > 0] / below[below > 0]
-    value = float(numerator.sum() / denominator.sum())
-    low, high = np.quantile(ratios, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Estimate(value, float(low), float(high))
+    ends = np.quantile(ratios, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Estimate(*(float(f"{x:.6g}") for x in (numerator.sum() / denominator.sum(), *ends)))
 
 
-def over_steps(scores: Scores) -> dict[str, dict[str, Estimate]]:
-    """What a policy costs over "all steps" and, where there are enough, over "tapered steps".
-
-    Each holds "kl" (nats), "agreement" (a fraction) and "nll_increase" (of the answers' NLL, per cent).
-    """
-    found = {"all steps": _estimates(scores)}
+def over_steps(scores: Scores) -> Losses:
+    """What a policy costs, by its scores."""
     tapered = scores.where(scores.depth < scores.depth.max())
-    if len(tapered.step) >= LEAST_STEPS:
-        found["tapered steps"] = _estimates(tapered)
-    return found
+    return Losses(_loss(scores), _loss(tapered) if len(tapered.step) >= MIN_STEPS else None)
 
 
-def _estimates(scores: Scores) -> dict[str, Estimate]:
+def _loss(scores: Scores) -> LossEstimate:
+    def mean(values: np.ndarray, weights: np.ndarray) -> Estimate:
+        return ratio_estimate(by_answer(scores, values), by_answer(scores, weights))
+
     ones = np.ones(len(scores.step))
-    pairs = {
-        "kl": (scores.kl, ones),
-        "agreement": (scores.agreement, ones),
-        "nll_increase": (100 * (scores.nll - scores.nll_full), scores.nll_full),
-    }
-    sums = {name: [by_answer(scores, part) for part in pair] for name, pair in pairs.items()}
-    return {name: ratio_estimate(above, below) for name, (above, below) in sums.items()}
+    nll_increase = mean(100 * (scores.nll - scores.nll_full), scores.nll_full)
+    return LossEstimate(mean(scores.kl, ones), mean(scores.agreement, ones), nll_increase)
+
+
+def loss_by_step(scores: Scores) -> LossByStep:
+    """What a policy costs along the answer."""
+    count = np.bincount(scores.step)
+    kl, agreement = (np.bincount(scores.step, weights=part) / count for part in (scores.kl, scores.agreement))
+    return LossByStep(count.tolist(), kl.tolist(), agreement.tolist())
 
 
 def by_answer(scores: Scores, values: np.ndarray) -> np.ndarray:

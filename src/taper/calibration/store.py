@@ -6,13 +6,16 @@ import hashlib
 import json
 import os
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ..errors import RequestError
 
-FORMAT = 1  # part of every key: raise it when the meaning of a stored value changes
+FORMAT = 2  # part of every key: raise it when the meaning of a stored value changes
+_TABLE = f"measured_{FORMAT}"
+_TIMEOUT = 60  # seconds to wait for another process that is writing
 
 
 class Store:
@@ -20,36 +23,49 @@ class Store:
 
     Args:
         path: the file; made with its folder.
-        common: what every value depends on: the model, the backend.
+        common: what every value depends on: the model, the backend and its version.
 
     Raises:
-        RequestError: the file cannot be written, or is none of ours.
+        RequestError: the file cannot be written, or is not such a file.
     """
 
     def __init__(self, path: Path, common: dict[str, Any]) -> None:
-        self._common = common
-        try:
+        self._path, self._common = path, common
+        with self._told():
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = sqlite3.connect(path, isolation_level=None)
+            self._file = sqlite3.connect(path, isolation_level=None, timeout=_TIMEOUT)
             self._file.execute("PRAGMA journal_mode=WAL")
-            self._file.execute("CREATE TABLE IF NOT EXISTS measured (key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID")
-        except (OSError, sqlite3.Error) as error:
-            reason = getattr(error, "strerror", None) or error
-            hint = "make it writable, remove it if it is damaged, or set TAPER_CACHE to another folder"
-            raise RequestError(f"cannot keep measurements in {path}: {reason}", hint) from None
+            columns = "key TEXT PRIMARY KEY, value TEXT, check_sum TEXT"
+            self._file.execute(f"CREATE TABLE IF NOT EXISTS {_TABLE} ({columns}) WITHOUT ROWID")
 
-    def remember(self, what: dict[str, Any], compute: Callable[[], Any]) -> Any:
-        """The value stored for `what`, else that of `compute`; always as JSON gives it back."""
-        key = digest({"format": FORMAT, **self._common, **what})
-        found = self._file.execute("SELECT value FROM measured WHERE key = ?", (key,)).fetchone()
-        if found is None:
-            found = (json.dumps(compute()),)
-            self._file.execute("INSERT OR REPLACE INTO measured VALUES (?, ?)", (key, *found))
-        return json.loads(found[0])
+    def remember(self, key: dict[str, Any], compute: Callable[[], Any]) -> Any:
+        """The value stored under a key, else that of `compute`; always as JSON gives it back."""
+        name = digest({"format": FORMAT, **self._common, **key})
+        with self._told():
+            row = self._file.execute(f"SELECT value, check_sum FROM {_TABLE} WHERE key = ?", (name,)).fetchone()
+        # A row that was damaged on disk is measured anew.
+        if row is None or not isinstance(row[0], str) or digest([name, row[0]]) != row[1]:
+            text = json.dumps(compute())
+            with self._told():
+                row = (name, text, digest([name, text]))
+                self._file.execute(f"INSERT OR REPLACE INTO {_TABLE} VALUES (?, ?, ?)", row)
+        else:
+            text = row[0]
+        return json.loads(text)
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """One line instead of what the system or SQLite raise."""
+        try:
+            yield
+        except (OSError, sqlite3.Error, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            hint = "free the disk, make it writable, remove it if it is damaged, or set TAPER_CACHE to another folder"
+            raise RequestError(f"cannot keep measurements in {self._path}: {reason}", hint) from None
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -1,4 +1,4 @@
-"""The command line. Answers go to standard output, everything else to standard error."""
+"""The command line. Outputs go to standard output, everything else to standard error."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 import signal
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 import click
@@ -17,12 +19,18 @@ from . import calibrate, generate, models, policy, vllm
 from .common import INTERRUPTED, say
 
 _CLOSED_PIPE, _WRONG = 141, 2
+_REBUILD = "CMAKE_ARGS=-DGGML_LLAMAFILE=ON pip install --force-reinstall --no-deps --no-cache-dir ggml-python==0.0.45"
+_ADVICE = {
+    "AVX2": "this processor is old, or ggml was built on another one; every kernel is slow",
+    "REPACK": f"matrices cannot be repacked for this processor; {_REBUILD}",
+    "LLAMAFILE": f"prompts in f32, f16, bf16 and Q8_0 are slower than need be; {_REBUILD}",
+}
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name="taper")
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=lambda *args: _version(*args))
 def cli() -> None:
-    """Language models that run fewer layers per token as the answer grows, without retraining.
+    """Language models that run fewer layers per token as the output grows, without retraining.
 
     Start with: taper pull, then: taper generate "Why is the sky blue?"
     """
@@ -40,9 +48,12 @@ def main() -> NoReturn:
     """Run the command line; a user's mistake is one line and exit code 2."""
     _open_standard_streams()
     warnings.showwarning = _show_warning
+    if isinstance(sys.stderr, io.TextIOWrapper):
+        encoding = sys.stderr.encoding
+        sys.stderr = _Diagnostics(sys.stderr.detach(), encoding, line_buffering=True)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that is not UTF-8 must not end an answer
+            stream.reconfigure(errors="replace")  # a terminal that is not UTF-8 must not end an output
     for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
         if signal.getsignal(number) == signal.SIG_DFL:  # an exit lets temporary files be removed
             signal.signal(number, lambda number, _: sys.exit(128 + number))
@@ -71,6 +82,42 @@ def _open_standard_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  (for the process)
+
+
+def _version(context: click.Context, parameter: click.Parameter, wanted: bool) -> None:
+    """Print the versions, and what the CPU's kernels were built with."""
+    if not wanted or context.resilient_parsing:
+        return
+    from ..backends.ggml.features import features, version
+
+    built = features()
+    click.echo(f"taper {__version__}, ggml-python {version()} with {', '.join(name for name in built if built[name])}")
+    for name, advice in _ADVICE.items():
+        if not built.get(name):
+            click.echo(f"without {name}: {advice}")
+    context.exit()
+
+
+class _Diagnostics(io.TextIOWrapper):
+    """Standard error. What cannot be written there, on a full disk or a closed pipe, must not cost the output."""
+
+    def write(self, text: str) -> int:
+        """Write, or give up on this and all that follows."""
+        with self._or_to_nowhere():
+            super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush, or give up."""
+        with self._or_to_nowhere():
+            super().flush()
+
+    @contextmanager
+    def _or_to_nowhere(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
 
 
 def _fail(error: TaperError) -> NoReturn:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..checks import DEVICES, DTYPES
+
 if TYPE_CHECKING:
     from ..llm import LLM
-    from ..policy import DepthPolicy
 
 INTERRUPTED = 130
 Command = Callable[..., Any]
@@ -28,15 +29,16 @@ def model_options(command: Command) -> Command:
     options = [
         click.option("--model", default=None, metavar="MODEL", help="Name, file, folder or hub id ORG/MODEL."),
         click.option("--threads", type=int, help="CPU threads. Default: the cores this process may use."),
-        click.option("--context", type=int, help="Tokens of prompt and answer. Default: 4096 or the model's limit."),
-        click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True),
+        click.option("--context", type=int, help="Tokens of prompt and output. Default: 4096 or the model's limit."),
+        click.option("--device", type=click.Choice(DEVICES), default="auto", show_default=True),
         click.option(
             "--dtype",
-            type=click.Choice(["auto", "f32", "f16", "bf16", "q8_0"]),
+            type=click.Choice(DTYPES),
             default="auto",
             show_default=True,
             help="Convert weights when loading.",
         ),
+        click.option("--no-repack", is_flag=True, help="Use the mapped file as it is: less memory, slower on a CPU."),
     ]
     return with_options(options, command)
 
@@ -44,20 +46,13 @@ def model_options(command: Command) -> Command:
 def load(options: dict[str, Any], **more: Any) -> LLM:
     """The model that the options ask for."""
     from ..llm import LLM
-    from ..loading import DEFAULT_MODEL
+    from ..models import DEFAULT_MODEL
     from ..terminal import waiting
 
     model = DEFAULT_MODEL if options["model"] is None else options["model"]
     with waiting(f"loading {model}"):
-        return LLM(model, **{name: options[name] for name in ("device", "dtype", "context", "threads")}, **more)
-
-
-def find_policy(name: str) -> DepthPolicy:
-    """A shipped policy by its name, else that of a file."""
-    from ..policy import load_policy, shipped_policies
-
-    shipped = (policy for policies in shipped_policies().values() for policy in policies)
-    return next((policy for policy in shipped if policy.name == name), None) or load_policy(name)
+        given = {name: options[name] for name in ("device", "dtype", "context", "threads")}
+        return LLM(model, **given, repack=not options["no_repack"], **more)
 
 
 def say(line: str) -> None:

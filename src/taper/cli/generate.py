@@ -4,38 +4,51 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Generator
 from contextlib import suppress
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..checks import MODES
 from ..errors import TaperError
 from .common import INTERRUPTED, Command, load, model_options, say, with_options
 
 if TYPE_CHECKING:
-    from ..llm import LLM, Chunk, Output
+    from ..llm import LLM
     from ..loading import Message
+    from ..output import Chunk, Output
     from ..policy import DepthPolicy
     from ..sampling import SamplingParams
+    from ..stream import Stream
 
 
 def _options(command: Command) -> Command:
     """What `generate` and `chat` share."""
     options = [
         click.option("--policy", metavar="NAME|FILE", help="A shipped policy or a JSON file. Default: balanced."),
-        click.option("--mode", type=click.Choice(["full", "taper"]), help="All layers, or fewer as the answer grows."),
-        click.option("--alpha", type=float, help="D3's decay in (0, 1]: step i runs floor(L * alpha^i) layers."),
+        click.option("--mode", type=click.Choice(MODES), help="All layers, or fewer as the output grows."),
+        click.option("--alpha", type=float, help="Use D3's curve, floor(L * alpha^i) layers at step i; in (0, 1]."),
         click.option("--system", metavar="TEXT", help="System message."),
-        click.option("--max-tokens", type=int, default=512, show_default=True, help="Most tokens of an answer."),
-        click.option("--temperature", type=float, default=0.0, show_default=True, help="0: always the likeliest."),
-        click.option("--top-p", type=float, default=1.0, show_default=True, help="Likeliest tokens up to this sum."),
-        click.option("--top-k", type=int, default=0, show_default=True, help="The k likeliest tokens; 0: all."),
-        click.option("--min-p", type=float, default=0.0, show_default=True, help="At least this part of the best."),
-        click.option("--stop", multiple=True, metavar="TEXT", help="End the answer here; may be given again."),
-        click.option("--seed", type=int, help="Repeatable sampling."),
-        click.option("--show-depth", is_flag=True, help="Draw depth by step and colour tokens by depth."),
+        click.option("--max-tokens", type=int, default=512, show_default=True, help="Most tokens to generate."),
+        click.option("--temperature", type=float, default=0.0, show_default=True, help="0 takes the likeliest token."),
+        click.option(
+            "--top-p",
+            type=float,
+            default=1.0,
+            show_default=True,
+            help="Keep the likeliest tokens whose probabilities reach this sum.",
+        ),
+        click.option("--top-k", type=int, default=0, show_default=True, help="Keep the k likeliest tokens; 0: all."),
+        click.option(
+            "--min-p",
+            type=float,
+            default=0.0,
+            show_default=True,
+            help="Keep tokens at least this likely, relative to the likeliest.",
+        ),
+        click.option("--stop", multiple=True, metavar="TEXT", help="End the output before this text; repeatable."),
+        click.option("--seed", type=int, help="Make sampling repeatable."),
+        click.option("--show-depth", is_flag=True, help="Draw the depth of each step, and colour tokens by depth."),
     ]
     return with_options(options, model_options(command))
 
@@ -43,14 +56,14 @@ def _options(command: Command) -> Command:
 @click.command()
 @click.argument("prompt")
 @_options
-@click.option("--compare", is_flag=True, help="Answer at full depth and tapered, side by side.")
+@click.option("--compare", is_flag=True, help="Generate at full depth and tapered, side by side.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 def generate(prompt: str, compare: bool, as_json: bool, **options: Any) -> None:
-    """Answer PROMPT; - reads it from standard input."""
+    """Generate text for PROMPT; - reads the prompt from standard input."""
     if compare and options["mode"] == "full":
         raise click.UsageError("--compare shows both modes; leave out --mode full")
     if as_json and options["show_depth"]:
-        raise click.UsageError("--show-depth draws pictures, --json has none; leave out one")
+        raise click.UsageError("--show-depth draws pictures and --json has none; leave out one of them")
     params = _sampling(options)
     text = _read_prompt(prompt)
     llm = load(options)
@@ -75,7 +88,7 @@ def generate(prompt: str, compare: bool, as_json: bool, **options: Any) -> None:
 @click.command()
 @_options
 def chat(**options: Any) -> None:
-    """Talk over several turns; what was computed is kept. /reset starts over, /exit or Ctrl-D ends."""
+    """Chat over several turns. /reset starts over, /exit or Ctrl-D ends the chat."""
     params = _sampling(options)
     llm = load(options)
     if not llm.tokenizer.chat_template:
@@ -132,9 +145,7 @@ def _policy(llm: LLM, options: dict[str, Any]) -> DepthPolicy:
         middle_first = DepthPolicy.middle_first(llm.config.num_hidden_layers, alpha)
         say("taper: no measured skip order for this model: the middle layers go first (our reading of the paper)")
         return middle_first
-    # The measured order of the default policy, without its floor: alpha alone says how deep it goes.
-    given = llm.resolve_policy()
-    return DepthPolicy.d3(given.num_hidden_layers, alpha, given.start, skip_order=given.skip_order)
+    return llm.resolve_policy().with_alpha(alpha)
 
 
 def _messages(system: str | None) -> list[Message]:
@@ -150,31 +161,38 @@ def _prompt(llm: LLM, messages: list[Message]) -> Any:
     return messages[0]["content"]
 
 
-def _follow(stream: Generator[Chunk, None, None], echo: bool) -> list[Chunk]:
-    """Take all chunks, writing their text as it comes; Ctrl-C ends the answer where it is."""
-    from ..terminal import waiting
+def _follow(stream: Stream, echo: bool) -> list[Chunk]:
+    """Take all chunks, writing their text as it comes; Ctrl-C ends the output where it is."""
+    from ..terminal import waiting, without_controls
 
     chunks: list[Chunk] = []
+    is_terminal = sys.stdout.isatty()
+
+    def take(chunk: Chunk) -> None:
+        chunks.append(chunk)
+        if echo:
+            print(without_controls(chunk.text) if is_terminal else chunk.text, end="", flush=True)
+
     try:
         with waiting("reading the prompt"):
             first = next(stream)
-        for chunk in chain([first], stream):
-            chunks.append(chunk)
-            if echo:
-                click.echo(chunk.text, nl=False)
+        take(first)
+        for chunk in stream:
+            take(chunk)
     except KeyboardInterrupt:
-        chunks.append(stream.throw(KeyboardInterrupt()))
+        for chunk in stream.abort():
+            take(chunk)
     return chunks
 
 
 def _compare(
     llm: LLM, prompt: Any, params: SamplingParams, policy: DepthPolicy, options: dict[str, Any], as_json: bool
 ) -> None:
-    from ..compare import compare
     from ..terminal import console, depth_chart
+    from .compare import compare
 
     picture = compare(llm, prompt, params, policy, screen=None if as_json else console())
-    outputs = picture.finished()
+    outputs = picture.by_mode()
     if as_json:
         click.echo(json.dumps({name: _as_json(output, llm) for name, output in outputs.items()}, ensure_ascii=False))
     else:

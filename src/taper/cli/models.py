@@ -13,8 +13,8 @@ def pull(model: str | None) -> None:
     """Fetch MODEL: a hub id ORG/MODEL, or nothing for the default model."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from ..loading import DEFAULT_MODEL
-    from ..loading import pull as fetch
+    from ..models import DEFAULT_MODEL
+    from ..models import pull as fetch
     from ..terminal import console
 
     name = model or DEFAULT_MODEL

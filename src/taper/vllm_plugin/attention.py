@@ -1,4 +1,4 @@
-"""What attention reads when only some rows of a batch run a layer: built once per active set, shared by its layers."""
+"""What attention reads when only some tokens of a batch run a layer: built once for each set of active tokens."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from ..errors import ModelError
-from .plan import ActiveSet, Plan
+from .plan import ActiveTokens, Plan
 
-# Backends whose metadata of one set stays valid when that of another is built: read in their source.
+# In these backends, building metadata leaves metadata built earlier valid: read in their source.
 BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
 
 
-class Rows(NamedTuple):
-    """Where a batch's tokens and keys and values lie, as vLLM's runner has it before the forward.
+class Batch(NamedTuple):
+    """Where the tokens of a batch and their keys and values are, as vLLM's runner has it before the forward.
 
     first_positions, prompt_lengths: [requests] on the host.
     block_table: [requests, blocks], slot_mapping and positions: [tokens], on the device.
@@ -32,59 +32,63 @@ class Rows(NamedTuple):
     positions: torch.Tensor
 
 
-class Step:
-    """One forward's plan, and the attention metadata of each of its active sets."""
+class TaperedForward:
+    """The plan of one forward, and the attention metadata of each of its sets of active tokens."""
 
-    def __init__(self, plan: Plan, rows: Rows) -> None:
+    def __init__(self, plan: Plan, batch: Batch) -> None:
         self.plan = plan
-        self._rows = rows
+        self._batch = batch
         self._built: dict[int, tuple[torch.Tensor, CommonAttentionMetadata, Any]] = {}
 
-    def enter(self, active: ActiveSet, layer_names: Iterable[str]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Have the layers of these names attend with the active rows; their indices and positions, [active tokens]."""
+    def prepare_attention(self, active: ActiveTokens, layer_names: Iterable[str]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Make the named layers attend with the active tokens only.
+
+        Returns:
+            The rows of these tokens in the batch and their positions, both [active tokens].
+        """
         if id(active) not in self._built:
             self._built[id(active)] = self._build(active)
-        tokens, common, metadata = self._built[id(active)]
+        rows, common, metadata = self._built[id(active)]
         context = get_forward_context()
         for name in layer_names:
             context.attn_metadata[name] = metadata
             context.slot_mapping[name] = common.slot_mapping
-        return tokens, common.positions
+        return rows, common.positions
 
-    def _build(self, active: ActiveSet) -> tuple[torch.Tensor, CommonAttentionMetadata, Any]:
-        rows, device = self._rows, self._rows.positions.device
-        chosen, counts = active.chunks, active.counts[active.chunks]
-        seq_lens = torch.from_numpy((rows.first_positions[chosen] + counts).astype(np.int32))
+    def _build(self, active: ActiveTokens) -> tuple[torch.Tensor, CommonAttentionMetadata, Any]:
+        batch, device = self._batch, self._batch.positions.device
+        counts, first_positions = active.counts[active.requests], batch.first_positions[active.requests]
+        seq_lens = torch.from_numpy((first_positions + counts).astype(np.int32))
         starts = torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32))
-        tokens = torch.from_numpy(active.tokens).to(device, non_blocking=True)
-        requests = torch.from_numpy(chosen).to(device, non_blocking=True)
+        rows = torch.from_numpy(active.rows).to(device, non_blocking=True)
+        requests = torch.from_numpy(active.requests).to(device, non_blocking=True)
         common = CommonAttentionMetadata(
             query_start_loc=starts.to(device, non_blocking=True),
             query_start_loc_cpu=starts,
             seq_lens=seq_lens.to(device, non_blocking=True),
             seq_lens_cpu_upper_bound=seq_lens,
-            num_reqs=len(chosen),
-            num_actual_tokens=len(active.tokens),
+            num_reqs=len(active.requests),
+            num_actual_tokens=len(active.rows),
             max_query_len=int(counts.max()),
             max_seq_len=int(seq_lens.max()),
-            block_table_tensor=rows.block_table.index_select(0, requests),
-            slot_mapping=rows.slot_mapping.index_select(0, tokens),
+            block_table_tensor=batch.block_table.index_select(0, requests),
+            slot_mapping=batch.slot_mapping.index_select(0, rows),
             causal=True,
-            positions=rows.positions.index_select(0, tokens),
-            is_prefilling=torch.from_numpy(rows.first_positions[chosen] < rows.prompt_lengths[chosen]),
+            positions=batch.positions.index_select(0, rows),
+            is_prefilling=torch.from_numpy(first_positions < batch.prompt_lengths[active.requests]),
         )
-        return tokens, common, rows.attention_group.build_metadata(common)
+        return rows, common, batch.attention_group.build_metadata(common)
 
 
-def the_attention_group(attention_groups: Any) -> Any:
-    """The one attention group of a model whose layers are all alike.
+def only_attention_group(attention_groups: Any) -> Any:
+    """The attention group of a model whose layers are all alike.
 
     Raises:
-        ModelError: there are more, or its backend is one that this was not written for.
+        ModelError: there is more than one, or its backend is not in BACKENDS.
     """
-    groups = [group for of_cache in attention_groups for group in of_cache]
+    groups = [group for cache_groups in attention_groups for group in cache_groups]
     if len(groups) != 1:
-        raise ModelError(f"the layers fall into {len(groups)} attention groups", "Taper needs layers that are alike")
+        raise ModelError(f"the layers form {len(groups)} attention groups", "Taper needs layers that are all alike")
     if (name := groups[0].backend.get_name()) not in BACKENDS:
-        raise ModelError(f"attention backend {name} is not tested", f"--attention-backend: {', '.join(BACKENDS)}")
+        raise ModelError(f"attention backend {name} is not supported", f"--attention-backend: {', '.join(BACKENDS)}")
     return groups[0]

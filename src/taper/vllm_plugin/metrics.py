@@ -1,7 +1,7 @@
 """Mean depth and layers saved, at vLLM's own /metrics.
 
-Depths are known where the model runs, and /metrics is served by another process: a small file, mapped by both, carries
-two counters from each engine to it. Knows nothing of vLLM. Engines on other machines are not seen.
+Depths are known where the model runs, but another process serves /metrics. A small file, mapped by both, carries two
+counters of each engine from one to the other. Knows nothing of vLLM. Engines on other machines are not counted.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from typing import Any
 
 import numpy as np
 
-_SLOTS = 256  # engines (data-parallel ranks) that one file can count for
-_SHAPE = (_SLOTS, 2)  # answer tokens, layers run for them
+_SLOTS = 256  # engines (data-parallel ranks) that one file has room for
+_SHAPE = (_SLOTS, 2)  # completion tokens, layers run for them
 
 
 class Counters:
-    """What one engine adds to; `slot` is its own row of the file."""
+    """The counters of one engine; `slot` is its row of the file."""
 
     def __init__(self, path: str, slot: int) -> None:
         self._row = _map(path)[slot % _SLOTS]
 
-    def add(self, answer_tokens: int, layers_run: int) -> None:
+    def add(self, completion_tokens: int, layers_run: int) -> None:
         """Count a forward."""
-        self._row += (answer_tokens, layers_run)
+        self._row += (completion_tokens, layers_run)
 
 
 def watch(num_hidden_layers: int) -> str:
-    """Show a new file's counters at /metrics of this process; the path, for `Counters` in any other."""
+    """Make a file of counters and show them at this process's /metrics; its path is for `Counters` elsewhere."""
     from prometheus_client import REGISTRY
 
     handle, path = tempfile.mkstemp(prefix="taper-metrics-")
@@ -49,7 +49,7 @@ def _map(path: str) -> np.ndarray:
 
 
 class _Collector:
-    """The counters of every engine that this process watches, in Prometheus' terms."""
+    """The counters of every engine that this process watches, as Prometheus metrics."""
 
     def __init__(self) -> None:
         self.sources: list[tuple[np.ndarray, int]] = []
@@ -57,17 +57,20 @@ class _Collector:
     def collect(self) -> Iterator[Any]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        tokens = CounterMetricFamily("taper:answer_tokens", "Answer tokens run, without the first.", labels=["engine"])
-        run = CounterMetricFamily("taper:layers_run", "Layers run for them, summed.", labels=["engine"])
-        saved = CounterMetricFamily("taper:layers_saved", "Layers skipped for them, summed.", labels=["engine"])
-        mean = GaugeMetricFamily("taper:mean_depth", "Layers run per answer token, since start.", labels=["engine"])
+        labels = ["engine"]
+        tokens = CounterMetricFamily(
+            "taper:answer_tokens", "Completion tokens, without the first of each request.", labels=labels
+        )
+        run = CounterMetricFamily("taper:layers_run", "Layers run for these tokens, summed.", labels=labels)
+        saved = CounterMetricFamily("taper:layers_saved", "Layers skipped for these tokens, summed.", labels=labels)
+        mean = GaugeMetricFamily("taper:mean_depth", "Mean layers run for these tokens since the start.", labels=labels)
         for engine, (rows, num_hidden_layers) in enumerate(self.sources):
-            answer_tokens, layers_run = (int(total) for total in rows.sum(axis=0))
+            completion_tokens, layers_run = (int(total) for total in rows.sum(axis=0))
             label = [str(engine)]
-            tokens.add_metric(label, answer_tokens)
+            tokens.add_metric(label, completion_tokens)
             run.add_metric(label, layers_run)
-            saved.add_metric(label, num_hidden_layers * answer_tokens - layers_run)
-            mean.add_metric(label, layers_run / answer_tokens if answer_tokens else num_hidden_layers)
+            saved.add_metric(label, num_hidden_layers * completion_tokens - layers_run)
+            mean.add_metric(label, layers_run / completion_tokens if completion_tokens else num_hidden_layers)
         yield from (tokens, run, saved, mean)
 
 

@@ -1,4 +1,4 @@
-"""vLLM's models with their loop over layers replaced; everything else of them is as it was."""
+"""vLLM's models with another loop over their layers; everything else is vLLM's own."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from vllm.sequence import IntermediateTensors
 from . import check_vllm_version
 
 if TYPE_CHECKING:
-    from .attention import Step
+    from .attention import TaperedForward
 
 check_vllm_version()
 
 
 class DepthDecay:
-    """In front of a vLLM decoder (`LlamaModel` and its like): each layer runs the rows that retain it."""
+    """Mixed into a vLLM decoder (`LlamaModel` and the like): each layer runs the tokens that retain it."""
 
     def forward(
         self: Any,
@@ -29,23 +29,26 @@ class DepthDecay:
         positions: torch.Tensor,  # [tokens]
         intermediate_tensors: IntermediateTensors | None = None,
         inputs_embeds: torch.Tensor | None = None,
-        step: Step | None = None,
+        tapered: TaperedForward | None = None,
     ) -> torch.Tensor | IntermediateTensors:
         """Hidden states: [tokens, hidden_size]; between pipeline stages, with their residual."""
-        if step is None or step.plan.full:
+        if tapered is None or tapered.plan.full:
             return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)  # type: ignore[misc]
         if intermediate_tensors is None:
             residual = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
             hidden_states = torch.zeros_like(residual)
         else:
             hidden_states, residual = intermediate_tensors["hidden_states"], intermediate_tensors["residual"]
-        for layers, active in step.plan.runs:
+        for layers, active in tapered.plan.layer_ranges:
             modules = self.layers[layers.start : layers.stop]
-            if active.everyone:
+            if active.whole_batch:
                 hidden_states, residual = _run(modules, positions, hidden_states, residual)
                 continue
-            rows, at = step.enter(active, [layer.self_attn.attn.layer_name for layer in modules])
-            states = _run(modules, at, hidden_states.index_select(0, rows), residual.index_select(0, rows))
+            names = [layer.self_attn.attn.layer_name for layer in modules]
+            rows, active_positions = tapered.prepare_attention(active, names)
+            states = _run(
+                modules, active_positions, hidden_states.index_select(0, rows), residual.index_select(0, rows)
+            )
             hidden_states.index_copy_(0, rows, states[0])
             residual.index_copy_(0, rows, states[1])
         if not get_pp_group().is_last_rank:
@@ -62,13 +65,13 @@ def _run(
 
 
 class DepthDecayForCausalLM:
-    """In front of a vLLM causal language model: puts `DepthDecay` before its decoder, and brings it the step."""
+    """Mixed into a vLLM causal language model: gives its decoder `DepthDecay`, and hands it each tapered forward."""
 
     def __init__(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
-        # Not every model lets a subclass choose the decoder's class, and its construction is to stay vLLM's own.
-        kind = type(self.model)
-        self.model.__class__ = type(f"Taper{kind.__name__}", (DepthDecay, kind), {})
+        # Not every model lets a subclass choose its decoder's class, so vLLM builds the decoder and its class changes.
+        decoder_class = type(self.model)
+        self.model.__class__ = type(f"Taper{decoder_class.__name__}", (DepthDecay, decoder_class), {})
 
     def forward(
         self: Any,
@@ -76,21 +79,21 @@ class DepthDecayForCausalLM:
         positions: torch.Tensor,
         intermediate_tensors: IntermediateTensors | None = None,
         inputs_embeds: torch.Tensor | None = None,
-        step: Step | None = None,
+        tapered: TaperedForward | None = None,
     ) -> torch.Tensor | IntermediateTensors:
-        """As `DepthDecay.forward`; `step` comes from the runner's adapter."""
-        return self.model(input_ids, positions, intermediate_tensors, inputs_embeds, step=step)
+        """As `DepthDecay.forward`; `tapered` comes from the runner's adapter."""
+        return self.model(input_ids, positions, intermediate_tensors, inputs_embeds, tapered=tapered)
 
     @staticmethod
     def get_model_state_cls() -> type:
-        """What vLLM's V2 model runner keeps for this model."""
+        """The model state that vLLM's V2 model runner keeps for this model."""
         from .runner_v2 import TaperModelState
 
         return TaperModelState
 
 
 class TaperLlamaForCausalLM(DepthDecayForCausalLM, LlamaForCausalLM):
-    """Llama and what shares its layers."""
+    """Llama, and models that share its layers."""
 
 
 class TaperMistralForCausalLM(DepthDecayForCausalLM, MistralForCausalLM):

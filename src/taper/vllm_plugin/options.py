@@ -1,8 +1,10 @@
-"""What a server allows and what a request asks for. Knows nothing of vLLM: plain data in, policies out.
+"""The policies that a server allows and that a request asks for. Knows nothing of vLLM: plain data in, policies out.
 
-A server's options are `additional_config["taper"]`: `policy`, the default (a file, a policy's JSON object, or a name
-of `policies`; without it every layer runs), and `policies`, further ones by name. A request's are flat scalars:
-`taper_policy`, one of those names or "full", and `taper_alpha`, another decay for it.
+A server's options are `additional_config["taper"]`, an object with two optional keys: `policies`, policies by name,
+and `policy`, the default: one of these names, a policy file or a policy's JSON object. Without it every layer runs.
+
+A request's options are two scalars: `taper_policy`, one of these names, "default" or "full", and `taper_alpha`, which
+means what `--alpha` means on the command line: `DepthPolicy.with_alpha`.
 """
 
 from __future__ import annotations
@@ -12,8 +14,10 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from ..checks import number
 from ..errors import PolicyError, RequestError
-from ..policy import DepthPolicy, load_policy
+from ..policies import load_policy
+from ..policy import DepthPolicy
 
 FULL, DEFAULT = "full", "default"
 _KEYS = ("policy", "policies")
@@ -24,32 +28,32 @@ class Options:
     """The policies that requests of one server may use.
 
     Args:
-        default: the policy of a request that names none.
-        named: every policy that may be named, "full" and "default" included.
+        default: the policy of requests that name none.
+        named: every policy that requests may name, including "full" and "default".
     """
 
     def __init__(self, default: DepthPolicy, named: Mapping[str, DepthPolicy]) -> None:
         self.default = default
         self.named = dict(named)
-        self._with_alpha = lru_cache(maxsize=256)(self._other_alpha)
+        self._with_alpha = lru_cache(maxsize=256)(self._policy_with_alpha)
 
     @classmethod
     def read(cls, config: object, num_hidden_layers: int) -> Options:
         """Options from `additional_config["taper"]`; policy files are read here.
 
         Raises:
-            PolicyError: an unknown key, a name that is none, a policy that is none or has another number of layers.
+            PolicyError: an unknown key, something that is not a policy, or a policy for another number of layers.
         """
         config = {} if config is None else config
         if not isinstance(config, dict) or (unknown := sorted(set(config) - set(_KEYS))):
-            wrong = f"has no key {unknown[0]!r}" if isinstance(config, dict) else f"is {config!r}"
-            raise PolicyError(f'additional_config["taper"] {wrong}', f"an object with {' and '.join(_KEYS)}")
+            problem = f"has no key {unknown[0]!r}" if isinstance(config, dict) else f"is {config!r}"
+            raise PolicyError(f'additional_config["taper"] {problem}', f"give an object with {' and '.join(_KEYS)}")
         policies = config.get("policies", {})
         if not isinstance(policies, dict):
-            raise PolicyError(f'additional_config["taper"]["policies"] is {policies!r}', "an object: policies by name")
+            raise PolicyError(f'additional_config["taper"]["policies"] is {policies!r}', "give policies by name")
         named = {name: _policy(source) for name, source in policies.items()}
         if FULL in named:
-            raise PolicyError(f"the name {FULL!r} is taken: every layer", "choose another name")
+            raise PolicyError(f"the policy name {FULL!r} is reserved: it runs every layer", "choose another name")
         named[FULL] = DepthPolicy.full(num_hidden_layers)
         source = config.get("policy", FULL)
         default = named[source] if isinstance(source, str) and source in named else _policy(source)
@@ -59,43 +63,42 @@ class Options:
         return cls(default, named)
 
     def to_config(self) -> dict[str, Any]:
-        """The same as plain data with no file names: what `read` gives equal options from."""
+        """Plain data without file names, from which `read` makes equal options."""
         policies = {name: json.loads(policy.to_json()) for name, policy in self.named.items() if name != FULL}
         return {"policy": json.loads(self.default.to_json()), "policies": policies}
 
     def policy(self, extra_args: Mapping[str, Any] | None) -> DepthPolicy:
-        """The policy of a request, the same object each time.
+        """The policy that a request asks for: the same object each time.
 
         Raises:
-            RequestError: an unknown name or key, or an alpha that its policy cannot have.
+            RequestError: an unknown name or key, or an alpha that is out of range or does nothing.
         """
         if not extra_args:
             return self.default
         name, alpha = extra_args.get("taper_policy"), extra_args.get("taper_alpha")
         for key in extra_args:
             if key.startswith("taper_") and key not in _REQUEST_KEYS:
-                raise RequestError(f"unknown argument {key!r}", f"there are {' and '.join(_REQUEST_KEYS)}")
+                raise RequestError(f"unknown argument {key!r}", f"use {' or '.join(_REQUEST_KEYS)}")
         if name is not None and (not isinstance(name, str) or name not in self.named):
             raise RequestError(
                 f"taper_policy is {name!r}, which this server does not have", f"it has {', '.join(sorted(self.named))}"
             )
         if alpha is None:
             return self.default if name is None else self.named[name]
-        if isinstance(alpha, bool) or not isinstance(alpha, int | float):
-            raise RequestError(f"taper_alpha is {alpha!r}", "a number in (0, 1]")
+        alpha = number("taper_alpha", alpha, 0, 1, above=True)
         try:
-            return self._with_alpha(name, float(alpha))
+            return self._with_alpha(name, alpha)
         except PolicyError as error:
             raise RequestError(f"taper_alpha: {error.message}", error.hint) from None
 
-    def _other_alpha(self, name: str | None, alpha: float) -> DepthPolicy:
+    def _policy_with_alpha(self, name: str | None, alpha: float) -> DepthPolicy:
         return (self.default if name is None else self.named[name]).with_alpha(alpha)
 
 
 def _policy(source: object) -> DepthPolicy:
-    """A policy from its JSON object, or from the path of a file."""
+    """A policy from its JSON object or its file."""
     if isinstance(source, dict):
         return DepthPolicy.from_json(json.dumps(source))
     if isinstance(source, str):
         return load_policy(source)
-    raise PolicyError(f"a policy is {source!r}", "the path of a policy file, or its JSON object")
+    raise PolicyError(f"a policy is {source!r}", "give the path of a policy file, or its JSON object")

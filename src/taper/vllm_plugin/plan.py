@@ -1,7 +1,7 @@
-"""Which tokens of a batch run which layers, and for how many layers in a row that stays the same.
+"""Which tokens of a batch run which layers.
 
-Knows nothing of any engine: policies and whole numbers in, numpy arrays out. A request's tokens in a batch are
-consecutive positions; by nesting those that run a layer are the first ones, so a count for each request says it all.
+Knows nothing of any engine: policies and whole numbers in, numpy arrays out. The tokens of one request in a batch are
+consecutive, so by nesting those that run a layer are the first ones, and one count for each request is enough.
 """
 
 from __future__ import annotations
@@ -11,13 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..policy import DepthPolicy
-
-_MOST_POLICIES = 1024
+from ..policy import DepthPolicy, least_depths
 
 
-class Chunk(NamedTuple):
-    """The tokens of one request in a batch: `num_tokens` of them, from the position `first_position` on."""
+class RequestTokens(NamedTuple):
+    """The tokens of one request in a forward: `num_tokens` of them, starting at `first_position`."""
 
     policy: DepthPolicy
     first_position: int
@@ -25,135 +23,98 @@ class Chunk(NamedTuple):
     prompt_length: int
 
 
-class ActiveSet(NamedTuple):
-    """The tokens that run a layer.
+class ActiveTokens(NamedTuple):
+    """The tokens of a batch that run a layer.
 
-    counts: [chunks] how many of each chunk's tokens, the first ones.
-    chunks: [active chunks] those with any.
-    tokens: [active tokens] their rows in the batch, ascending.
-    everyone: whether that is the whole batch.
+    counts: [requests] how many tokens of each request run it, always the first ones.
+    requests: [active requests] indices of the requests that have any.
+    rows: [active tokens] indices into the batch's tokens, ascending.
+    whole_batch: whether every token runs it.
     """
 
     counts: np.ndarray
-    chunks: np.ndarray
-    tokens: np.ndarray
-    everyone: bool
+    requests: np.ndarray
+    rows: np.ndarray
+    whole_batch: bool
 
 
-class Run(NamedTuple):
-    """Layers in a row that the same tokens run."""
+class LayerRange(NamedTuple):
+    """Consecutive layers that the same tokens run."""
 
     layers: range
-    active: ActiveSet
+    active: ActiveTokens
 
 
 class Plan(NamedTuple):
-    """One forward: its runs in order (layers that nobody runs are in none), and what it costs.
+    """One forward: what it runs and what that costs.
 
-    `answer_tokens` are those past the prompt (step 1 and later); `layers_run` is the sum of their depths over the
-    whole model, whatever part of it was planned for.
+    layer_ranges: in order; layers that no token runs are in none of them.
+    full: whether every token runs every layer.
+    completion_tokens: how many tokens are past the prompt, at step 1 or later.
+    layers_run: the sum of their depths over the whole model, even if only some layers were planned for.
     """
 
-    runs: tuple[Run, ...]
+    layer_ranges: tuple[LayerRange, ...]
     full: bool
-    answer_tokens: int
+    completion_tokens: int
     layers_run: int
 
 
 class Planner:
-    """Plans forwards over some layers of a model; the last plan is kept, as depths change seldom.
+    """Plans forwards. Depths seldom change from one forward to the next, so the last plan is kept.
 
     Args:
         num_hidden_layers: layers of the whole model.
-        layers: those planned for, in ascending order; a pipeline stage has only some.
+        layers: the layers to plan for, ascending; a pipeline stage has only some of the model's.
     """
 
     def __init__(self, num_hidden_layers: int, layers: range) -> None:
         self._num_hidden_layers = num_hidden_layers
         self._layers = layers
-        self._curves: dict[int, _Curve] = {}
         self._key: list[object] = []
-        self._runs: tuple[Run, ...] = ()
+        self._layer_ranges: tuple[LayerRange, ...] = ()
 
-    def plan(self, chunks: Sequence[Chunk]) -> Plan:
-        """The runs of a forward over these chunks, whose tokens lie in the batch in this order."""
-        key: list[object] = []
-        depths: list[int | list[int]] = []
-        answer_tokens = layers_run = 0
-        full = True
-        for policy, first_position, num_tokens, prompt_length in chunks:
+    def plan(self, requests: Sequence[RequestTokens]) -> Plan:
+        """Plan a forward over these requests, whose tokens are in the batch in this order."""
+        key: list[object] = []  # all that the layer ranges depend on
+        depths: list[list[int]] = []  # of each request's completion tokens; its prompt tokens run every layer
+        completion_tokens = layers_run = 0
+        for policy, first_position, num_tokens, prompt_length in requests:
             first_step = first_position - prompt_length + 1
-            last_step = first_step + num_tokens - 1
-            depth: int | list[int] = self._num_hidden_layers
-            if last_step > 0:
-                curve = self._curve(policy)
-                if num_tokens == 1:
-                    depth = curve.depth(last_step)
-                    answer_tokens += 1
-                    layers_run += depth
-                    full = full and depth == self._num_hidden_layers
-                else:
-                    depth = [curve.depth(max(0, step)) for step in range(first_step, last_step + 1)]
-                    answer = depth[max(0, 1 - first_step) :]
-                    answer_tokens += len(answer)
-                    layers_run += sum(answer)
-                    full = full and depth[-1] == self._num_hidden_layers
-            depths.append(depth)
-            key += (id(policy), num_tokens, depth)
+            steps = range(max(1, first_step), first_step + num_tokens)
+            depths.append([policy.depth(step) for step in steps])
+            completion_tokens += len(depths[-1])
+            layers_run += sum(depths[-1])
+            key += (policy.skip_order, num_tokens, depths[-1])
         if key != self._key:
-            self._key, self._runs = key, self._find_runs(chunks, depths)
-        return Plan(self._runs, full, answer_tokens, layers_run)
+            self._key, self._layer_ranges = key, self._find_layer_ranges(requests, depths)
+        full = layers_run == completion_tokens * self._num_hidden_layers
+        return Plan(self._layer_ranges, full, completion_tokens, layers_run)
 
-    def _curve(self, policy: DepthPolicy) -> _Curve:
-        curve = self._curves.get(id(policy))
-        if curve is None:
-            if len(self._curves) >= _MOST_POLICIES:
-                self._curves.clear()
-                self._key = []  # an id may come back for another policy
-            curve = self._curves[id(policy)] = _Curve(policy)
-        return curve
-
-    def _find_runs(self, chunks: Sequence[Chunk], depths: Sequence[int | list[int]]) -> tuple[Run, ...]:
-        sizes = np.array([chunk.num_tokens for chunk in chunks])
-        counts = np.empty((len(chunks), len(self._layers)), np.int64)
-        for row, (chunk, depth) in enumerate(zip(chunks, depths, strict=True)):
-            least = self._curve(chunk.policy).least_depth[self._layers.start : self._layers.stop]
-            if isinstance(depth, int):
-                counts[row] = (depth >= least) * chunk.num_tokens
-            else:
-                counts[row] = (np.array(depth)[:, None] >= least).sum(axis=0)
-        runs: list[Run] = []
-        sets: dict[bytes, ActiveSet] = {}
+    def _find_layer_ranges(
+        self, requests: Sequence[RequestTokens], depths: Sequence[list[int]]
+    ) -> tuple[LayerRange, ...]:
+        num_tokens = np.array([request.num_tokens for request in requests])
+        counts = np.empty((len(requests), len(self._layers)), np.int64)
+        for index, (request, request_depths) in enumerate(zip(requests, depths, strict=True)):
+            least = least_depths(request.policy.skip_order, self._num_hidden_layers)
+            runs_layer = np.array(request_depths)[:, None] >= least[self._layers.start : self._layers.stop]
+            counts[index] = request.num_tokens - len(request_depths) + runs_layer.sum(axis=0)
+        ranges: list[LayerRange] = []
+        distinct: dict[bytes, ActiveTokens] = {}
         for layer, column in zip(self._layers, counts.T, strict=True):
             if not column.any():
                 continue
-            active = sets.setdefault(column.tobytes(), _active_set(column.copy(), sizes))
-            if runs and runs[-1].active is active and runs[-1].layers.stop == layer:
-                runs[-1] = Run(range(runs[-1].layers.start, layer + 1), active)
+            active = distinct.setdefault(column.tobytes(), _active_tokens(column.copy(), num_tokens))
+            if ranges and ranges[-1].active is active and ranges[-1].layers.stop == layer:
+                ranges[-1] = LayerRange(range(ranges[-1].layers.start, layer + 1), active)
             else:
-                runs.append(Run(range(layer, layer + 1), active))
-        return tuple(runs)
+                ranges.append(LayerRange(range(layer, layer + 1), active))
+        return tuple(ranges)
 
 
-class _Curve:
-    """A policy's depths by step, and by layer the least depth that runs it; found as they are needed."""
-
-    def __init__(self, policy: DepthPolicy) -> None:
-        self.policy = policy  # held, so that its id stays its own
-        self.least_depth = np.zeros(policy.num_hidden_layers, np.int64)
-        for rank, layer in enumerate(policy.skip_order):
-            self.least_depth[layer] = policy.num_hidden_layers - rank
-        self._depths: list[int] = []
-
-    def depth(self, step: int) -> int:
-        known = len(self._depths)
-        if step >= known:
-            self._depths += (self.policy.depth(later) for later in range(known, max(step + 1, 2 * known)))
-        return self._depths[step]
-
-
-def _active_set(counts: np.ndarray, sizes: np.ndarray) -> ActiveSet:
-    starts = np.cumsum(sizes) - sizes
-    first = np.cumsum(counts) - counts
-    tokens = np.arange(counts.sum()) + np.repeat(starts - first, counts)
-    return ActiveSet(counts, np.flatnonzero(counts), tokens, bool((counts == sizes).all()))
+def _active_tokens(counts: np.ndarray, num_tokens: np.ndarray) -> ActiveTokens:
+    first_rows = np.cumsum(num_tokens) - num_tokens
+    active_before = np.cumsum(counts) - counts
+    rows = np.arange(counts.sum()) + np.repeat(first_rows - active_before, counts)
+    return ActiveTokens(counts, np.flatnonzero(counts), rows, bool((counts == num_tokens).all()))

@@ -1,7 +1,7 @@
-"""Refuses a request that asks for a policy the server does not have: HTTP 400, and the engine lives on.
+"""Rejects a request for a policy that the server does not have, with HTTP 400; the engine goes on.
 
-vLLM has one place where a plug-in may look at a request before it is admitted, and it belongs to logits processors.
-This one changes no logits; it serves both of vLLM's model runners.
+The only place where vLLM lets a plug-in look at a request before it is admitted is a logits processor. This one changes
+no logits, and serves both of vLLM's model runners.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from .options import Options
 
 
 class RequestCheck(LogitsProcessor, LogitsProcessorV2):
-    """Checks `extra_args` against the options of this process's engine (of the last one made, if there are more)."""
+    """Checks `extra_args` against the options of the engine that this process made last."""
 
-    # vLLM hands `validate_params` nothing but the request, so what to check it against has to stand here.
+    # vLLM gives `validate_params` nothing but the request, so the options have to be kept on the class.
     options: ClassVar[Options | None] = None
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        """Nothing to keep: neither runner's arguments matter."""
+        """Both runners pass arguments; none is needed."""
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
-        """Raise for a request whose policy is wrong; called once, before it is admitted."""
+        """Reject a request whose policy is wrong; called once, before the request is admitted."""
         if cls.options is None:
             return
         try:
@@ -36,16 +36,16 @@ class RequestCheck(LogitsProcessor, LogitsProcessorV2):
             raise VLLMValidationError(str(error)) from None
 
     def is_argmax_invariant(self) -> bool:
-        """True: greedy decoding may leave this out."""
+        """True: greedy decoding may skip this processor."""
         return True
 
     def update_state(self, batch_update: Any) -> None:
-        """Nothing to keep."""
+        """There is no state."""
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
-        """False: no request needs this."""
+        """False: no request needs this processor."""
         return False
 
     def apply(self, logits: Any, *_: Any) -> Any:
-        """The logits as they are."""
+        """The logits, unchanged."""
         return logits

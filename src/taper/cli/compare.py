@@ -1,8 +1,7 @@
-"""The full and the tapered answer to one prompt, side by side."""
+"""`taper generate --compare`: the full and the tapered output of one prompt, side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,14 +12,16 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from .llm import LLM, Chunk, Output
-from .policy import DepthPolicy
-from .sampling import SamplingParams
+from ..llm import LLM
+from ..output import Output
+from ..policy import DepthPolicy
+from ..sampling import SamplingParams
+from ..terminal import without_controls
 
 
 @dataclass
 class SideBySide:
-    """Two answers beside each other while they grow."""
+    """Two outputs beside each other while they grow."""
 
     titles: tuple[str, str]
     texts: list[str] = field(default_factory=lambda: ["", ""])
@@ -41,12 +42,12 @@ class SideBySide:
             facts.add_row("mean depth", f"{output.mean_depth:.1f} of {output.policy.num_hidden_layers}")
             facts.add_row("tokens/s", f"{output.tokens_per_second:.1f}")
             facts.add_row("first token", f"{output.ttft_s:.2f} s")
-        return Panel(Group(Text(self.texts[i]), Text(""), facts), title=self.titles[i])
+        return Panel(Group(Text(without_controls(self.texts[i])), Text(""), facts), title=self.titles[i])
 
-    def finished(self) -> dict[str, Output]:
-        """The answers by mode; one that Ctrl-C ended before it began is missing."""
-        found = zip(("full", "taper"), self.outputs, strict=True)
-        return {mode: output for mode, output in found if output is not None}
+    def by_mode(self) -> dict[str, Output]:
+        """The outputs by mode; those that Ctrl-C ended before they began are missing."""
+        modes = zip(("full", "taper"), self.outputs, strict=True)
+        return {mode: output for mode, output in modes if output is not None}
 
     def verdict(self) -> str:
         """What the comparison comes to, one line."""
@@ -67,35 +68,28 @@ class SideBySide:
 def compare(
     llm: LLM, prompt: Any, params: SamplingParams, policy: DepthPolicy, screen: Console | None = None
 ) -> SideBySide:
-    """Answer at full depth and under a policy, a token of each in turn: what slows the machine slows both alike.
+    """Complete at full depth and under a policy, a token of each in turn: what slows the machine slows both alike.
 
-    Drawn on `screen` while it runs, where that is a terminal.
+    Drawn on `screen` while it runs, if that is a terminal. Ctrl-C ends both where they are.
     """
     full = DepthPolicy.full(llm.config.num_hidden_layers)
-    if llm.generate("warm up", SamplingParams(max_tokens=4), policy=full, raw=True).finish_reason == "abort":
-        raise KeyboardInterrupt
+    llm.generate("warm up", SamplingParams(max_tokens=4), policy=full, raw=True)
     picture = SideBySide((f"full depth, {full.num_hidden_layers} layers", f"tapered, {policy.label}"))
-    streams = [llm.stream(prompt, params, policy=each) for each in (full, policy)]
+    streams = dict(enumerate(llm.stream(prompt, params, policy=chosen) for chosen in (full, policy)))
     live = screen is not None and screen.is_terminal
     with Live(picture, console=screen, refresh_per_second=8, transient=True) if live else nullcontext():
-        for i, chunk in _in_turn(streams):
-            picture.texts[i] += chunk.text
-            picture.outputs[i] = picture.outputs[i] or chunk.output
+        running = dict(streams)
+        try:
+            while running:
+                for i, stream in list(running.items()):
+                    chunk = next(stream)
+                    picture.texts[i] += chunk.text
+                    if chunk.output is not None:
+                        picture.outputs[i] = chunk.output
+                        del running[i]
+        except KeyboardInterrupt:
+            for i, stream in running.items():
+                for chunk in stream.abort():
+                    picture.texts[i] += chunk.text
+                    picture.outputs[i] = chunk.output
     return picture
-
-
-def _in_turn(streams: list[Generator[Chunk, None, None]]) -> Iterator[tuple[int, Chunk]]:
-    """A chunk of each stream in turn, with the stream's index; Ctrl-C ends them all where they are."""
-    running, interrupted = dict(enumerate(streams)), False
-    while running:
-        for i, stream in list(running.items()):
-            try:
-                chunk = stream.throw(KeyboardInterrupt()) if interrupted else next(stream)
-            except KeyboardInterrupt:  # it had not begun
-                del running[i]
-                interrupted = True
-                continue
-            yield i, chunk
-            if chunk.output is not None:
-                del running[i]
-                interrupted |= chunk.output.finish_reason == "abort"

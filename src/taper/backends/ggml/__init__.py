@@ -1,0 +1,143 @@
+"""The CPU backend: ggml's kernels on weights that stay in the mapped file, or are repacked for the processor.
+
+A graph is prepared once for each `GraphKey` (which tokens run which layers, slots, rows of logits, cells read) and
+kept; a forward then sets its inputs and computes. Knows neither policies nor text.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+from collections import OrderedDict
+
+import ggml
+import numpy as np
+
+from ...loading import ModelConfig, Tensor
+from .. import ForwardOutput, TokenBatch, runs_by_slot
+from .cache import KeyValueCache
+from .graph import Graph, GraphKey, Model
+from .interrupt import Interrupt
+from .tensors import TensorContext
+from .weights import Weights
+
+MAX_GRAPHS = 64
+MAX_SHORT_FORWARD = 8  # tokens; a forward over more of them can be interrupted
+
+
+class GgmlBackend:
+    """A model on the CPU.
+
+    Args:
+        config: facts of the model.
+        tensors: its weights, by our names.
+        num_slots: sequences the key-value cache holds.
+        context_length: tokens of each. Memory is used as cells are written, not before.
+        dtype: "f32", "f16", "bf16" or "q8_0" to convert the weights when loading; None uses them as they are, but bf16
+            as f16 if all values fit.
+        kv_dtype: "f16" or "f32"; f32 in any case for weights that do not fit f16.
+        threads: threads to compute with; None takes the cores this process may use.
+        repack: copy matrices into the layout that this processor multiplies fastest; False uses the mapped file only.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tensors: dict[str, Tensor],
+        *,
+        num_slots: int = 1,
+        context_length: int,
+        dtype: str | None = None,
+        kv_dtype: str = "f16",
+        threads: int | None = None,
+        repack: bool = True,
+    ) -> None:
+        self.config, self.num_slots, self.context_length = config, num_slots, context_length
+        self._constants = TensorContext(1)
+        factors = config.rope_factors
+        rope_factors = self._constants.over(np.array(factors, np.float32)) if factors else None
+        threads = threads or available_threads()
+        weights = Weights(tensors, dtype, repack, threads)
+        cache = KeyValueCache(config, num_slots, context_length, "f32" if weights.beyond_f16 else kv_dtype)
+        self._model = Model(config, weights, cache, rope_factors)
+        self._graphs: OrderedDict[GraphKey, Graph] = OrderedDict()
+        self._backend = ggml.ggml_backend_cpu_init()
+        params = ggml.ggml_threadpool_params_default(threads)
+        self._threadpool = ggml.ggml_threadpool_new(ctypes.byref(params))
+        ggml.ggml_backend_cpu_set_n_threads(self._backend, threads)
+        ggml.ggml_backend_cpu_set_threadpool(self._backend, self._threadpool)
+        self._interrupt = Interrupt(self._backend)
+        self._pid = os.getpid()  # threads and their locks do not survive a fork
+        self._allocator = ggml.ggml_gallocr_new(ggml.ggml_backend_get_default_buffer_type(self._backend))
+
+    def forward(self, batch: TokenBatch) -> ForwardOutput:
+        """Run the batch and write its keys and values."""
+        cache = self._model.cache
+        key = GraphKey(
+            num_active=batch.num_active,
+            runs=runs_by_slot(batch.slots),
+            num_outputs=len(batch.logits_rows) + len(batch.greedy_rows),
+            kv_length=cache.bucket(int(batch.positions.max()) + 1),
+            first_layer=batch.first_layer,
+            output_hidden_states=batch.output_hidden_states,
+        )
+        graph = self._graph(key)
+        inputs = graph.inputs
+        inputs["positions"][:] = batch.positions
+        inputs["cells"][:] = cache.cells(batch.slots, batch.positions)
+        visible = np.arange(key.kv_length) <= batch.positions[:, None]
+        inputs["mask"][:] = np.where(visible, np.float16(0), np.float16(-np.inf))
+        if batch.first_layer:
+            inputs["hidden_states"][:] = batch.hidden_states
+        else:
+            inputs["tokens"][:] = batch.tokens
+        if key.num_outputs:
+            inputs["rows"][:] = (*batch.logits_rows, *batch.greedy_rows)
+        self._interrupt.compute(graph.pointer, may_take_long=len(batch.tokens) > MAX_SHORT_FORWARD)
+        wanted = len(batch.logits_rows)
+        return ForwardOutput(
+            logits=graph.logits[:wanted].copy(),
+            greedy_ids=_greedy(graph.logits[wanted:]),
+            hidden_states={layer: states.copy() for layer, states in graph.hidden_states.items()},
+        )
+
+    def close(self) -> None:
+        """Give back ggml's memory; the backend cannot be used afterwards."""
+        self._graphs.clear()
+        if self._backend is not None and os.getpid() == self._pid:
+            ggml.ggml_gallocr_free(self._allocator)
+            ggml.ggml_backend_free(self._backend)
+            ggml.ggml_threadpool_free(self._threadpool)
+            self._backend = None
+
+    def __del__(self) -> None:
+        if hasattr(self, "_allocator"):
+            self.close()
+
+    def _graph(self, key: GraphKey) -> Graph:
+        if key in self._graphs:
+            self._graphs.move_to_end(key)
+            return self._graphs[key]
+        before = ggml.ggml_gallocr_get_buffer_size(self._allocator, 0)
+        graph = Graph(self._model, key, self._allocator)
+        if ggml.ggml_gallocr_get_buffer_size(self._allocator, 0) != before:
+            self._graphs.clear()  # all graphs share one buffer, and it has just moved
+        self._graphs[key] = graph
+        if len(self._graphs) > MAX_GRAPHS:
+            self._graphs.popitem(last=False)
+        return graph
+
+
+def available_threads() -> int:
+    """The cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _greedy(logits: np.ndarray) -> np.ndarray:
+    """The likeliest token of each row, -1 where its logit is not a finite number: int64 [rows]."""
+    ids: np.ndarray = logits.argmax(-1)  # the first NaN, if there is one
+    for row, token_id in enumerate(ids.tolist()):
+        if not math.isfinite(logits[row, token_id]):
+            ids[row] = -1
+    return ids

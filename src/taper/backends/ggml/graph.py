@@ -1,0 +1,187 @@
+"""One forward as a ggml graph: the layers that run, on the tokens that run them.
+
+Shapes in comments are in ggml's order: the dimension that changes fastest comes first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import ggml
+import numpy as np
+
+from ...errors import ModelError
+from ...loading import ModelConfig
+from .cache import KeyValueCache
+from .tensors import TensorContext, new_input, view
+from .weights import Weights
+
+_NODES_PER_LAYER, _NODES_PER_RUN, _OTHER_NODES = 40, 8, 32
+_ROPE_NEIGHBOURS, _ROPE_HALVES = 0, 2
+
+
+class GraphKey(NamedTuple):
+    """What a prepared graph depends on; `runs` are (slot, first token, end) of tokens in a row of one slot."""
+
+    num_active: tuple[int, ...]
+    runs: tuple[tuple[int, int, int], ...]
+    num_outputs: int
+    kv_length: int
+    first_layer: int
+    output_hidden_states: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Model:
+    """What every graph of a model reads."""
+
+    config: ModelConfig
+    weights: Weights
+    cache: KeyValueCache
+    rope_factors: Any  # a tensor, or None
+
+
+class Graph:
+    """A prepared forward. Set `inputs`, compute, then read `logits` and `hidden_states`: all numpy views.
+
+    Raises:
+        ModelError: there is not enough memory for its intermediate results.
+    """
+
+    def __init__(self, model: Model, key: GraphKey, allocator: Any) -> None:
+        config, count = model.config, key.runs[-1][2]
+        shapes: dict[str, tuple[tuple[int, ...], type]] = {
+            "tokens": ((count,), np.int32),
+            "positions": ((count,), np.int32),
+            "cells": ((count,), np.int64),
+            "mask": ((count, key.kv_length), np.float16),
+        }
+        if key.first_layer:
+            shapes["hidden_states"] = ((count, config.hidden_size), np.float32)
+            del shapes["tokens"]
+        if key.num_outputs:
+            shapes["rows"] = ((key.num_outputs,), np.int32)
+        nodes = config.num_hidden_layers * (_NODES_PER_LAYER + _NODES_PER_RUN * len(key.runs)) + _OTHER_NODES
+        self._context = TensorContext(nodes, graph_nodes=nodes)
+        tensors = {name: new_input(self._context, shape, dtype) for name, (shape, dtype) in shapes.items()}
+        builder = _Builder(model, key, self._context.pointer, nodes, tensors)
+        logits, hidden_states = builder.build()
+        self.pointer = builder.graph
+        if not ggml.ggml_gallocr_alloc_graph(allocator, self.pointer):
+            raise ModelError("there is not enough memory for this many tokens", "lower --context or shorten the prompt")
+        # An input that no retained layer reads has no memory; what is written to it goes nowhere.
+        self.inputs = {
+            name: view(tensor, *shapes[name]) if tensor.contents.data else np.empty(*shapes[name])
+            for name, tensor in tensors.items()
+        }
+        self.hidden_states = {
+            layer: view(tensor, (count, config.hidden_size), np.float32) for layer, tensor in hidden_states.items()
+        }
+        shape = (key.num_outputs, config.vocab_size)
+        self.logits = np.empty(shape, np.float32) if logits is None else view(logits, shape, np.float32)
+
+
+class _Builder:
+    """Adds the nodes of one graph, in the order in which they run."""
+
+    def __init__(self, model: Model, key: GraphKey, context: Any, nodes: int, inputs: dict[str, Any]) -> None:
+        self._config, self._weights, self._cache = model.config, model.weights, model.cache
+        self._rope_factors, self._key, self._context, self._inputs = model.rope_factors, key, context, inputs
+        self.graph = ggml.ggml_new_graph_custom(context, nodes, False)
+
+    def build(self) -> tuple[Any, dict[int, Any]]:
+        """Logits [vocab_size, outputs] (None without outputs), and the hidden states that were asked for, by layer."""
+        key, context, layers = self._key, self._context, self._config.num_hidden_layers
+        if key.first_layer:
+            x = self._inputs["hidden_states"]  # [hidden_size, tokens]
+        else:
+            x = ggml.ggml_get_rows(context, self._weights["embed_tokens"], self._inputs["tokens"])
+        hidden_states = {}
+        for layer in range(key.first_layer, layers + 1):
+            if layer in key.output_hidden_states:
+                # A copy, made before a later layer updates x in place.
+                hidden_states[layer] = self._output(ggml.ggml_dup(context, x))
+            if layer < layers and key.num_active[layer]:
+                x = self._layer(x, layer, key.num_active[layer])
+        if not key.num_outputs:
+            return None, hidden_states
+        rows = self._norm(ggml.ggml_get_rows(context, x, self._inputs["rows"]), self._weights["norm"])
+        head = self._weights.get("lm_head") or self._weights["embed_tokens"]
+        return self._output(ggml.ggml_mul_mat(context, head, rows)), hidden_states
+
+    def _run(self, tensor: Any) -> None:
+        ggml.ggml_build_forward_expand(self.graph, tensor)
+
+    def _output(self, tensor: Any) -> Any:
+        ggml.ggml_set_output(tensor)
+        self._run(tensor)
+        return tensor
+
+    def _norm(self, x: Any, weight: Any) -> Any:
+        return ggml.ggml_mul(self._context, ggml.ggml_rms_norm(self._context, x, self._config.rms_norm_eps), weight)
+
+    def _layer(self, x: Any, layer: int, active: int) -> Any:
+        """Run a layer on the first `active` tokens of x [hidden_size, tokens]."""
+        context, count = self._context, self._key.runs[-1][2]
+        prefix = x if active == count else ggml.ggml_view_2d(context, x, x.contents.ne[0], active, x.contents.nb[1], 0)
+        # A part of x is updated in place: the rest keeps its value, and a token may re-enter at a later layer.
+        add = ggml.ggml_add if active == count else ggml.ggml_add_inplace
+        weights = {name: self._weights[f"layers.{layer}.{name}"] for name in _LAYER_WEIGHTS}
+        attended = self._attention(self._norm(prefix, weights["input_layernorm"]), layer, active)
+        prefix = add(context, prefix, ggml.ggml_mul_mat(context, weights["o_proj"], attended))
+        h = self._norm(prefix, weights["post_attention_layernorm"])
+        gate = ggml.ggml_mul_mat(context, weights["gate_proj"], h)
+        up = ggml.ggml_mul_mat(context, weights["up_proj"], h)
+        down = ggml.ggml_mul_mat(context, weights["down_proj"], ggml.ggml_swiglu_split(context, gate, up))
+        prefix = add(context, prefix, down)
+        self._run(prefix)
+        return prefix if active == count else x
+
+    def _attention(self, h: Any, layer: int, active: int) -> Any:
+        """Write keys and values of the active tokens, then attend; returns [heads * head_dim, active]."""
+        context, config, length = self._context, self._config, self._key.kv_length
+        keys, values = self._cache[layer]
+        q = self._rotated(self._project(h, layer, "q", config.num_attention_heads, active), active)
+        k = self._rotated(self._project(h, layer, "k", config.num_key_value_heads, active), active)
+        v = self._project(h, layer, "v", config.num_key_value_heads, active)
+        cells = ggml.ggml_view_1d(context, self._inputs["cells"], active, 0)
+        for cache, new in ((keys, k), (values, v)):
+            flat = ggml.ggml_reshape_2d(context, new, config.num_key_value_heads * config.head_dim, active)
+            self._run(ggml.ggml_set_rows(context, cache, flat, cells))
+        outputs, mask, scale = None, self._inputs["mask"], config.head_dim**-0.5
+        for slot, first, end in self._key.runs:
+            if first >= active:
+                break
+            rows = min(end, active) - first
+            q_rows = ggml.ggml_view_3d(
+                context, q, *q.contents.ne[:2], rows, *q.contents.nb[1:3], first * q.contents.nb[2]
+            )
+            stride = mask.contents.nb[1]
+            mask_rows = ggml.ggml_view_2d(context, mask, length, rows, stride, first * stride)
+            cached = (self._cache.slot(context, tensor, slot, length) for tensor in (keys, values))
+            queries = ggml.ggml_permute(context, q_rows, 0, 2, 1, 3)
+            out = ggml.ggml_flash_attn_ext(context, queries, *cached, mask_rows, scale, 0.0, 0.0)
+            outputs = out if outputs is None else ggml.ggml_concat(context, outputs, out, 2)
+        return ggml.ggml_reshape_2d(context, outputs, config.num_attention_heads * config.head_dim, active)
+
+    def _project(self, h: Any, layer: int, name: str, heads: int, active: int) -> Any:
+        """One of q, k, v as [head_dim, heads, active]."""
+        context, weights = self._context, self._weights
+        out = ggml.ggml_mul_mat(context, weights[f"layers.{layer}.{name}_proj"], h)
+        if (bias := weights.get(f"layers.{layer}.{name}_bias")) is not None:
+            out = ggml.ggml_add(context, out, bias)
+        out = ggml.ggml_reshape_3d(context, out, self._config.head_dim, heads, active)
+        if (norm := weights.get(f"layers.{layer}.{name}_norm")) is not None:
+            out = self._norm(out, norm)
+        return out
+
+    def _rotated(self, x: Any, active: int) -> Any:
+        config = self._config
+        mode = _ROPE_NEIGHBOURS if config.rope_interleaved else _ROPE_HALVES
+        positions = ggml.ggml_view_1d(self._context, self._inputs["positions"], active, 0)
+        scaling = (config.rope_theta, config.rope_scale, 0.0, 1.0, 0.0, 0.0)
+        return ggml.ggml_rope_ext(self._context, x, positions, self._rope_factors, config.head_dim, mode, 0, *scaling)
+
+
+_LAYER_WEIGHTS = ("input_layernorm", "o_proj", "post_attention_layernorm", "gate_proj", "up_proj", "down_proj")

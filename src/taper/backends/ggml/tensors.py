@@ -1,0 +1,65 @@
+"""ggml tensors over memory that numpy owns or sees."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import ggml
+import numpy as np
+
+ALIGNMENT = 32
+_TYPES = {
+    np.dtype(np.float32): ggml.GGML_TYPE_F32,
+    np.dtype(np.float16): ggml.GGML_TYPE_F16,
+    np.dtype(np.int32): ggml.GGML_TYPE_I32,
+    np.dtype(np.int64): ggml.GGML_TYPE_I64,
+}
+
+
+class TensorContext:
+    """A ggml context with room for `num_tensors`, which owns no tensor data; freed with this object."""
+
+    def __init__(self, num_tensors: int, graph_nodes: int = 0) -> None:
+        size = num_tensors * ggml.ggml_tensor_overhead()
+        if graph_nodes:
+            size += ggml.ggml_graph_overhead_custom(graph_nodes, False)
+        self.pointer = ggml.ggml_init(ggml.ggml_init_params(mem_size=size, mem_buffer=None, no_alloc=True))
+        self._memory: list[np.ndarray] = []  # keeps alive what the tensors point to
+
+    def __del__(self) -> None:
+        ggml.ggml_free(self.pointer)
+
+    def new(self, type_id: int, shape: tuple[int, ...]) -> Any:
+        """A tensor without data, of a shape in numpy's order."""
+        sizes = (ctypes.c_int64 * len(shape))(*reversed(shape))
+        return ggml.ggml_new_tensor(self.pointer, type_id, len(shape), sizes)
+
+    def over(self, data: np.ndarray, type_id: int | None = None, shape: tuple[int, ...] | None = None) -> Any:
+        """A tensor over an array's memory: the array's own type and shape, or bytes of another."""
+        type_id = _TYPES[data.dtype] if type_id is None else type_id
+        tensor = self.new(type_id, data.shape if shape is None else shape)
+        tensor.contents.data = data.ctypes.data
+        self._memory.append(data)
+        return tensor
+
+
+def new_input(context: TensorContext, shape: tuple[int, ...], dtype: type) -> Any:
+    """An input of a graph; `view` shows its memory once the graph has been allocated."""
+    tensor = context.new(_TYPES[np.dtype(dtype)], shape)
+    ggml.ggml_set_input(tensor)
+    return tensor
+
+
+def view(tensor: Any, shape: tuple[int, ...], dtype: type) -> np.ndarray:
+    """A numpy view of a tensor's memory."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    memory: Any = (ctypes.c_char * size).from_address(tensor.contents.data)
+    return np.frombuffer(memory, dtype).reshape(shape)
+
+
+def aligned(size: int) -> np.ndarray:
+    """Uninitialised bytes at an address that ggml's kernels accept."""
+    raw = np.empty(size + ALIGNMENT, np.uint8)
+    skip = -raw.ctypes.data % ALIGNMENT
+    return raw[skip : skip + size]

@@ -1,0 +1,65 @@
+"""What figures depend on besides the model and the prompts: versions, backend, precision, machine."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from .. import __version__
+from ..llm import LLM
+
+_KERNELS = {"ggml": "ggml-python", "torch": "torch"}  # the distribution that holds each backend's kernels
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Under what conditions figures were measured.
+
+    Args:
+        date: the day, as YYYY-MM-DD.
+        taper: version of Taper.
+        backend: "ggml" or "torch".
+        dtype: of the weights; "auto": as they are in the file.
+        threads: CPU threads; None: the cores the process may use.
+        machine: the processor and its cores.
+        python: version of Python.
+        kernels: the distribution that holds the backend's kernels, and its version; "" where it was not recorded.
+    """
+
+    date: str
+    taper: str
+    backend: str
+    dtype: str
+    threads: int | None
+    machine: str
+    python: str
+    kernels: str = ""
+
+
+def current_conditions(llm: LLM) -> Conditions:
+    """The conditions of measuring a model here and now."""
+    backend = type(llm.engine.backend).__name__.removesuffix("Backend").lower()
+    return Conditions(
+        date=datetime.date.today().isoformat(),
+        taper=__version__,
+        backend=backend,
+        dtype=llm.dtype,
+        threads=llm.threads,
+        machine=_machine(),
+        python=platform.python_version(),
+        kernels=f"{_KERNELS[backend]} {metadata.version(_KERNELS[backend])}",
+    )
+
+
+def _machine() -> str:
+    """The processor and how many cores it has."""
+    name = platform.processor() or platform.machine()
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name)
+    return f"{name}, {os.cpu_count()} cores"

@@ -1,0 +1,87 @@
+"""What options may be, and checks that several parts share: their messages name the value and the rule."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from contextlib import suppress
+from numbers import Integral, Real
+from typing import Any
+
+from .errors import RequestError, TaperError
+
+DEVICES = ("auto", "cpu", "cuda")
+DTYPES = ("auto", "f32", "f16", "bf16", "q8_0")
+MODES = ("full", "taper")
+
+
+def whole_number(
+    name: str, value: Any, low: int, high: int | None = None, error: type[TaperError] = RequestError
+) -> int:
+    """`value` as an int.
+
+    Raises:
+        error: it is not a whole number, or is out of range.
+    """
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        converted = int(value)
+        if low <= converted and (high is None or converted <= high):
+            return converted
+    rule = f"of at least {low}" if high is None else f"from {low} to {high}"
+    raise error(f"{name} is {shown(value)}; it must be a whole number {rule}")
+
+
+def number(
+    name: str, value: Any, low: float, high: float, error: type[TaperError] = RequestError, *, above: bool = False
+) -> float:
+    """`value` as a float, from `low` (or above it) to `high`.
+
+    Raises:
+        error: it is not a finite number, or is out of range.
+    """
+    if isinstance(value, Real) and not isinstance(value, bool):
+        with suppress(OverflowError):  # an int beyond every float
+            converted = float(value)
+            if (low < converted if above else low <= converted) and converted <= high:
+                return converted
+    raise error(f"{name} is {shown(value)}; it must be a number in {'(' if above else '['}{low:g}, {high:g}]")
+
+
+def one_of(name: str, value: Any, choices: Collection[str], error: type[TaperError] = RequestError) -> str:
+    """`value`, which must be one of the choices.
+
+    Raises:
+        error: it is not.
+    """
+    if isinstance(value, str) and value in choices:
+        return value
+    raise error(f"{name} is {shown(value)}; it must be one of {', '.join(choices)}")
+
+
+def limited_attention(config: object) -> str:
+    """The kind of attention with which some layers do not see the whole context: "sliding-window", "hybrid" or "".
+
+    `config` is a transformers config or has its attributes; those that the model does not have may be missing.
+    """
+    layer_types = {str(kind) for kind in getattr(config, "layer_types", None) or ["full_attention"]}
+    window = getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None)
+    if window or "sliding_attention" in layer_types:
+        return "sliding-window"
+    return "" if layer_types == {"full_attention"} else "hybrid"
+
+
+def shown(value: object) -> str:
+    """A value as it stands in an error message: its repr, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object for `json.loads`; of a duplicate key, two readers could take different values.
+
+    Raises:
+        ValueError: a key is there twice.
+    """
+    data = dict(pairs)
+    if len(data) != len(pairs):
+        raise ValueError("duplicate key in an object")
+    return data

@@ -1,0 +1,222 @@
+"""Tokenizers from files. The reference is each model's own `tokenizer.json`.
+
+A GGUF file carries vocabulary and merges but only names its pre-tokenizer; the pipelines that it may name are rebuilt
+here with the `tokenizers` library, which also reads `tokenizer.json` itself.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as FastTokenizer
+
+from ..errors import ModelError
+from .files import read_json, read_text
+from .native import library_errors
+from .probe import check_tokenizer
+from .tokenizer import Tokenizer
+
+MAX_TOKENIZER_BYTES = 64 << 20  # of tokenizer.json; the largest real ones have half of that
+# Of a SentencePiece vocabulary: characters of a piece and of all pieces, and the merges that make pieces of two others.
+# Each piece is cut in all ways. Vocabularies of 256,000 pieces have 64 or so, 2 million and 600,000.
+MAX_PIECE, MAX_PIECES, MAX_MERGES = 256, 1 << 22, 1 << 20
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPLIT_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3_SPLIT = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _SPLIT_TAIL
+_QWEN2_SPLIT = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _SPLIT_TAIL
+
+# Token types of GGUF's tokenizer.ggml.token_type.
+_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
+# Ends of a turn that some files do not list among their stop ids.
+_END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end_of_text|>")
+
+
+def tokenizer_from_folder(path: Path, vocab_size: int) -> Tokenizer:
+    """Read `tokenizer.json` and the chat template beside it.
+
+    Raises:
+        ModelError: the file is missing or damaged, has more tokens than the model, or does not work.
+    """
+    file = path / "tokenizer.json"
+    with library_errors(lambda reason: ModelError(f"cannot read {file}: {reason}"), quiet=True):
+        fast = FastTokenizer.from_str(read_text(file, MAX_TOKENIZER_BYTES))
+        fast.no_truncation()
+        fast.no_padding()
+        _check_size(fast, vocab_size, str(file))
+    settings = read_json(path / "tokenizer_config.json", missing={})
+    template = settings.get("chat_template") or ""
+    if isinstance(template, list):  # several named templates
+        named = [entry for entry in template if isinstance(entry, dict) and isinstance(entry.get("name"), str)]
+        if len(named) != len(template):
+            raise ModelError(f"{path}: a chat template of a list must have a name")
+        template = next((entry.get("template") for entry in named if entry["name"] == "default"), "")
+    if os.path.lexists(path / "chat_template.jinja"):
+        template = read_text(path / "chat_template.jinja")
+    if not isinstance(template, str):
+        raise ModelError(f"{path}: the chat template must be text")
+    tokens = {}
+    for name in ("bos_token", "eos_token"):
+        value = settings.get(name)
+        value = value.get("content") if isinstance(value, dict) else value
+        if isinstance(value, str):
+            tokens[name] = value.encode(errors="replace").decode()
+    stops: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        ids = read_json(path / name, missing={}).get("eos_token_id")
+        stops.update(i for i in (ids if isinstance(ids, list) else [ids]) if type(i) is int and i >= 0)
+    stops |= _end_of_turn_ids(fast, tokens.get("eos_token"))
+    tokenizer = Tokenizer(fast, frozenset(stops), template, tokens)
+    with library_errors(lambda reason: ModelError(f"{file}: the tokenizer is damaged: {reason}"), quiet=True):
+        check_tokenizer(tokenizer, file, vocab_size)
+    return tokenizer
+
+
+def tokenizer_from_gguf(file_name: str, metadata: dict[str, Any], vocab_size: int) -> Tokenizer:
+    """Rebuild the tokenizer that a GGUF file describes.
+
+    Raises:
+        ModelError: metadata is missing or damaged, or names a tokenizer that is not supported or does not work.
+    """
+    with library_errors(lambda reason: ModelError(f"{file_name}: the tokenizer is damaged: {reason}"), quiet=True):
+        tokenizer = _rebuild(file_name, metadata, vocab_size)
+        check_tokenizer(tokenizer, file_name, vocab_size)
+    return tokenizer
+
+
+def _rebuild(file_name: str, metadata: dict[str, Any], vocab_size: int) -> Tokenizer:
+    def get(key: str, kind: type, default: Any = None) -> Any:
+        value = metadata.get(f"tokenizer.{key}", default)
+        if value is None:
+            raise ModelError(f"{file_name} lacks the metadata key tokenizer.{key}")
+        if type(value) is not kind:
+            raise ModelError(f"{file_name}: metadata tokenizer.{key} must be of type {kind.__name__}")
+        return value
+
+    model, pieces = get("ggml.model", str), get("ggml.tokens", list)
+    types = get("ggml.token_type", list, [1] * len(pieces))
+    of_type = all(isinstance(piece, str) for piece in pieces) and all(isinstance(kind, int) for kind in types)
+    if not pieces or len(types) != len(pieces) or not of_type:
+        raise ModelError(f"{file_name}: tokenizer tokens and token types do not match")
+    if len(set(pieces)) != len(pieces):
+        raise ModelError(f"{file_name}: two tokens of the vocabulary are the same")
+    if len(pieces) > vocab_size:
+        raise ModelError(f"{file_name}: {len(pieces)} tokens, but embeddings for {vocab_size}")
+    vocab = {piece: index for index, piece in enumerate(pieces)}
+    bos = _special_id(file_name, metadata, "bos_token_id", len(pieces))
+    eos = _special_id(file_name, metadata, "eos_token_id", len(pieces))
+    if model == "gpt2":
+        fast = _byte_level_bpe(file_name, get("ggml.pre", str, "default"), vocab, get("ggml.merges", list))
+        add_bos = get("ggml.add_bos_token", bool, metadata.get("tokenizer.ggml.pre") == "llama-bpe")
+    elif model == "llama":
+        scores = get("ggml.scores", list)
+        prefix_space = get("ggml.add_space_prefix", bool, True)
+        fast = _sentencepiece_bpe(file_name, vocab, types, scores, prefix_space)
+        add_bos = get("ggml.add_bos_token", bool, True)
+    else:
+        raise ModelError(f"tokenizer model {model!r} is not supported", "supported: gpt2, llama")
+    for kind, special in ((_CONTROL, True), (_UNKNOWN, True), (_USER_DEFINED, False)):
+        of_kind = [piece for piece, token_type in zip(pieces, types, strict=True) if token_type == kind and piece]
+        fast.add_tokens([AddedToken(piece, special=special, normalized=False) for piece in of_kind])
+    if add_bos and bos is not None:
+        from tokenizers.processors import TemplateProcessing
+
+        token = pieces[bos]
+        fast.post_processor = TemplateProcessing(
+            single=f"{_template_piece(token)} $A", pair=None, special_tokens=[(token, bos)]
+        )
+    stops = (eos, _special_id(file_name, metadata, "eot_token_id", len(pieces)))
+    tokens = {name: pieces[i] for name, i in (("bos_token", bos), ("eos_token", eos)) if i is not None}
+    eos_token_ids = frozenset(i for i in stops if i is not None) | _end_of_turn_ids(fast, None)
+    return Tokenizer(fast, eos_token_ids, get("chat_template", str, ""), tokens)
+
+
+def _byte_level_bpe(file_name: str, pre: str, vocab: dict[str, int], merges: list[Any]) -> FastTokenizer:
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    pipelines: dict[str, list[Any]] = {
+        "smollm": [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ],
+        "llama-bpe": [pre_tokenizers.Split(Regex(_LLAMA3_SPLIT), "isolated"), byte_level],
+        "qwen2": [pre_tokenizers.Split(Regex(_QWEN2_SPLIT), "isolated"), byte_level],
+    }
+    if pre not in pipelines:
+        raise ModelError(f"pre-tokenizer {pre!r} is not supported", f"supported: {', '.join(pipelines)}")
+    pairs: list[tuple[str, str]] = []
+    for merge in merges:
+        left, space, right = merge.partition(" ") if isinstance(merge, str) else ("", "", "")
+        if not space or " " in right:
+            raise ModelError(f"{file_name}: tokenizer merge {merge!r} is not a pair of tokens")
+        pairs.append((left, right))
+    with library_errors(lambda reason: ModelError(f"{file_name}: tokenizer merges are damaged: {reason}"), quiet=True):
+        fast = FastTokenizer(models.BPE(vocab, pairs, ignore_merges=pre == "llama-bpe"))
+    if pre == "qwen2":
+        fast.normalizer = normalizers.NFC()
+    fast.pre_tokenizer = pre_tokenizers.Sequence(pipelines[pre])
+    fast.decoder = decoders.ByteLevel()
+    return fast
+
+
+def _sentencepiece_bpe(
+    file_name: str, vocab: dict[str, int], types: list[Any], scores: list[Any], prefix_space: bool
+) -> FastTokenizer:
+    if len(scores) != len(vocab) or not all(isinstance(score, float) for score in scores):
+        raise ModelError(f"{file_name}: tokenizer scores do not match its tokens")
+    by_id = list(vocab)
+    unknown = next((by_id[index] for index, token_type in enumerate(types) if token_type == _UNKNOWN), None)
+    # Only pieces found by merging take part; a merge is as good as the score of what it makes.
+    plain = {piece: piece for piece, index in vocab.items() if types[index] == 1}
+    if (longest := max(map(len, plain), default=0)) > MAX_PIECE:
+        raise ModelError(f"{file_name}: a token of {longest} characters; at most {MAX_PIECE} are read")
+    if (total := sum(map(len, plain))) > MAX_PIECES:
+        raise ModelError(f"{file_name}: tokens of {total} characters in all; at most {MAX_PIECES} are read")
+    merges = []
+    for piece in plain:
+        for cut in range(1, len(piece)):
+            left, right = plain.get(piece[:cut]), plain.get(piece[cut:])
+            if left and right:
+                merges.append((-scores[vocab[piece]], vocab[left], vocab[right], (left, right)))
+        if len(merges) > MAX_MERGES:
+            raise ModelError(f"{file_name}: its tokens merge in more than {MAX_MERGES} ways")
+    merges.sort()
+    fast = FastTokenizer(
+        models.BPE(
+            vocab, [pair for *_, pair in merges], unk_token=unknown, fuse_unk=True, byte_fallback=_BYTE in set(types)
+        )
+    )
+    steps: list[Any] = [normalizers.Prepend("▁")] if prefix_space else []
+    fast.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
+    decoding: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    fast.decoder = decoders.Sequence(decoding + ([decoders.Strip(" ", 1, 0)] if prefix_space else []))
+    return fast
+
+
+def _special_id(file_name: str, metadata: dict[str, Any], name: str, size: int) -> int | None:
+    token_id = metadata.get(f"tokenizer.ggml.{name}")
+    if token_id is None:
+        return None
+    if type(token_id) is not int or not 0 <= token_id < size:
+        raise ModelError(f"{file_name}: {name} is {token_id!r}; the vocabulary has {size} tokens")
+    return token_id
+
+
+def _template_piece(token: str) -> str:
+    # TemplateProcessing splits on spaces and reads $ and : itself; real BOS tokens have none of them.
+    if any(character in token for character in " $:"):
+        raise ModelError(f"BOS token {token!r} cannot be put before a prompt")
+    return token
+
+
+def _end_of_turn_ids(fast: FastTokenizer, eos_token: str | None) -> set[int]:
+    names = [*_END_OF_TURN, *([eos_token] if eos_token else [])]
+    return {token_id for name in names if (token_id := fast.token_to_id(name)) is not None}
+
+
+def _check_size(fast: FastTokenizer, vocab_size: int, file_name: str) -> None:
+    highest = max(fast.get_vocab(with_added_tokens=True).values(), default=0)
+    if highest >= vocab_size:
+        raise ModelError(f"{file_name} has token id {highest}, but the model has {vocab_size} embeddings")

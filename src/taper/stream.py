@@ -1,0 +1,79 @@
+"""The chunks of some prompts' outputs, as the engine's steps bring them."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from .engine import Engine
+from .errors import ModelError
+from .loading import Tokenizer
+from .output import Chunk, OutputBuilder
+from .sequence import Request
+from .sequence import Sequence as EngineSequence
+
+
+class Stream(Iterator[Chunk]):
+    """The chunks of some prompts' outputs as they come. Leave it early with `close`, or `abort` to keep what there is.
+
+    An exception during a step, Ctrl-C among them, leaves the stream as it was: it can go on, be aborted or closed.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, requests: Sequence[Request]) -> None:
+        self._engine = engine
+        self._builders = [OutputBuilder(index, request, tokenizer) for index, request in enumerate(requests)]
+        self._ready: deque[Chunk] = deque()
+        self._started = self._handed_over = time.perf_counter()
+        self._sequences: dict[int, tuple[EngineSequence, OutputBuilder]] = {}  # those that have not finished, by id
+        for builder, request in zip(self._builders, requests, strict=True):
+            sequence = engine.add(request)
+            self._sequences[sequence.id] = sequence, builder
+
+    def __next__(self) -> Chunk:
+        self._started += time.perf_counter() - self._handed_over  # the caller's own time is not counted
+        try:
+            while not self._ready:
+                if not self._sequences:
+                    raise StopIteration
+                self._step()
+            return self._ready.popleft()
+        finally:
+            self._handed_over = time.perf_counter()
+
+    def abort(self) -> list[Chunk]:
+        """End every output that has not finished with what there is, as "abort"; the chunks that are left."""
+        self.close()
+        ended = [builder.abort() for builder in self._builders if builder.output is None]
+        chunks = [*self._ready, *ended]
+        self._ready.clear()
+        return chunks
+
+    def close(self) -> None:
+        """Give up what has not finished."""
+        for sequence, _ in self._sequences.values():
+            self._engine.abort(sequence)
+        self._sequences.clear()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _step(self) -> None:
+        """Advance these sequences alone, and turn what came out into chunks."""
+        for step in self._engine.step([sequence for sequence, _ in self._sequences.values()]):
+            sequence, builder = self._sequences[step.sequence_id]
+            if step.finish_reason == "error":
+                raise ModelError(
+                    f"the model's output is not a number at step {sequence.step}",
+                    "try --dtype f32; if that does not help, its files are damaged",
+                )
+            self._ready.append(builder.add(step, time.perf_counter() - self._started))
+            if builder.output is not None:  # the sequence itself goes on after a stop string
+                self._engine.abort(sequence)
+                del self._sequences[step.sequence_id]

@@ -1,0 +1,269 @@
+"""What the tests share: tiny random models, offline; both backends on them; and the ways to run a prompt.
+
+Models are built by transformers, saved as folders, and converted to GGUF by the gguf package.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Regex, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as FastTokenizer
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+import taper.hf
+from taper.backends import TokenBatch
+from taper.backends.ggml import GgmlBackend
+from taper.backends.torch import TorchBackend
+from taper.engine import Engine
+from taper.loading import LoadedModel, load_model
+from taper.models import default_model_path
+from taper.policy import DepthPolicy
+from taper.sampling import SamplingParams
+from taper.sequence import Request
+
+torch.set_num_threads(1)
+
+TOKENS = 40
+CONTEXT = 512
+BACKENDS = pytest.mark.parametrize("kind", ["ggml", "torch"])
+
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+DEFAULT_MODEL_FILE = default_model_path()  # the user's own, before a test points the cache elsewhere
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+VOCAB_SIZE = 300
+
+_CLASSES = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+}
+
+
+@dataclass
+class TinyModel:
+    """A random model in transformers (f32, eager) and the folder it was saved to."""
+
+    hf: torch.nn.Module
+    folder: Path
+
+    def load(self) -> LoadedModel:
+        return load_model(self.folder)
+
+
+def byte_tokenizer() -> FastTokenizer:
+    """One token a byte, and the special tokens of the chat template; 259 ids."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {character: i for i, character in enumerate([*SPECIAL, *alphabet])}
+    tokenizer = FastTokenizer(models.BPE(vocab, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIAL)
+    return tokenizer
+
+
+def tokenizers() -> dict[str, FastTokenizer]:
+    """Tokenizers of other kinds, with pipelines that use most of what `tokenizer.json` can say; fewer ids than 300."""
+    from tokenizers import normalizers, processors
+
+    pieces = ["<unk>", "<s>", "[CLS]", "[SEP]", "▁", *"abcdefghijklmnopqrstuvwxyz0123456789.,!?", "##a", "▁the", "th"]
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(200)]
+    unigram = FastTokenizer(models.Unigram([(piece, -float(i)) for i, piece in enumerate(pieces)], unk_id=0))
+    unigram.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")])
+    unigram.pre_tokenizer = pre_tokenizers.Metaspace()
+    unigram.decoder = decoders.Metaspace()
+    word_piece = FastTokenizer(models.WordPiece({piece: i for i, piece in enumerate(pieces)}, unk_token="<unk>"))
+    word_piece.normalizer = normalizers.BertNormalizer()
+    word_piece.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.BertPreTokenizer(), pre_tokenizers.Split(Regex(r"\d"), "isolated"), pre_tokenizers.Digits()]
+    )
+    word_piece.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair=None, special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    word_piece.decoder = decoders.WordPiece()
+    vocab = {piece: i for i, piece in enumerate([*pieces, *bytes_])}
+    fallback = FastTokenizer(models.BPE(vocab, [("t", "h")], unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    fallback.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    fallback.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    for tokenizer in (unigram, word_piece, fallback):
+        tokenizer.add_special_tokens(["<unk>", "<s>"])
+    return {"bytes": byte_tokenizer(), "unigram": unigram, "word_piece": word_piece, "fallback": fallback}
+
+
+def make_tiny(folder: Path, architecture: str = "llama", *, tied: bool = True, layers: int = 5, **more) -> TinyModel:
+    """Build, randomise and save a tiny model: hidden 64, 4 heads to 2."""
+    config_class, model_class = _CLASSES[architecture]
+    config = config_class(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=1024,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+        attn_implementation="eager",
+        **more,
+    )
+    torch.manual_seed(len(architecture) + layers + 10 * tied)
+    model = model_class(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Wide enough that attention and position matter, and that logits have no ties.
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.1 if "norm" in name else 0.25)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "<|im_end|>"}))
+    return TinyModel(model, folder)
+
+
+def write_gguf(path: Path, tiny: TinyModel, dtype=np.float32, vocabulary: str = "byte-level") -> None:
+    """Convert a tiny model with the gguf package, independently of our reader."""
+    import gguf
+
+    config = tiny.hf.config
+    architecture = "llama" if config.model_type == "mistral" else config.model_type
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(config.head_dim)
+    if vocabulary == "byte-level":
+        tokens = byte_tokenizer().get_vocab()
+        pieces = [*sorted(tokens, key=tokens.get), "qz"]  # one merge: the writer leaves out empty lists
+        types = [3 if piece in SPECIAL else 1 for piece in pieces]
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("smollm")
+        writer.add_token_merges(["q z"])
+    else:
+        pieces = [
+            "<unk>",
+            "<s>",
+            "</s>",
+            *(f"<0x{byte:02X}>" for byte in range(256)),
+            *"▁abcdefghijklmnop",
+            "ab",
+            "▁ab",
+        ]
+        types = [2, 3, 3, *[6] * 256, *[1] * (len(pieces) - 259)]
+        writer.add_tokenizer_model("llama")
+        writer.add_token_scores([-float(i) for i in range(VOCAB_SIZE)])
+        writer.add_bos_token_id(1)
+    unused = [f"<unused{i}>" for i in range(VOCAB_SIZE - len(pieces))]
+    writer.add_token_list([*pieces, *unused])
+    writer.add_token_types([*types, *[5] * len(unused)])
+    writer.add_eos_token_id(2)
+    writer.add_chat_template(TEMPLATE)
+    names = {
+        "embed_tokens": "token_embd",
+        "norm": "output_norm",
+        "lm_head": "output",
+        "input_layernorm": "attn_norm",
+        "q_norm": "attn_q_norm",
+        "k_norm": "attn_k_norm",
+        "q_proj": "attn_q",
+        "k_proj": "attn_k",
+        "v_proj": "attn_v",
+        "o_proj": "attn_output",
+        "post_attention_layernorm": "ffn_norm",
+        "gate_proj": "ffn_gate",
+        "up_proj": "ffn_up",
+        "down_proj": "ffn_down",
+    }
+    for name, parameter in tiny.hf.named_parameters():
+        parts = name.split(".")
+        array = parameter.detach().numpy()
+        if parts[-2] in ("q_proj", "k_proj") and architecture == "llama":
+            array = array.reshape(-1, 2, config.head_dim // 2, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
+        target = f"{names[parts[-2]]}.{parts[-1]}"
+        if "layers" in parts:
+            target = f"blk.{parts[parts.index('layers') + 1]}.{target}"
+        writer.add_tensor(target, array.astype(np.float32 if array.ndim == 1 else dtype))
+    if config.rope_parameters["rope_type"] == "llama3":
+        plain = config.rope_parameters["rope_theta"] ** (-np.arange(0, config.head_dim, 2) / config.head_dim)
+        factors = plain / tiny.hf.model.rotary_emb.inv_freq.numpy()
+        writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def make_backend(kind: str, loaded, **options):
+    options = {"num_slots": 1, "context_length": CONTEXT} | options
+    if kind == "ggml":
+        return GgmlBackend(loaded.config, loaded.tensors, dtype="f32", kv_dtype="f32", threads=1, **options)
+    return TorchBackend(loaded.config, loaded.tensors, dtype="f32", device="cpu", **options)
+
+
+def random_prompt(seed: int, length: int = 23) -> list[int]:
+    return np.random.default_rng(seed).integers(3, VOCAB_SIZE, length).tolist()
+
+
+def complete(engine: Engine, prompts, policies, tokens: int = TOKENS) -> list[list[int]]:
+    """Token ids of greedy completions, all in one batch."""
+    params = SamplingParams(max_tokens=tokens)
+    return engine.complete(Request(prompt, params, policy) for prompt, policy in zip(prompts, policies, strict=True))
+
+
+def twin(tiny: TinyModel, prompt: list[int], policy: DepthPolicy | None, tokens: int = TOKENS) -> list[int]:
+    """The slow twin's greedy answer; without a policy, plain transformers."""
+    custom = {} if policy is None else {"custom_generate": taper.hf.decode(policy)}
+    ids = torch.tensor([prompt])
+    mask = torch.ones_like(ids)
+    out = tiny.hf.generate(ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False, **custom)
+    return out[0, len(prompt) :].tolist()
+
+
+def policies(layers: int) -> dict[str, DepthPolicy]:
+    """Each curve, scattered skip orders, short and long plateaus."""
+    last = layers - 1
+    return {
+        "d3": DepthPolicy.d3(layers, 0.96, skip_order=[last - 1, 1, 2]),
+        "d3 late": DepthPolicy.d3(layers, 0.9, start=9, min_depth=2, skip_order=[2, last, 1, last - 1]),
+        "middle first": DepthPolicy.middle_first(layers, 0.98),
+        "skipdecode": DepthPolicy.skipdecode(layers, min_depth=2, span=20, start=3),
+        "early exit": DepthPolicy.early_exit(layers, 3),
+        "static": DepthPolicy.static(layers, layers - 2, [last, 1]),
+    }
+
+
+def one_slot(backend, tokens, logits_rows, start: int = 0, slot: int = 0) -> TokenBatch:
+    count = len(tokens)
+    return TokenBatch(
+        np.asarray(tokens, np.int32),
+        np.arange(start, start + count, dtype=np.int32),
+        np.full(count, slot, np.int32),
+        (count,) * backend.config.num_hidden_layers,
+        logits_rows=logits_rows,
+    )
