@@ -138,3 +138,8 @@ def test_import_loads_only_what_it_needs(code, unwanted):
     code = f"{code}\nimport sys; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not unwanted & set(loaded)
+
+
+def test_shared_fixtures_need_no_ggml():
+    code = "import sys; sys.modules['ggml'] = None; import conftest"
+    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, check=True)

@@ -27,7 +27,6 @@ from transformers import (
 
 import taper.hf
 from taper.backends import TokenBatch
-from taper.backends.ggml import GgmlBackend
 from taper.backends.torch import TorchBackend
 from taper.engine import Engine
 from taper.loading import LoadedModel, load_model
@@ -222,6 +221,8 @@ def write_gguf(path: Path, tiny: TinyModel, dtype=np.float32, vocabulary: str = 
 def make_backend(kind: str, loaded, **options):
     options = {"num_slots": 1, "context_length": CONTEXT} | options
     if kind == "ggml":
+        from taper.backends.ggml import GgmlBackend  # tests/vllm shares this file, where ggml is not installed
+
         return GgmlBackend(loaded.config, loaded.tensors, dtype="f32", kv_dtype="f32", threads=1, **options)
     return TorchBackend(loaded.config, loaded.tensors, dtype="f32", device="cpu", **options)
 
