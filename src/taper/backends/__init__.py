@@ -58,6 +58,7 @@ class Backend(Protocol):
     config: ModelConfig
     num_slots: int
     context_length: int
+    weight_bytes: dict[str, int]  # of each tensor, in the type in which forwards read it
 
     def forward(self, batch: TokenBatch) -> ForwardOutput:
         """Run the batch and write its keys and values."""

@@ -59,6 +59,7 @@ class TorchBackend:
         self.config, self.num_slots, self.context_length = config, num_slots, context_length
         self.device, self.dtype = torch.device(device), _TORCH_DTYPES[dtype]
         self._weights = {name: self._convert(name, _to_torch(tensor)) for name, tensor in tensors.items()}
+        self.weight_bytes = {name: weight.nbytes for name, weight in self._weights.items()}
         cache = (config.num_hidden_layers, 2, num_slots, config.num_key_value_heads, context_length, config.head_dim)
         self._cache = torch.zeros(cache, dtype=self.dtype, device=self.device)
         # [context_length, head_dim / 2]

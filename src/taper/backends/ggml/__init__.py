@@ -59,6 +59,7 @@ class GgmlBackend:
         rope_factors = self._constants.over(np.array(factors, np.float32)) if factors else None
         threads = threads or available_threads()
         weights = Weights(tensors, dtype, repack, threads)
+        self.weight_bytes = weights.num_bytes
         cache = KeyValueCache(config, num_slots, context_length, "f32" if weights.beyond_f16 else kv_dtype)
         self._model = Model(config, weights, cache, rope_factors)
         self._graphs: OrderedDict[GraphKey, Graph] = OrderedDict()

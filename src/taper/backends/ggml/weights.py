@@ -23,6 +23,7 @@ class Weights:
     """Tensors by our names. What a tensor is used for, its role, decides how it is stored.
 
     `beyond_f16`: bf16 weights have values that f16 does not, and what is computed from them will too.
+    `num_bytes`: of each tensor, as stored.
 
     Args:
         tensors: the model's weights.
@@ -45,6 +46,7 @@ class Weights:
             self.beyond_f16 = True
             warnings.warn(f"{error.message}: running in bf16, which is slower", TaperWarning, stacklevel=2)
             stored = _as_stored(tensors, dtype, bf16="BF16")
+        self.num_bytes = {name: tensor.data.nbytes for name, tensor in stored.items()}
         matrices = {name: tensor for name, tensor in stored.items() if role(name, tensor) == "matrix"}
         self._repacked = RepackedMatrices(matrices if repack else {}, threads)
         self._context = TensorContext(len(stored))
