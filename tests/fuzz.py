@@ -186,7 +186,8 @@ class Cases:
         """Load a model, and run what loads."""
         from taper.backends import open_backend
         from taper.errors import TaperError
-        from taper.loading import TextStream, load_model
+        from taper.loading import load_model
+        from taper.loading.tokenizer import TextStream
         from taper.policy import DepthPolicy
 
         model = load_model(path)

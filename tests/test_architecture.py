@@ -32,24 +32,37 @@ ALLOWED = {
     "stream": {"errors", "loading", "sequence", "engine", "output"},
     "llm": {*ENGINE, "policies", "output", "models", "stream"},
     "calibration": {*ENGINE, "llm", "replay", "models", "__init__"},
-    "bench": {*ENGINE},
+    "bench": {*ENGINE, "policies", "models", "hf", "calibration", "__init__"},
     "hf": {"errors", "checks", "policy"},
     "vllm_plugin": {*POLICY, "policies"},
     "terminal": {"policy", "output"},
     "cli": {
         *ENGINE - {"engine"},
-        *("policies", "models", "output", "stream", "llm", "terminal", "calibration", "vllm_plugin", "__init__"),
+        *(
+            "policies",
+            "models",
+            "output",
+            "stream",
+            "llm",
+            "terminal",
+            "calibration",
+            "bench",
+            "vllm_plugin",
+            "__init__",
+        ),
     },
     "__init__": {"errors", "policy", "sampling", "output", "llm", "calibration"},
     "__main__": {"cli"},
 }
-NAMES_OF_OTHERS = {"vllm_plugin/__init__.py", "bench/llama_cpp.py"}  # vLLM's classes, llama.cpp's programs
+NAMES_OF_OTHERS = {"vllm_plugin/__init__.py", *(f"bench/{name}.py" for name in ("llama_cpp", "options", "peers"))}
 INSIDE_VLLM = {f"vllm_plugin/{name}.py" for name in ("attention", "models", "runner", "runner_v1", "runner_v2")}
+TORCH_IN_BENCH = {f"bench/{name}.py" for name in ("torch_device", "transformers_model", "peers")}
 HEAVY = {
     "torch": {
         "backends/torch.py",
         "backends/__init__.py",
         "hf.py",
+        *TORCH_IN_BENCH,
         "vllm_plugin/attention.py",
         "vllm_plugin/models.py",
     },
@@ -57,9 +70,15 @@ HEAVY = {
         f"backends/ggml/{name}.py"
         for name in ("__init__", "cache", "graph", "tensors", "weights", "interrupt", "repack", "features")
     },
-    "transformers": {"hf.py"},
-    "matplotlib": {"calibration/report.py", "cli/calibrate.py"},
-    "vllm": {*INSIDE_VLLM, "vllm_plugin/__init__.py", "vllm_plugin/config.py", "vllm_plugin/requests.py"},
+    "transformers": {"hf.py", "bench/transformers_model.py"},
+    "matplotlib": {"calibration/report.py", "cli/calibrate.py", "bench/plot.py"},
+    "vllm": {
+        *INSIDE_VLLM,
+        "bench/peers.py",
+        "vllm_plugin/__init__.py",
+        "vllm_plugin/config.py",
+        "vllm_plugin/requests.py",
+    },
 }
 
 

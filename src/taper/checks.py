@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Collection
 from contextlib import suppress
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any
 
 from .errors import RequestError, TaperError
@@ -55,6 +57,22 @@ def one_of(name: str, value: Any, choices: Collection[str], error: type[TaperErr
     if isinstance(value, str) and value in choices:
         return value
     raise error(f"{name} is {shown(value)}; it must be one of {', '.join(choices)}")
+
+
+def writable_folder(folder: Path) -> None:
+    """Check that files can be written to a folder, which may not exist yet; nothing is left there.
+
+    Raises:
+        RequestError: they cannot.
+    """
+    existing = folder.absolute()
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise RequestError(f"cannot write to {folder}: {error.strerror}", "choose another folder") from None
 
 
 def limited_attention(config: object) -> str:

@@ -11,7 +11,8 @@ from .backends import Backend, open_backend
 from .checks import MODES, one_of, shown, whole_number
 from .engine import Engine
 from .errors import PolicyError, RequestError, TaperWarning
-from .loading import Message, Tokenizer, load_model
+from .loading import load_model
+from .loading.tokenizer import Message, Tokenizer
 from .models import DEFAULT_MODEL, find_model
 from .output import Output
 from .policies import find_policy, fitting_policies

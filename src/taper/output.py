@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .loading import TextStream, Tokenizer
+from .loading.tokenizer import TextStream, Tokenizer
 from .policy import DepthPolicy
 from .sampling import TokenLogprobs
 from .sequence import Request, StepOutput

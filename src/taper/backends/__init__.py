@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -133,6 +134,11 @@ def choose_device(device: str) -> str:
     except ImportError:
         return "cpu"
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def available_threads() -> int:
+    """The cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def runs_by_slot(slots: np.ndarray) -> tuple[tuple[int, int, int], ...]:

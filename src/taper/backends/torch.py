@@ -7,6 +7,7 @@ batch, KV bucket); everything else runs eagerly. Knows neither policies nor text
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,11 +32,12 @@ class TorchBackend:
 
     Args:
         config: facts of the model.
-        tensors: its weights, by our names.
+        tensors: its weights, by our names; PyTorch's own tensors are shared, if they are of this device and dtype.
         num_slots: sequences the key-value cache holds.
         context_length: tokens of each; memory for all of them is taken at once.
         dtype: "f32", "f16" or "bf16", of weights, activations and cache.
         device: "cuda" or "cpu".
+        graphs: replay CUDA graphs where that is possible; False runs every step eagerly.
 
     Raises:
         RequestError: no CUDA device, or a dtype that does not run here.
@@ -45,19 +47,20 @@ class TorchBackend:
     def __init__(
         self,
         config: ModelConfig,
-        tensors: dict[str, Tensor],
+        tensors: Mapping[str, Tensor | torch.Tensor],
         *,
         num_slots: int = 1,
         context_length: int,
         dtype: str = "bf16",
         device: str = "cuda",
+        graphs: bool = True,
     ) -> None:
         if dtype not in _TORCH_DTYPES:
             raise RequestError(f"dtype {dtype} does not run on {device}", f"choose one of {', '.join(_TORCH_DTYPES)}")
-        if device == "cuda" and not torch.cuda.is_available():
-            raise RequestError("PyTorch finds no CUDA device", "use --device cpu, or install a CUDA build of PyTorch")
+        check_device(device)
         self.config, self.num_slots, self.context_length = config, num_slots, context_length
         self.device, self.dtype = torch.device(device), _TORCH_DTYPES[dtype]
+        self._use_graphs = graphs and self.device.type == "cuda"
         self._weights = {name: self._convert(name, _to_torch(tensor)) for name, tensor in tensors.items()}
         self.weight_bytes = {name: weight.nbytes for name, weight in self._weights.items()}
         cache = (config.num_hidden_layers, 2, num_slots, config.num_key_value_heads, context_length, config.head_dim)
@@ -101,7 +104,7 @@ class TorchBackend:
         rows = (*batch.logits_rows, *batch.greedy_rows)
         one_depth = set(batch.num_active) <= {0, count}
         whole = batch.first_layer == 0 and not batch.output_hidden_states
-        if self.device.type == "cuda" and whole and one_depth and len(runs) == count == len(rows):
+        if self._use_graphs and whole and one_depth and len(runs) == count == len(rows):
             return self._replay((batch.num_active, count, kv_length), inputs)[list(rows)], {}
         if batch.hidden_states is None:
             x = F.embedding(inputs[0], self._weights["embed_tokens"])
@@ -193,6 +196,16 @@ class TorchBackend:
         return torch.stack((a * cos - b * sin, b * cos + a * sin), axis).flatten(-2).to(x.dtype)
 
 
+def check_device(device: str) -> None:
+    """Check that PyTorch has a device.
+
+    Raises:
+        RequestError: it has not.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise RequestError("PyTorch finds no CUDA device", "use --device cpu, or install a CUDA build of PyTorch")
+
+
 _LAYER_WEIGHTS = ("input_layernorm", "o_proj", "post_attention_layernorm", "gate_proj", "up_proj", "down_proj")
 
 
@@ -259,7 +272,9 @@ class _CapturedStep:
         return self.logits
 
 
-def _to_torch(tensor: Tensor) -> torch.Tensor:
+def _to_torch(tensor: Tensor | torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, torch.Tensor):
+        return tensor
     if (stored := _TORCH_DTYPES.get(tensor.dtype.lower())) is not None:
         return torch.from_numpy(tensor.data.copy()).view(stored).reshape(tensor.shape)
     try:

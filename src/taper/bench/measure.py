@@ -143,13 +143,24 @@ def random_prompt(engine: Engine, length: int, seed: int, row: int = 0) -> list[
 
 
 def step_ms_by_depth(
-    backend: Backend, skip_order: Sequence[int], depths: Sequence[int], steps: int, first_position: int = 0
+    backend: Backend,
+    skip_order: Sequence[int],
+    depths: Sequence[int],
+    steps: int,
+    first_position: int = 0,
+    clock: Clock | None = None,
 ) -> dict[int, float]:
-    """The median milliseconds of a forward of one token at each depth, a forward of each in turn."""
+    """The median milliseconds of a forward of one token at each depth, a forward of each in turn.
+
+    Raises:
+        OutOfTimeError: the time budget ended first.
+    """
+    clock = clock or Clock()
     layers = backend.config.num_hidden_layers
     times: dict[int, list[float]] = {depth: [] for depth in depths}
     for step in range(steps + WARM_UP):
         for depth in depths:
+            clock.check()
             tokens, positions, slots = (np.array([value], np.int32) for value in (1, first_position + step, 0))
             active = active_prefixes(tuple(skip_order), layers, [depth])
             started = time.perf_counter()

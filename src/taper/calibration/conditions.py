@@ -9,9 +9,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .. import __version__
-from ..llm import LLM
+
+if TYPE_CHECKING:
+    from ..llm import LLM
 
 _KERNELS = {"ggml": "ggml-python", "torch": "torch"}  # the distribution that holds each backend's kernels
 
@@ -50,13 +53,13 @@ def current_conditions(llm: LLM) -> Conditions:
         backend=backend,
         dtype=llm.dtype,
         threads=llm.threads,
-        machine=_machine(),
+        machine=machine(),
         python=platform.python_version(),
         kernels=f"{_KERNELS[backend]} {metadata.version(_KERNELS[backend])}",
     )
 
 
-def _machine() -> str:
+def machine() -> str:
     """The processor and how many cores it has."""
     name = platform.processor() or platform.machine()
     with suppress(OSError):

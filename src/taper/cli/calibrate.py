@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..checks import writable_folder
 from ..errors import RequestError, TaperError
 from .common import load, model_options, say
 
@@ -71,7 +71,7 @@ def calibrate(prompts: Path | None, out: Path, report: Path | None, as_json: boo
 
     Budget(**{name: options[name] for name in _LIMITS})  # a mistake is told before the model loads
     given = builtin_prompts() if prompts is None else read_prompts(prompts)
-    _check_writable(out.parent)
+    writable_folder(out.parent)
     if out.is_dir():
         raise RequestError(f"--out {out} is a folder", "name a file")
     if report is not None:
@@ -158,16 +158,4 @@ def _check_report(folder: Path) -> None:
         raise TaperError("--report needs matplotlib", 'pip install "taper-llm[report]"') from None
     if folder.exists() and not folder.is_dir():
         raise RequestError(f"--report {folder} is not a folder")
-    _check_writable(folder)
-
-
-def _check_writable(folder: Path) -> None:
-    """Reject a folder that cannot be written to, leaving nothing there."""
-    existing = folder.absolute()
-    while not existing.exists() and existing != existing.parent:
-        existing = existing.parent
-    try:
-        with tempfile.TemporaryFile(dir=existing):
-            pass
-    except OSError as error:
-        raise RequestError(f"cannot write to {folder}: {error.strerror}", "choose another folder") from None
+    writable_folder(folder)

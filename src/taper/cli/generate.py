@@ -15,7 +15,7 @@ from .common import INTERRUPTED, Command, load, model_options, say, with_options
 
 if TYPE_CHECKING:
     from ..llm import LLM
-    from ..loading import Message
+    from ..loading.tokenizer import Message
     from ..output import Chunk, Output
     from ..policy import DepthPolicy
     from ..sampling import SamplingParams

@@ -15,7 +15,7 @@ import ggml
 import numpy as np
 
 from ...loading import ModelConfig, Tensor
-from .. import ForwardOutput, TokenBatch, runs_by_slot
+from .. import ForwardOutput, TokenBatch, available_threads, runs_by_slot
 from .cache import KeyValueCache
 from .graph import Graph, GraphKey, Model
 from .interrupt import Interrupt
@@ -128,11 +128,6 @@ class GgmlBackend:
         if len(self._graphs) > MAX_GRAPHS:
             self._graphs.popitem(last=False)
         return graph
-
-
-def available_threads() -> int:
-    """The cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _greedy(logits: np.ndarray) -> np.ndarray:
