@@ -152,6 +152,8 @@ def step_ms_by_depth(
 ) -> dict[int, float]:
     """The median milliseconds of a forward of one token at each depth, a forward of each in turn.
 
+    Positions rise from `first_position`, up to the end of the context.
+
     Raises:
         OutOfTimeError: the time budget ended first.
     """
@@ -161,7 +163,8 @@ def step_ms_by_depth(
     for step in range(steps + WARM_UP):
         for depth in depths:
             clock.check()
-            tokens, positions, slots = (np.array([value], np.int32) for value in (1, first_position + step, 0))
+            position = min(first_position + step, backend.context_length - 1)
+            tokens, positions, slots = (np.array([value], np.int32) for value in (1, position, 0))
             active = active_prefixes(tuple(skip_order), layers, [depth])
             started = time.perf_counter()
             backend.forward(TokenBatch(tokens, positions, slots, active, greedy_rows=(0,)))

@@ -88,8 +88,7 @@ class Phases:
         layers, sizes = self._target.config.num_hidden_layers, self._target.backend.weight_bytes
         order = middle_first_order(layers)
         depths = sorted({max(layers - len(order), round(part * layers), 1) for part in _DEPTHS}, reverse=True)
-        steps = min(STEPS, self._target.backend.context_length // 2)
-        ms = step_ms_by_depth(self._target.backend, order, depths, steps, clock=self._clock)
+        ms = step_ms_by_depth(self._target.backend, order, depths, STEPS, clock=self._clock)
         read = {d: step_bytes(sizes, DepthPolicy.static(layers, d, order).retained_at(d)) for d in depths}
         layer_ms, fixed_ms = np.polyfit(depths, list(ms.values()), 1) if len(depths) > 1 else (0.0, ms[layers])
         rows = [
@@ -98,7 +97,7 @@ class Phases:
             | _gain(ms[layers] / ms[d], read[layers] / read[d])
             for d in depths
         ]
-        return {"rows": rows, "ms_per_layer": rounded(layer_ms), "fixed_ms": rounded(fixed_ms), "steps": steps}
+        return {"rows": rows, "ms_per_layer": rounded(layer_ms), "fixed_ms": rounded(fixed_ms), "steps": STEPS}
 
     def prompts(self) -> Json:
         """Prompts of each length, until the first token; a new prompt each time."""
