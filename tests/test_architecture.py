@@ -38,23 +38,17 @@ ALLOWED = {
     "terminal": {"policy", "output"},
     "cli": {
         *ENGINE - {"engine"},
-        *(
-            "policies",
-            "models",
-            "output",
-            "stream",
-            "llm",
-            "terminal",
-            "calibration",
-            "bench",
-            "vllm_plugin",
-            "__init__",
-        ),
+        *("policies", "models", "output", "stream", "llm", "terminal", "calibration", "bench"),
+        *("vllm_plugin", "__init__"),
     },
     "__init__": {"errors", "policy", "sampling", "output", "llm", "calibration"},
     "__main__": {"cli"},
 }
-NAMES_OF_OTHERS = {"vllm_plugin/__init__.py", *(f"bench/{name}.py" for name in ("llama_cpp", "options", "peers"))}
+# vLLM's classes, names of files to fetch, and llama.cpp's programs and shapes of models as users name them.
+OTHERS_NAMES = {
+    *("vllm_plugin/__init__.py", "models/packaged.py"),
+    *("bench/llama_cpp.py", "bench/options.py", "bench/peers.py"),
+}
 INSIDE_VLLM = {f"vllm_plugin/{name}.py" for name in ("attention", "models", "runner", "runner_v1", "runner_v2")}
 TORCH_IN_BENCH = {f"bench/{name}.py" for name in ("torch_device", "transformers_model", "peers")}
 HEAVY = {
@@ -73,11 +67,8 @@ HEAVY = {
     "transformers": {"hf.py", "bench/transformers_model.py"},
     "matplotlib": {"calibration/report.py", "cli/calibrate.py", "bench/plot.py"},
     "vllm": {
-        *INSIDE_VLLM,
-        "bench/peers.py",
-        "vllm_plugin/__init__.py",
-        "vllm_plugin/config.py",
-        "vllm_plugin/requests.py",
+        *(*INSIDE_VLLM, "bench/peers.py"),
+        *("vllm_plugin/__init__.py", "vllm_plugin/config.py", "vllm_plugin/requests.py"),
     },
 }
 
@@ -137,7 +128,7 @@ def strings(path: Path) -> list[str]:
 
 def test_only_loading_names_architectures():
     for path in FILES:
-        if part(path) != "loading" and str(path.relative_to(SRC)) not in NAMES_OF_OTHERS:
+        if part(path) != "loading" and str(path.relative_to(SRC)) not in OTHERS_NAMES:
             words = {word.lower() for text in strings(path) for word in re.split(r"\W", text)}
             assert not words & {"llama", "qwen2", "qwen3", "mistral"}, path
 
