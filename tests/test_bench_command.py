@@ -398,5 +398,19 @@ def test_a_mistake_on_the_command_line_exits_with_2():
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
 
 
+def test_a_full_disk_and_ctrl_c_end_it_quietly(monkeypatch, capsys):
+    for error, code, line in (
+        (OSError(28, "No space left on device", "bench.json"), 2, "taper: bench.json: No space left on device\n"),
+        (KeyboardInterrupt(), 130, ""),
+    ):
+
+        def fail(options, error=error):
+            raise error
+
+        monkeypatch.setattr(run, "bench", fail)
+        assert run.main([]) == code
+        assert capsys.readouterr().err == line
+
+
 def test_options_are_read_without_a_command_line_library():
     assert parse(["--prompts", "5,3"]) == Options(prompts=(3, 5))

@@ -218,18 +218,20 @@ def _attend(
     runs: tuple[tuple[int, int, int], ...] | None,
 ) -> torch.Tensor:
     """Attention of q [n, heads, head_dim] over caches [slots, kv heads, cells, head_dim]: [n, heads * head_dim]."""
-    if runs is None:  # one token a row: [n, heads, 1, head_dim]
-        out = F.scaled_dot_product_attention(
-            q.unsqueeze(2), keys[slots], values[slots], visible[:, None, None], enable_gqa=True
-        )
+    group = q.shape[1] // keys.shape[1]  # heads that share keys and values
+    # Neither way asks PyTorch for grouped queries: with a mask, only its slowest kernels have them on a GPU.
+    if runs is None:  # one token a row, the heads of a group as its queries: [n, key-value heads, group, head_dim]
+        if len(keys) > 1:  # a single slot is read where it is
+            keys, values = keys[slots], values[slots]
+        out = F.scaled_dot_product_attention(q.unflatten(1, (-1, group)), keys, values, visible[:, None, None])
         return out.flatten(1)
     parts = []
     for slot, first, end in runs:  # the tokens of a slot together: [1, heads, tokens, head_dim]
         end = min(end, len(q))
         if first < end:
             queries = q[first:end].transpose(0, 1).unsqueeze(0)
-            cached = keys[slot : slot + 1], values[slot : slot + 1]
-            out = F.scaled_dot_product_attention(queries, *cached, visible[first:end], enable_gqa=True)
+            cached = (cache[slot : slot + 1].repeat_interleave(group, 1) for cache in (keys, values))
+            out = F.scaled_dot_product_attention(queries, *cached, visible[first:end])
             parts.append(out[0].transpose(0, 1).flatten(1))
     return torch.cat(parts)
 

@@ -67,6 +67,9 @@ def main(arguments: Sequence[str]) -> int:
     except TaperError as error:
         _say(f"taper: {error}")
         return _WRONG
+    except OSError as error:
+        _say(f"taper: {error.filename or 'cannot write the results'}: {error.strerror or error}")
+        return _WRONG
     except KeyboardInterrupt:
         return _INTERRUPTED
 
