@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import types
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
@@ -103,11 +104,12 @@ def test_random_weights_run_on_a_cpu():
 
 
 def test_policies_are_those_given(tmp_path):
-    policy = DepthPolicy.static(6, 3, [1, 2, 3])
-    (tmp_path / "half.json").write_text(policy.to_json())
-    options = Options(**LIKE_A_GPU, policy=(str(tmp_path / "half.json"),), no_peers=True)
+    policy, files = DepthPolicy.static(6, 3, [1, 2, 3]), [str(tmp_path / name) for name in ("a.json", "b.json")]
+    for file, name in zip(files, ("", "full"), strict=True):
+        Path(file).write_text(replace(policy, name=name).to_json())
+    options = Options(**LIKE_A_GPU, policy=tuple(files), no_peers=True)
     rows = run.run(options, quiet, torch_device="cpu")["phases"]["outputs of 6"]["rows"]
-    assert [(row["policy"], row["mean_depth"]) for row in rows] == [("full", 6), (str(tmp_path / "half.json"), 3)]
+    assert [(row["policy"], row["mean_depth"]) for row in rows] == [("full", 6), (files[0], 3), (files[1], 3)]
 
 
 def test_a_picture_is_drawn(tmp_path, monkeypatch, capsys):

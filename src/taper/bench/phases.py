@@ -143,7 +143,7 @@ class Phases:
         compared = {f"Taper, {name}": taper(self._engine, policies[name]) for name in dict.fromkeys(("full", last))}
         compared |= self._open_peers()
         if set(compared) <= {f"Taper, {name}" for name in policies}:
-            return {"rows": [], "unavailable": self._unavailable}
+            return {"rows": [], "unavailable": dict(self._unavailable)}
         runs = {
             name: partial(guarded(name, peer, self._unavailable), length, self._clock)
             for name, peer in compared.items()

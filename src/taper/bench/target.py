@@ -130,7 +130,8 @@ def _policies(options: Options, config: ModelConfig) -> dict[str, DepthPolicy]:
     for name in options.policy:
         policy = fitting.get(name) or find_policy(name)
         policy.check_model(layers, config.identity)
-        policies[policy.name or name] = policy
+        label = policy.name or name
+        policies[name if label in policies else label] = policy
     if not options.policy:
         d3 = DepthPolicy.middle_first(layers, _ALPHA, min_depth=max(1, round(layers * _MIN_DEPTH)))
         policies |= fitting or {f"d3, alpha {_ALPHA}": d3}
