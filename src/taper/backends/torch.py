@@ -230,8 +230,8 @@ def _attend(
         end = min(end, len(q))
         if first < end:
             queries = q[first:end].transpose(0, 1).unsqueeze(0)
-            cached = (cache[slot : slot + 1].repeat_interleave(group, 1) for cache in (keys, values))
-            out = F.scaled_dot_product_attention(queries, *cached, visible[first:end])
+            k, v = (cache[slot : slot + 1].repeat_interleave(group, 1) for cache in (keys, values))
+            out = F.scaled_dot_product_attention(queries, k, v, visible[first:end])
             parts.append(out[0].transpose(0, 1).flatten(1))
     return torch.cat(parts)
 
