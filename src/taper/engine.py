@@ -274,7 +274,7 @@ class Engine:
         sequence.token_ids.append(token_id)
         sequence.depth = sequence.request.policy.depth(sequence.step)
         is_eos = token_id in sequence.request.eos_token_ids and not params.ignore_eos
-        if is_eos or token_id in (params.stop_token_ids or ()):
+        if is_eos or token_id in params.stop_token_ids:
             self._finish(sequence, "stop")
         elif sequence.step >= params.max_tokens or len(sequence.token_ids) >= self.backend.context_length:
             self._finish(sequence, "length")

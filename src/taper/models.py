@@ -20,6 +20,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from .errors import ModelError
+from .files import read_json, write_whole
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 # The default model travels inside a wheel, so that a package index is all a machine needs to reach.
@@ -104,20 +105,15 @@ def _is_whole(path: Path, read: bool = False) -> bool:
     try:
         status = path.stat()
         version = {"sha256": _SHA256, "size": status.st_size, "mtime_ns": status.st_mtime_ns, "inode": status.st_ino}
-        with suppress(OSError, ValueError, RecursionError):
-            if not read and note.is_file() and json.loads(note.read_bytes()) == version:
+        with suppress(ModelError):  # a note that is missing or damaged is written anew
+            if not read and read_json(note) == version:
                 return True
         if _sha256(path) != _SHA256:
             return False
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror}", "make it readable, or: taper pull") from None
-    temporary = note.with_name(f".{note.name}.{os.getpid()}")
     with suppress(OSError):  # in a cache that cannot be written, the model is read each time
-        try:
-            temporary.write_text(json.dumps(version))
-            os.replace(temporary, note)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_whole(note, json.dumps(version).encode())
     return True
 
 

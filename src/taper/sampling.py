@@ -32,8 +32,8 @@ class SamplingParams:
         presence_penalty: taken from the logits of tokens in the completion, in [-2, 2].
         frequency_penalty: taken from them once for each time they occur, in [-2, 2].
         seed: makes sampling repeatable.
-        stop: texts that end the completion; they are not part of it.
-        stop_token_ids: ids that end the completion, besides the model's own.
+        stop: a text or texts that end the completion, and are not part of it; None for none.
+        stop_token_ids: ids that end the completion, besides the model's own; None for none.
         ignore_eos: go on past the model's own stop ids.
         logprobs: report log-probabilities of the chosen token and of this many likeliest ones, 0 to 20.
 
@@ -50,8 +50,8 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int | None = None
-    stop: str | Sequence[str] | None = ()
-    stop_token_ids: Sequence[int] | None = ()
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
 

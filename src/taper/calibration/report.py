@@ -18,8 +18,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
+from ..files import write_whole
 from .statistics import MIN_STEPS, Estimate
-from .store import write_whole
 from .summary import MEASURED_ORDER, Summary
 from .wording import interval, limits, remarks, verdict
 

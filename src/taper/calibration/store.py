@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -66,17 +65,6 @@ class Store:
             reason = getattr(error, "strerror", None) or error
             hint = "free the disk, make it writable, remove it if it is damaged, or set TAPER_CACHE to another folder"
             raise RequestError(f"cannot keep measurements in {self._path}: {reason}", hint) from None
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all, making its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.part")
-    try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def digest(value: Any) -> str:

@@ -67,7 +67,7 @@ def calibrate(prompts: Path | None, out: Path, report: Path | None, as_json: boo
     from ..calibration.references import builtin_prompts, read_prompts
     from ..calibration.run import batch_size
     from ..calibration.run import calibrate as run
-    from ..calibration.store import write_whole
+    from ..files import write_whole
 
     Budget(**{name: options[name] for name in _LIMITS})  # a mistake is told before the model loads
     given = builtin_prompts() if prompts is None else read_prompts(prompts)

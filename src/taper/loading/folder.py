@@ -13,7 +13,7 @@ import numpy as np
 
 from ..checks import limited_attention, unique_keys
 from ..errors import ModelError
-from .files import open_file, read_json
+from ..files import open_file, read_json
 from .model import LoadedModel, ModelConfig, Tensor, TensorNames, check_architecture, check_config, check_tensors
 from .tokenizer_files import tokenizer_from_folder
 
