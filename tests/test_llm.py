@@ -449,6 +449,16 @@ def test_cuda_without_pytorch_names_what_to_install(tiny_llama, monkeypatch):
         LLM(str(tiny_llama.folder), device="cuda")
 
 
+def test_a_gpu_without_enough_memory_names_what_to_lower(tiny_llama, monkeypatch):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("taper.backends.choose_device", lambda device: "cuda")
+    monkeypatch.setattr("taper.backends.torch.TorchBackend", full)
+    with pytest.raises(RequestError, match=r"memory for 3 outputs .*max_batch_size"):
+        LLM(tiny_llama.folder, device="cuda", max_batch_size=3)
+
+
 @pytest.mark.parametrize("dtype", ["auto", "f16", "bf16", "q8_0"])
 def test_weights_convert_when_loading_and_stay_close(tiny_llama, dtype):
     prompt = list(range(3, 40))

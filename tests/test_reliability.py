@@ -92,6 +92,22 @@ print(llm.generate("hi", params, policy=full).token_ids == expected, llm.engine.
     assert rest == "True 8"
 
 
+def test_a_batch_too_large_for_memory_names_the_batch_size(tiny_gguf):
+    code = """
+import resource
+resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+for size in (10**6, 10**18):
+    try:
+        LLM(sys.argv[1], max_batch_size=size)
+    except Exception as error:
+        print(type(error).__name__, error)
+"""
+    lines = python(code, tiny_gguf).stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["RequestError"] * 2
+    assert "memory for 1000000 outputs at a time of up to 1024 tokens" in lines[0]
+    assert all("or max_batch_size" in line for line in lines)
+
+
 def taper(arguments: str, *, shell: str = "", columns: str = "80") -> subprocess.CompletedProcess[str]:
     """A taper command in a shell, with redirections of its own."""
     line = f"'{sys.executable}' -m taper {arguments} {shell}"

@@ -86,7 +86,7 @@ def open_backend(
         repack: on a CPU, copy matrices into the layout that it multiplies fastest.
 
     Raises:
-        RequestError: an option that is out of range, or not available on this device.
+        RequestError: an option that is out of range, not available on this device, or takes more memory than there is.
         ModelError: weights that `dtype` cannot hold.
     """
     one_of("dtype", dtype, DTYPES)
@@ -108,12 +108,25 @@ def open_backend(
     if threads is not None:
         raise RequestError("threads does nothing on cuda", "leave it out")
     try:
+        import torch
+
         from .torch import TorchBackend
     except ImportError:
         raise RequestError("device cuda needs PyTorch", 'pip install "taper-llm[torch]", or use --device cpu') from None
     dtype = "bf16" if dtype == "auto" else dtype
-    return TorchBackend(
-        model.config, model.tensors, num_slots=num_slots, context_length=context_length, dtype=dtype, device="cuda"
+    try:
+        return TorchBackend(
+            model.config, model.tensors, num_slots=num_slots, context_length=context_length, dtype=dtype, device="cuda"
+        )
+    except torch.OutOfMemoryError:
+        raise no_room(num_slots, context_length) from None
+
+
+def no_room(num_slots: int, context_length: int) -> RequestError:
+    """The error where a model and a key-value cache of this size need more memory than there is."""
+    return RequestError(
+        f"there is not enough memory for {num_slots} outputs at a time of up to {context_length} tokens each",
+        "lower --context, or max_batch_size in Python",
     )
 
 
