@@ -359,6 +359,15 @@ def test_a_store_of_another_layout_or_locked_by_another_process_is_one_line(tmp_
     blocker.close()
 
 
+def test_a_full_disk_costs_no_earlier_measurement(tmp_path):
+    store = Store(tmp_path / "s.sqlite", {})
+    assert store.remember({"k": 0}, lambda: [0]) == [0]
+    store._file.execute("PRAGMA max_page_count = 4")  # SQLite's own stand-in for a disk
+    with pytest.raises(RequestError, match=r"full .*free the disk"):
+        [store.remember({"k": k}, lambda: "x" * 1000) for k in range(1, 99)]
+    assert store.remember({"k": 0}, lambda: ["never"]) == [0]
+
+
 def test_prompt_files_in_each_form(tmp_path):
     file = tmp_path / "p"
     file.write_text('\n{"prompt": "a"}\n\n{"messages": [{"role": "user", "content": "b"}], "id": 7}\n')

@@ -46,6 +46,17 @@ def number(
     raise error(f"{name} is {shown(value)}; it must be a number in {'(' if above else '['}{low:g}, {high:g}]")
 
 
+def flag(name: str, value: Any) -> bool:
+    """`value` as a bool.
+
+    Raises:
+        RequestError: it is neither True nor False.
+    """
+    if type(value).__name__ in ("bool", "bool_"):  # Python's or numpy's
+        return bool(value)
+    raise RequestError(f"{name} is {shown(value)}; it must be True or False")
+
+
 def one_of(name: str, value: Any, choices: Collection[str], error: type[TaperError] = RequestError) -> str:
     """`value`, which must be one of the choices.
 
@@ -71,7 +82,10 @@ def limited_attention(config: object) -> str:
 
 def shown(value: object) -> str:
     """A value as it stands in an error message: its repr, cut where it is long."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # of a class of the caller's own
+        text = f"a {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

@@ -208,7 +208,7 @@ class DepthPolicy:
         """
         try:
             data = json.loads(text, object_pairs_hook=unique_keys, parse_constant=_no_constant)
-        except (ValueError, RecursionError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise PolicyError(f"not a policy: {error}", "a policy is a JSON object") from None
         required = {"format_version", "num_hidden_layers", "curve", "min_depth", "skip_order"}
         curve = str(data.get("curve")) if isinstance(data, dict) else ""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from .checks import number, shown, whole_number
+from .checks import flag, number, shown, whole_number
 from .errors import RequestError
 
 MAX_LOGPROBS = 20
@@ -59,11 +59,10 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop)
         if not all(isinstance(text, str) and text for text in stop):
             raise RequestError(f"stop is {shown(self.stop)}; it must be texts that are not empty")
-        if self.ignore_eos not in (True, False):
-            raise RequestError(f"ignore_eos is {shown(self.ignore_eos)}; it must be True or False")
         stop_token_ids = _as_tuple("stop_token_ids", self.stop_token_ids)
         checked: dict[str, Any] = {
             "stop": stop,
+            "ignore_eos": flag("ignore_eos", self.ignore_eos),
             "max_tokens": whole_number("max_tokens", self.max_tokens, 1),
             "temperature": number("temperature", self.temperature, 0, 100),
             "top_k": whole_number("top_k", self.top_k, 0),
@@ -169,6 +168,6 @@ def _penalise(
 def _as_tuple(name: str, values: Any) -> tuple[Any, ...]:
     if values is None:
         return ()
-    if isinstance(values, bytes) or not isinstance(values, Iterable):
+    if isinstance(values, bytes | Mapping) or not isinstance(values, Iterable):
         raise RequestError(f"{name} is {shown(values)}; it must be a list")
     return tuple(values)

@@ -39,9 +39,11 @@ def read_prompts(path: Path) -> list[Prompt]:
         RequestError: the file cannot be read, is not UTF-8, or a line is not a prompt.
     """
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
+        with path.open("rb") as file:
+            raw = file.read(MAX_FILE_BYTES + 1)
+        if len(raw) > MAX_FILE_BYTES:
             raise RequestError(f"{path} is larger than {MAX_FILE_BYTES >> 20} MiB", "give a sample of it")
-        lines = path.read_bytes().decode().splitlines()
+        lines = raw.decode().splitlines()
     except OSError as error:
         raise RequestError(f"cannot read prompts {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:

@@ -48,6 +48,7 @@ def main() -> NoReturn:
     """Run the command line; a user's mistake is one line and exit code 2."""
     _open_standard_streams()
     warnings.showwarning = _show_warning
+    warnings.simplefilter("always", TaperWarning)  # whatever PYTHONWARNINGS says: error would be a traceback
     if isinstance(sys.stderr, io.TextIOWrapper):
         encoding = sys.stderr.encoding
         sys.stderr = _Diagnostics(sys.stderr.detach(), encoding, line_buffering=True)

@@ -72,8 +72,8 @@ def calibrate(prompts: Path | None, out: Path, report: Path | None, as_json: boo
     Budget(**{name: options[name] for name in _LIMITS})  # a mistake is told before the model loads
     given = builtin_prompts() if prompts is None else read_prompts(prompts)
     _check_writable(out.parent)
-    if out.is_dir():
-        raise RequestError(f"--out {out} is a folder", "name a file")
+    if out.exists() and not out.is_file():  # it would be replaced, a device too
+        raise RequestError(f"--out {out} is a folder or a device", "name a file")
     if report is not None:
         _check_report(report)
     llm = load(options, max_batch_size=batch_size(len(given), options["device"]))

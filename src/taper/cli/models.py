@@ -17,7 +17,7 @@ def pull(model: str | None) -> None:
     from ..models import pull as fetch
     from ..terminal import console
 
-    name = model or DEFAULT_MODEL
+    name = DEFAULT_MODEL if model is None else model
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     screen = console()
     with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:

@@ -50,6 +50,10 @@ def load_folder(path: Path) -> LoadedModel:
     Raises:
         ModelError: a file is missing or damaged, weights are pickled, or the model is not supported.
     """
+    if not os.path.lexists(path / "config.json"):
+        one = next(iter(sorted(path.glob("*.gguf"))), None)
+        hint = f"name a file, such as {one}" if one else "give a complete Hugging Face model folder, or a .gguf file"
+        raise ModelError(f"{path} has no config.json", hint)
     settings = read_json(path / "config.json")
     tensors = _NAMES.rename({name: t for name, t in _read_weights(path).items() if "rotary_emb" not in name})
     try:

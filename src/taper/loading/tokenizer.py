@@ -61,7 +61,8 @@ class Tokenizer:
             RequestError: what `render` and `encode` raise.
         """
         texts = [text for message in messages for text in message.values() if isinstance(text, str)]
-        if parse_special or not any(token in text for token in self._special.values() for text in texts):
+        spelled = any(token in text for token in self._special.values() for text in texts)
+        if parse_special or not (spelled or self._normalises_special):
             return self.encode(self.render(messages), add_special_tokens=False)
         # A mark inside keeps the library from seeing the token; its normaliser takes the mark out again.
         breakable = sorted((token for token in self._special.values() if len(token) > 1), key=len, reverse=True)
@@ -78,6 +79,11 @@ class Tokenizer:
     def _special(self) -> dict[int, str]:
         """The control tokens by id."""
         return {i: token.content for i, token in self.fast.get_added_tokens_decoder().items() if token.special}
+
+    @cached_property
+    def _normalises_special(self) -> bool:
+        """Whether other characters, such as wide ones, can spell a control token too."""
+        return any(token.special and token.normalized for token in self.fast.get_added_tokens_decoder().values())
 
     @cached_property
     def _unmarking(self) -> Tokenizer:
