@@ -6,7 +6,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from tiny import TinyModel, make_tiny, write_gguf
+
+settings.register_profile("any machine", deadline=None)  # a loaded machine takes its time
+settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session", params=["llama", "qwen2", "qwen3", "mistral", "llama-untied", "llama-3.1"])

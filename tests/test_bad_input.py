@@ -351,7 +351,7 @@ def test_stopped_pull_leaves_neither_files_nor_processes(tmp_path, monkeypatch, 
         "pathlib.Path(__file__).with_name('started').write_text(str(os.getpid()))\n"
         "time.sleep(60)\n"
     )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     process, started, end = start("pull"), tmp_path / "pip" / "started", time.monotonic() + 30
     while not (started.exists() and started.read_text()):
         assert time.monotonic() < end
