@@ -381,7 +381,7 @@ def fuzzed(report: dict[str, Any]) -> list[str]:
     titles = {"gguf": "GGUF header", "safetensors": "safetensors", "policy": "policy"}
     columns = {"rejected": "refused", "loaded": "loaded", "generated": "ran", "output not a number": "not a number"}
     rows = [
-        (titles.get(kind, f"`{kind}.json`"), *(f"{counts[column]:,}" for column in columns.values()))
+        (titles.get(kind, f"`{kind}.json`"), *(f"{counts.get(column, 0):,}" for column in columns.values()))
         for kind, counts in report["counts"].items()
     ]
     return [
