@@ -4,18 +4,61 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
 
 from ..policy import DepthPolicy
 from ..replay import Scores
 from .budget import Budget
-from .loss_table import LossTable
-from .statistics import over_steps
+from .statistics import Loss, over_steps
 
 ATTEMPTS = 4  # candidates replayed for a quality budget
 FINALISTS = 3  # candidates replayed for a speed
+_PLACES = 4  # parts of an answer whose loss is told apart
 
 # What a policy costs on the search prompts.
 Replayed = Callable[[DepthPolicy], Scores]
+
+
+class Forecast(NamedTuple):
+    """What a policy should cost, with no interval; step 0 left out, as it never skips a layer."""
+
+    all_steps: Loss
+    tapered_steps: Loss
+
+
+class LossTable:
+    """Mean loss by depth and place in the answer: of constant depths as measured, in between by a straight line."""
+
+    def __init__(self, measured: dict[int, Scores], num_hidden_layers: int, max_tokens: int) -> None:
+        self._layers, self._tokens = num_hidden_layers, max_tokens
+        depths = sorted(measured)
+        # [depths + 1, places, (KL, disagreement, NLL rise, NLL at full depth)]
+        known = np.stack([self._places(measured[depth]) for depth in depths] + [self._places(measured[depths[0]]) * 0])
+        known[-1, :, 3] = known[0, :, 3]
+        flat = known.reshape(len(known), -1)
+        between = [np.interp(range(num_hidden_layers + 1), [*depths, num_hidden_layers], column) for column in flat.T]
+        self._table = np.stack(between, -1).reshape(-1, *known.shape[1:])
+
+    def predict(self, policy: DepthPolicy) -> Forecast:
+        """What a policy should cost."""
+        steps = np.arange(1, self._tokens)
+        depths = np.array([policy.depth(step) for step in steps.tolist()])
+        losses = self._table[depths, self._place(steps)]
+        return Forecast(_mean(losses), _mean(losses[depths < self._layers]))
+
+    def _place(self, steps: np.ndarray) -> np.ndarray:
+        place: np.ndarray = np.minimum(steps * _PLACES // self._tokens, _PLACES - 1)
+        return place
+
+    def _places(self, scores: Scores) -> np.ndarray:
+        """Means of each place of an answer; a place without steps takes those of all: [places, 4]."""
+        losses = np.stack([scores.kl, 1 - scores.agreement, scores.nll - scores.nll_full, scores.nll_full], -1)
+        places = self._place(scores.step)
+        after_first = scores.step > 0
+        chosen = (after_first & (places == place) for place in range(_PLACES))
+        return np.stack([losses[steps if steps.any() else after_first].mean(0) for steps in chosen])
 
 
 def fit_quality(
@@ -24,13 +67,6 @@ def fit_quality(
     """The policy of least mean depth whose replayed loss keeps the budget, intervals included; else the nearest to it.
 
     Time plays no part: it falls with mean depth, and a quality budget gives the same policy on every machine.
-
-    Args:
-        budget: the limits on quality.
-        candidates: policies to choose from.
-        table: forecasts their losses.
-        max_tokens: length of answer to plan for.
-        replay: measures the loss of a policy on the search prompts.
     """
     depth = [policy.mean_depth(max_tokens) for policy in candidates]
     forecast = [budget.worst_share(table.predict(policy).tapered_steps) for policy in candidates]
@@ -61,3 +97,10 @@ def fit_speed(candidates: Sequence[DepthPolicy], table: LossTable, replay: Repla
     """Of policies that are equally fast, the one of the lowest replayed KL over all steps."""
     best = sorted(candidates, key=lambda policy: table.predict(policy).all_steps.kl)[:FINALISTS]
     return min(best, key=lambda policy: float(replay(policy).kl.mean()))
+
+
+def _mean(losses: np.ndarray) -> Loss:
+    """The mean over steps, [steps, 4]; no loss where there are none."""
+    kl, disagreement, rise, nll = losses.sum(0).tolist()
+    count = max(1, len(losses))
+    return Loss(kl / count, 1 - disagreement / count, 100 * rise / max(nll, 1e-9))
