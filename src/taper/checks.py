@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from numbers import Integral, Real
 from typing import Any
@@ -55,6 +55,17 @@ def one_of(name: str, value: Any, choices: Collection[str], error: type[TaperErr
     if isinstance(value, str) and value in choices:
         return value
     raise error(f"{name} is {shown(value)}; it must be one of {', '.join(choices)}")
+
+
+def as_tuple(name: str, values: Any, error: type[TaperError] = RequestError) -> tuple[Any, ...]:
+    """`values` as a tuple.
+
+    Raises:
+        error: they are text, or cannot be listed.
+    """
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        raise error(f"{name} is {shown(values)}; it must be a list")
+    return tuple(values)
 
 
 def limited_attention(config: object) -> str:

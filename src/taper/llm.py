@@ -159,6 +159,8 @@ class LLM:
     ) -> Stream:
         """Complete as `generate` does, but return the chunks as they come, one for each token."""
         batch = _as_list(prompts)
+        if not batch:
+            raise RequestError("there is no prompt", "give at least one")
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(batch)
         if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
@@ -178,6 +180,8 @@ class LLM:
         Raises:
             RequestError: it is empty, not messages, not valid Unicode, or does not fit into the context.
         """
+        if not isinstance(prompt, str | Mapping | list | tuple):
+            raise RequestError(f"a prompt is {shown(prompt)}; it must be text or messages")
         if not (prompt.strip() if isinstance(prompt, str) else prompt):
             raise RequestError("the prompt is empty", "give some text")
         if isinstance(prompt, str) and (raw or not self.tokenizer.chat_template):
@@ -229,19 +233,10 @@ def _is_prompt(prompts: Any) -> bool:
     return isinstance(prompts, str | Mapping)
 
 
-def _as_list(prompts: Any) -> list[Prompt]:
-    """One prompt or several as a list of prompts, each of a kind that can be one."""
-    if _is_prompt(prompts):
-        prompts = [prompts]
-    elif isinstance(prompts, bytes | Path) or not isinstance(prompts, Iterable):
-        raise RequestError(f"a prompt is {shown(prompts)}; it must be text or messages")
-    batch = list(prompts)
-    if not batch:
-        raise RequestError("there is no prompt", "give at least one")
-    for prompt in batch:
-        if not isinstance(prompt, str | Mapping | list | tuple):
-            raise RequestError(f"a prompt is {shown(prompt)}; it must be text or messages")
-    return batch
+def _as_list(prompts: Any) -> list[Any]:
+    """One prompt or several as a list; `LLM.encode` rejects what cannot be a prompt."""
+    are_several = isinstance(prompts, Iterable) and not isinstance(prompts, bytes) and not _is_prompt(prompts)
+    return list(prompts) if are_several else [prompts]
 
 
 def _messages(prompt: Any) -> list[Message]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from ..errors import RequestError
@@ -13,11 +13,12 @@ from ..schedule import Schedule
 from .cost import CostModel
 
 _STARTS = (0, 1 / 8, 1 / 4, 1 / 2, 3 / 4)  # where the fall may begin, and how long it may last, in answers
+_FALLING = ("linear", "power")
 _SPANS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4)
 
 
 def shape(
-    curve: str, num_hidden_layers: int, min_depth: int, skip_order: Sequence[int], start: int, span: int
+    curve: str, num_hidden_layers: int, min_depth: int, skip_order: Sequence[int], start: int, span: int = 0
 ) -> DepthPolicy:
     """A curve that falls from `start` on to `min_depth` within `span` steps; a constant one falls at once."""
     numbers: dict[str, float] = {}
@@ -30,19 +31,12 @@ def shape(
 
 
 def curves(skip_order: Sequence[int], searched: int, num_hidden_layers: int, max_tokens: int) -> list[DepthPolicy]:
-    """Policies of every curve that skip at most the first `searched` layers of an order.
-
-    Args:
-        skip_order: the flex layers, in the order in which they are skipped.
-        searched: how many of them may be skipped.
-        num_hidden_layers: layers of the model, L.
-        max_tokens: length of answer to plan for.
-    """
+    """Policies of every curve that skip at most the first `searched` layers of an order, over `max_tokens` tokens."""
     spans = sorted({max(1, round(part * max_tokens)) for part in _SPANS})
     policies = []
     for min_depth in range(num_hidden_layers - 1, num_hidden_layers - searched - 1, -1):
         for start in _starts(max_tokens):
-            falls = [("constant", 0), *((curve, span) for curve in ("linear", "power") for span in spans)]
+            falls = [("constant", 0), *((curve, span) for curve in _FALLING for span in spans)]
             policies += [shape(curve, num_hidden_layers, min_depth, skip_order, start, span) for curve, span in falls]
     return policies
 
@@ -57,19 +51,17 @@ def curves_of_speed(
     """
     policies = []
     for min_depth in range(num_hidden_layers - 1, num_hidden_layers - searched - 1, -1):
-        # Functions of a number of steps, whose policies are the slower the larger it is: of a start, or of a span.
-        stretches = [partial(_constant, num_hidden_layers, min_depth, skip_order)]
-        stretches += [
-            partial(shape, curve, num_hidden_layers, min_depth, skip_order, start)
-            for start in _starts(max_tokens)
-            for curve in ("linear", "power")
-        ]
+        facts = (num_hidden_layers, min_depth, skip_order)
+        # Functions of a number of steps, the start or the span: the larger it is, the slower is the policy.
+        stretches = [partial(shape, "constant", *facts)]
+        stretches += [partial(shape, curve, *facts, start) for start in _starts(max_tokens) for curve in _FALLING]
         for stretched in stretches:
-            slowest = _last(lambda steps: cost.speedup(stretched(steps), max_tokens) >= speedup, 8 * max_tokens)  # noqa: B023
-            if slowest:
+            too_slow = lambda steps: cost.speedup(stretched(steps), max_tokens) < speedup  # noqa: B023, E731
+            if slowest := bisect_left(range(1, 8 * max_tokens + 1), True, key=too_slow):
                 policies.append(stretched(slowest))
     if not policies:
-        highest = cost.speedup(_constant(num_hidden_layers, num_hidden_layers - searched, skip_order, 0), max_tokens)
+        lowest = shape("constant", num_hidden_layers, num_hidden_layers - searched, skip_order, 0)
+        highest = cost.speedup(lowest, max_tokens)
         raise RequestError(
             f"no policy of this model is predicted to be {speedup}x as fast over {max_tokens} tokens",
             f"the most that its flex layers give is {math.floor(highest * 100) / 100}x",
@@ -77,14 +69,5 @@ def curves_of_speed(
     return policies
 
 
-def _constant(num_hidden_layers: int, min_depth: int, skip_order: Sequence[int], start: int) -> DepthPolicy:
-    return shape("constant", num_hidden_layers, min_depth, skip_order, start, 0)
-
-
 def _starts(max_tokens: int) -> list[int]:
     return sorted({round(part * max_tokens) for part in _STARTS})
-
-
-def _last(holds: Callable[[int], bool], most: int) -> int:
-    """The last of 1 to `most` for which something holds that holds only up to there; 0 where it never does."""
-    return bisect_left(range(1, most + 1), True, key=lambda n: not holds(n))

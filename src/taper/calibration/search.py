@@ -47,14 +47,9 @@ def layer_importance(num_hidden_layers: int, steps: Sequence[int], measure: Meas
 def find_order(
     importance: Sequence[float], flex: Sequence[int], rounds: int, steps: Sequence[int], measure: Measure
 ) -> tuple[list[int], list[float]]:
-    """The first `rounds` layers to skip, in order, and the mean KL at each length: lowest in log over all lengths.
+    """The first `rounds` of the flex layers to skip, and the mean KL at each length: lowest in log over all lengths.
 
-    Args:
-        importance: mean KL of skipping each layer alone, [L].
-        flex: the layers that may be skipped.
-        rounds: layers to order, at most all of them.
-        steps: tapered steps of each answer, [answers].
-        measure: what skipping costs on those answers.
+    `importance` is the mean KL of skipping each layer alone, [L]; `steps` the tapered steps of each answer, [answers].
     """
     marginal = {layer: importance[layer] for layer in flex}  # what each layer added when it was last tried
     paths = [_Path(0.0, (), ())]
