@@ -76,18 +76,15 @@ class LLM:
             threads=threads,
             repack=repack,
         )
-        self._serve(backend, loaded.tokenizer)
+        self.config, self.tokenizer, self.engine = backend.config, loaded.tokenizer, Engine(backend)
 
     @classmethod
     def from_backend(cls, backend: Backend, tokenizer: Tokenizer, path: Path) -> LLM:
         """An LLM on a backend that is open already; `path` is where the model's files are."""
         llm = cls.__new__(cls)
         llm.model, llm.path, llm.dtype, llm.threads = str(path), path, "auto", None
-        llm._serve(backend, tokenizer)
+        llm.config, llm.tokenizer, llm.engine = backend.config, tokenizer, Engine(backend)
         return llm
-
-    def _serve(self, backend: Backend, tokenizer: Tokenizer) -> None:
-        self.config, self.tokenizer, self.engine = backend.config, tokenizer, Engine(backend)
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # text is a sequence of texts too

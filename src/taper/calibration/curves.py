@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from ..errors import RequestError
@@ -49,16 +49,19 @@ def curves_of_speed(
     Raises:
         RequestError: none is that fast.
     """
+
+    def most_steps(stretched: Callable[[int], DepthPolicy]) -> int:
+        """The largest number at which the policy still is that fast; 0 if it never is."""
+        steps = range(1, 8 * max_tokens + 1)
+        return bisect_left(steps, True, key=lambda n: cost.speedup(stretched(n), max_tokens) < speedup)
+
     policies = []
     for min_depth in range(num_hidden_layers - 1, num_hidden_layers - searched - 1, -1):
         facts = (num_hidden_layers, min_depth, skip_order)
         # Functions of a number of steps, the start or the span: the larger it is, the slower is the policy.
         stretches = [partial(shape, "constant", *facts)]
         stretches += [partial(shape, curve, *facts, start) for start in _starts(max_tokens) for curve in _FALLING]
-        for stretched in stretches:
-            too_slow = lambda steps: cost.speedup(stretched(steps), max_tokens) < speedup  # noqa: B023, E731
-            if slowest := bisect_left(range(1, 8 * max_tokens + 1), True, key=too_slow):
-                policies.append(stretched(slowest))
+        policies += [stretched(steps) for stretched in stretches if (steps := most_steps(stretched))]
     if not policies:
         lowest = shape("constant", num_hidden_layers, num_hidden_layers - searched, skip_order, 0)
         highest = cost.speedup(lowest, max_tokens)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,9 +23,8 @@ BEAM, NEAR = 2, 0.03  # follow a second order too, where its log KL is this clos
 Measure = Callable[[frozenset[int], Sequence[int], range], np.ndarray]
 
 
-@dataclass(frozen=True, order=True)
-class _Path:
-    """An order so far, the KL at each of its lengths, and the sum of their logarithms."""
+class _Path(NamedTuple):
+    """The sum of the logarithms of `losses`, the KL at each length of an order so far; the lowest path is the best."""
 
     cost: float
     order: tuple[int, ...]

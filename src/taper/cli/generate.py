@@ -55,8 +55,7 @@ def generate(prompt: str, compare: bool, as_json: bool, **options: Any) -> None:
     params = _sampling(options)
     text = _read_prompt(prompt)
     llm = load(options)
-    messages = [*_messages(options["system"]), {"role": "user", "content": text}]
-    given = _prompt(llm, messages)
+    given = _prompt(llm, text, options["system"])
     llm.encode(given)  # a prompt that does not fit is refused before anything else is said
     policy = _policy(llm, options)
     if compare:
@@ -136,13 +135,13 @@ def _messages(system: str | None) -> list[Message]:
     return [{"role": "system", "content": system}] if system else []
 
 
-def _prompt(llm: LLM, messages: list[Message]) -> Any:
+def _prompt(llm: LLM, text: str, system: str | None) -> Any:
     """Messages for a model with a chat template, else the text alone."""
     if llm.tokenizer.chat_template:
-        return messages
-    if len(messages) > 1:
+        return [*_messages(system), {"role": "user", "content": text}]
+    if system:
         raise TaperError(f"{llm.model} has no chat template, so --system does nothing", "leave it out")
-    return messages[0]["content"]
+    return text
 
 
 def _follow(stream: Stream, echo: bool) -> tuple[Output, list[Chunk]]:

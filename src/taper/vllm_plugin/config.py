@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 from vllm.logger import init_logger
-from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
+from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
 from ..checks import limited_attention
 from ..errors import ModelError
@@ -16,12 +15,6 @@ from .options import Options
 from .requests import RequestCheck
 
 logger = init_logger("vllm.taper")
-
-
-def register_checks(architectures: Iterable[str]) -> None:
-    """Make vLLM call `TaperConfig` for these architectures; can be called again."""
-    for architecture in architectures:
-        MODELS_CONFIG_MAP.setdefault(architecture, TaperConfig)
 
 
 class TaperConfig(VerifyAndUpdateConfig):
@@ -50,11 +43,8 @@ class TaperConfig(VerifyAndUpdateConfig):
             vllm_config.parallel_config.worker_cls = f"{__package__}.runner_v1.Worker"
         RequestCheck.options = options
         model.logits_processors = [*(model.logits_processors or ()), f"{RequestCheck.__module__}:RequestCheck"]
-        logger.info(
-            "Taper: the default policy is %s; requests may name %s",
-            options.default.label,
-            ", ".join(sorted(options.named)),
-        )
+        names = ", ".join(sorted(options.named))
+        logger.info("Taper: the default policy is %s; requests may name %s", options.default.label, names)
 
 
 def read_options(vllm_config: Any) -> Options:
