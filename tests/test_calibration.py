@@ -21,8 +21,7 @@ from taper.calibration.baselines import baseline_policies
 from taper.calibration.budget import Budget
 from taper.calibration.conditions import current_conditions
 from taper.calibration.cost import CostModel
-from taper.calibration.curves import curves, curves_of_speed
-from taper.calibration.fit import LossTable, fit_quality, fit_speed
+from taper.calibration.fit import LossTable, curves, curves_of_speed, fit_quality, fit_speed
 from taper.calibration.measure import Measurements
 from taper.calibration.references import builtin_prompts, encode_prompts, read_prompts
 from taper.calibration.run import open_store

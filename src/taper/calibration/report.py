@@ -34,6 +34,7 @@ _BLUE, _SKY, _ORANGE, _INK, _GREY = "#0072B2", "#56B4E9", "#E69F00", "#333333", 
 _OTHERS = ("#D55E00", "#009E73", "#AA4499", "#000000", "#8A6D00")
 _STEP = "step: tokens of the answer so far"
 
+_Style = dict[str, Any]
 _Losses = Mapping[str, Mapping[int, float | Estimate]]  # method -> depth -> KL, with or without an interval
 
 
@@ -91,13 +92,7 @@ def _speed(summary: Summary) -> Figure:
     kl, low, high = (max(x, least) for x in summary.held_out.all_steps.kl)
     sideways, upwards = [[speed - slowest], [fastest - speed]], [[kl - low], [high - kl]]
     axes.errorbar(speed, kl, upwards, sideways, "D", color=_INK, elinewidth=1.2, capsize=3, zorder=5, clip_on=False)
-    style: dict[str, Any] = {
-        "textcoords": "offset points",
-        "va": "center",
-        "weight": "bold",
-        "color": _INK,
-        "zorder": 6,
-    }
+    style: _Style = {"textcoords": "offset points", "va": "center", "weight": "bold", "color": _INK, "zorder": 6}
     box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
     axes.annotate("this policy", (speed, kl), (9, 10 if kl == least else -11), bbox=box, **style)
     _draw_losses(axes, frontier.kl, frontier.speedup, 1.0)
@@ -192,12 +187,7 @@ def _name_ends(axes: Axes, ends: dict[str, tuple[float, float, str]]) -> None:
     for i in reversed(range(len(heights))):
         heights[i] = min(heights[i], 1 - _LINE * (len(heights) - 1 - i))
     line = {"arrowstyle": "-", "color": _GREY, "linewidth": 0.6, "shrinkA": 1, "shrinkB": 2}
-    style: dict[str, Any] = {
-        "textcoords": "axes fraction",
-        "va": "center",
-        "annotation_clip": False,
-        "arrowprops": line,
-    }
+    style: _Style = {"textcoords": "axes fraction", "va": "center", "annotation_clip": False, "arrowprops": line}
     for name, height in zip(names, heights, strict=True):
         x, y, colour = ends[name]
         label, weight = name.split(" (")[0], "bold" if name == MEASURED_ORDER else "normal"

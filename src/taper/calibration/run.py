@@ -21,8 +21,7 @@ from .baselines import COMPARED, compare_orders
 from .budget import Budget
 from .conditions import Conditions, current_conditions
 from .cost import CostModel, measure_cost, measure_speedup
-from .curves import curves, curves_of_speed
-from .fit import ATTEMPTS, LossTable, fit_quality, fit_speed
+from .fit import ATTEMPTS, LossTable, curves, curves_of_speed, fit_quality, fit_speed
 from .measure import Measurements, skipping
 from .references import BATCH, builtin_prompts, completions, encode_prompts, split
 from .search import ANSWERS, STEPS, find_order, first_steps, layer_importance
