@@ -28,18 +28,23 @@ _LIMITS = ("max_kl", "min_agreement", "max_nll_increase", "speedup")
     "--prompts",
     type=Path,
     metavar="FILE",
-    help='Lines of text or JSON ("prompt" or "messages"). Default: 72 built-in.',
+    help='JSON lines with "prompt" or "messages", or text, one prompt a line. Default: 72 built-in prompts.',
 )
 @click.option("--max-kl", type=float, help="Budget: mean KL(full || policy) over tapered steps, in nats.")
 @click.option(
     "--min-agreement", type=float, help="Budget: share of tapered steps whose likeliest token is that of full depth."
 )
 @click.option(
-    "--max-nll-increase", type=float, metavar="PERCENT", help="Budget: rise of the NLL of full depth's own answers."
+    "--max-nll-increase",
+    type=float,
+    metavar="PERCENT",
+    help="Budget: how much the NLL of full depth's own answers may rise.",
 )
 @click.option("--speedup", type=float, metavar="X", help="Instead of a budget: the best quality at this speed.")
 @click.option(
-    "--answer-tokens", type=click.IntRange(2), help="Length to plan for. Default: the median of full depth, up to 128."
+    "--answer-tokens",
+    type=click.IntRange(2),
+    help="Length of answer to plan for. Default: the median of the model's own, up to 128.",
 )
 @click.option(
     "--baselines", is_flag=True, help="Also measure other methods' choices of layers on the same data. Takes long."

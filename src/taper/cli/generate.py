@@ -31,9 +31,13 @@ def _options(command: Command) -> Command:
         click.option("--system", metavar="TEXT", help="System message."),
         click.option("--max-tokens", type=int, default=512, help="Most tokens to generate."),
         click.option("--temperature", type=float, default=0.0, help="0 takes the likeliest token."),
-        click.option("--top-p", type=float, default=1.0, help="Keep the likeliest tokens that add up to this."),
+        click.option(
+            "--top-p", type=float, default=1.0, help="Keep the likeliest tokens whose probabilities reach this sum."
+        ),
         click.option("--top-k", type=int, default=0, help="Keep the k likeliest tokens; 0: all."),
-        click.option("--min-p", type=float, default=0.0, help="Keep tokens this likely, relative to the likeliest."),
+        click.option(
+            "--min-p", type=float, default=0.0, help="Keep tokens at least this likely, relative to the likeliest."
+        ),
         click.option("--stop", multiple=True, metavar="TEXT", help="End the output before this text; repeatable."),
         click.option("--seed", type=int, help="Make sampling repeatable."),
         click.option("--show-depth", is_flag=True, help="Draw the depth of each step, and colour tokens by depth."),

@@ -27,7 +27,7 @@ MAX_SHORT_FORWARD = 8  # tokens; a forward over more of them can be interrupted
 
 
 class GgmlBackend:
-    """A model on the CPU; what it is made with is as in `open_backend`.
+    """A model on the CPU; the options are those of `LLM`.
 
     Args:
         dtype: None uses the weights as they are, but bf16 as f16 if all values fit.
