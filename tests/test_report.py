@@ -18,11 +18,10 @@ from taper.calibration import report, store
 from taper.calibration.baselines import RANDOM_SEEDS
 from taper.calibration.budget import Budget
 from taper.calibration.conditions import Conditions
-from taper.calibration.cost import CostModel
-from taper.calibration.free_running import FreeRunning, PolicyAndFull
+from taper.calibration.cost import CostModel, TimedRuns
 from taper.calibration.report import write_report
-from taper.calibration.statistics import Estimate, LossByStep, Losses, LossEstimate
-from taper.calibration.summary import CalibratedModel, Frontier, PromptCounts, Provenance, Speedup, Summary, TimedRuns
+from taper.calibration.statistics import Estimate, FreeRunning, LossByStep, Losses, LossEstimate, PolicyAndFull
+from taper.calibration.summary import CalibratedModel, Frontier, PromptCounts, Provenance, Speedup, Summary
 from taper.calibration.wording import interval, verdict
 from taper.policy import ModelIdentity
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from numbers import Integral, Real
 from typing import Any
@@ -17,11 +17,7 @@ MODES = ("full", "taper")
 def whole_number(
     name: str, value: Any, low: int, high: int | None = None, error: type[TaperError] = RequestError
 ) -> int:
-    """`value` as an int.
-
-    Raises:
-        error: it is not a whole number, or is out of range.
-    """
+    """`value` as an int; raises `error` if it is not a whole number from `low` to `high`."""
     if isinstance(value, Integral) and not isinstance(value, bool):
         converted = int(value)
         if low <= converted and (high is None or converted <= high):
@@ -33,11 +29,7 @@ def whole_number(
 def number(
     name: str, value: Any, low: float, high: float, error: type[TaperError] = RequestError, *, above: bool = False
 ) -> float:
-    """`value` as a float, from `low` (or above it) to `high`.
-
-    Raises:
-        error: it is not a finite number, or is out of range.
-    """
+    """`value` as a float; raises `error` if it is not a finite number from `low`, or above it, to `high`."""
     if isinstance(value, Real) and not isinstance(value, bool):
         with suppress(OverflowError):  # an int beyond every float
             converted = float(value)
@@ -58,14 +50,17 @@ def flag(name: str, value: Any) -> bool:
 
 
 def one_of(name: str, value: Any, choices: Collection[str], error: type[TaperError] = RequestError) -> str:
-    """`value`, which must be one of the choices.
-
-    Raises:
-        error: it is not.
-    """
+    """`value`; raises `error` if it is not one of the choices."""
     if isinstance(value, str) and value in choices:
         return value
     raise error(f"{name} is {shown(value)}; it must be one of {', '.join(choices)}")
+
+
+def as_tuple(name: str, values: Any, error: type[TaperError] = RequestError) -> tuple[Any, ...]:
+    """`values` as a tuple; raises `error` if they are text or cannot be listed."""
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+        raise error(f"{name} is {shown(values)}; it must be a list")
+    return tuple(values)
 
 
 def limited_attention(config: object) -> str:
@@ -90,11 +85,7 @@ def shown(value: object) -> str:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object for `json.loads`; of a duplicate key, two readers could take different values.
-
-    Raises:
-        ValueError: a key is there twice.
-    """
+    """A JSON object for `json.loads`; raises ValueError for a duplicate key, of which readers take different values."""
     data = dict(pairs)
     if len(data) != len(pairs):
         raise ValueError("duplicate key in an object")

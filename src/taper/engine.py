@@ -94,7 +94,8 @@ class Engine:
             scheduled = self._schedule(only)
             outputs = []
             for part, predictions in zip(scheduled, self._forward(scheduled), strict=True):
-                part.mark_computed(self._num_hidden_layers)
+                if part.sequence.num_complete_tokens == part.position:  # every layer ran on all before
+                    part.sequence.num_complete_tokens += part.depths.count(self._num_hidden_layers)
                 outputs += [self._advance(part, prediction) for prediction in predictions]
             return outputs
 

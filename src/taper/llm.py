@@ -78,18 +78,15 @@ class LLM:
             threads=threads,
             repack=repack,
         )
-        self._serve(backend, loaded.tokenizer)
+        self.config, self.tokenizer, self.engine = backend.config, loaded.tokenizer, Engine(backend)
 
     @classmethod
     def from_backend(cls, backend: Backend, tokenizer: Tokenizer, path: Path) -> LLM:
         """An LLM on a backend that is open already; `path` is where the model's files are."""
         llm = cls.__new__(cls)
         llm.model, llm.path, llm.dtype, llm.threads = str(path), path, "auto", None
-        llm._serve(backend, tokenizer)
+        llm.config, llm.tokenizer, llm.engine = backend.config, tokenizer, Engine(backend)
         return llm
-
-    def _serve(self, backend: Backend, tokenizer: Tokenizer) -> None:
-        self.config, self.tokenizer, self.engine = backend.config, tokenizer, Engine(backend)
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # text is a sequence of texts too
@@ -161,6 +158,8 @@ class LLM:
     ) -> Stream:
         """Complete as `generate` does, but return the chunks as they come, one for each token."""
         batch = _as_list(prompts)
+        if not batch:
+            raise RequestError("there is no prompt", "give at least one")
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(batch)
         if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
@@ -244,12 +243,9 @@ def _is_prompt(prompts: Any) -> bool:
 
 
 def _as_list(prompts: Any) -> list[Prompt]:
-    """One prompt or several as a list."""
-    if _is_prompt(prompts):
-        prompts = [prompts]
-    elif isinstance(prompts, bytes | Path) or not isinstance(prompts, Iterable):
-        raise RequestError(f"a prompt is {shown(prompts)}; it must be text or messages")
-    if batch := list(prompts):
+    """One prompt or several as a list; `LLM.encode` rejects what cannot be a prompt."""
+    are_several = isinstance(prompts, Iterable) and not isinstance(prompts, bytes) and not _is_prompt(prompts)
+    if batch := list(prompts) if are_several else [prompts]:
         return batch
     raise RequestError("there is no prompt", "give at least one")
 

@@ -76,14 +76,7 @@ def open_backend(
 ) -> Backend:
     """The backend of a device with a model's weights; each is imported only where it is used.
 
-    Args:
-        model: what `load_model` read.
-        device: "cpu" (ggml), "cuda" (PyTorch), or "auto": cuda if PyTorch and a GPU are there.
-        dtype: what weights are converted to; "auto" uses them as they are (bf16 as f16 on a CPU, if it fits).
-        context_length: tokens of prompt and output that each sequence may have.
-        num_slots: sequences that the key-value cache holds.
-        threads: CPU threads; default the cores this process may use.
-        repack: on a CPU, copy matrices into the layout that it multiplies fastest.
+    The options are those of `LLM`; the key-value cache holds `num_slots` sequences of up to `context_length` tokens.
 
     Raises:
         RequestError: an option that is out of range, not available on this device, or takes more memory than there is.

@@ -29,13 +29,7 @@ _TORCH_DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloa
 class TorchBackend:
     """A model on a CUDA device, or on the CPU for tests.
 
-    Args:
-        config: facts of the model.
-        tensors: its weights, by our names.
-        num_slots: sequences the key-value cache holds.
-        context_length: tokens of each; memory for all of them is taken at once.
-        dtype: "f32", "f16" or "bf16", of weights, activations and cache.
-        device: "cuda" or "cpu".
+    `dtype` is that of weights, activations and cache; memory for the whole cache is taken at once.
 
     Raises:
         RequestError: no CUDA device, or a dtype that does not run here.

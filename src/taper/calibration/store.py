@@ -20,9 +20,7 @@ _TIMEOUT = 60  # seconds to wait for another process that is writing
 class Store:
     """JSON values by what they were made from, in one file that a kill at any moment leaves whole.
 
-    Args:
-        path: the file; made with its folder.
-        common: what every value depends on: the model, the backend and its version.
+    `common` is what every value depends on: the model, the backend and its version. The file is made with its folder.
 
     Raises:
         RequestError: the file cannot be written, or is not such a file.
