@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from taper.calibration import report, store
+from taper import files
+from taper.calibration import report
 from taper.calibration.baselines import RANDOM_SEEDS
 from taper.calibration.budget import Budget
 from taper.calibration.conditions import Conditions
@@ -267,7 +268,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_half_written(tmp_path, m
     if fails == "write":
         monkeypatch.setattr(Path, "write_bytes", half)
     else:
-        monkeypatch.setattr(store.os, "replace", refuse)
+        monkeypatch.setattr(files.os, "replace", refuse)
     with pytest.raises(OSError, match="disk full"):
         write_report(tmp_path, summary(agreement=0.5))
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
