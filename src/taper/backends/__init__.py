@@ -78,17 +78,10 @@ def open_backend(
 ) -> Backend:
     """The backend of a device with a model's weights; each is imported only where it is used.
 
-    Args:
-        model: what `load_model` read.
-        device: "cpu" (ggml), "cuda" (PyTorch), or "auto": cuda if PyTorch and a GPU are there.
-        dtype: what weights are converted to; "auto" uses them as they are (bf16 as f16 on a CPU, if it fits).
-        context_length: tokens of prompt and output that each sequence may have.
-        num_slots: sequences that the key-value cache holds.
-        threads: CPU threads; default the cores this process may use.
-        repack: on a CPU, copy matrices into the layout that it multiplies fastest.
+    The options are those of `LLM`; the key-value cache holds `num_slots` sequences of up to `context_length` tokens.
 
     Raises:
-        RequestError: an option that is out of range, or not available on this device.
+        RequestError: an option that is out of range, not available on this device, or takes more memory than there is.
         ModelError: weights that `dtype` cannot hold.
     """
     one_of("dtype", dtype, DTYPES)
@@ -110,12 +103,25 @@ def open_backend(
     if threads is not None:
         raise RequestError("threads does nothing on cuda", "leave it out")
     try:
+        import torch
+
         from .torch import TorchBackend
     except ImportError:
         raise RequestError("device cuda needs PyTorch", 'pip install "taper-llm[torch]", or use --device cpu') from None
     dtype = "bf16" if dtype == "auto" else dtype
-    return TorchBackend(
-        model.config, model.tensors, num_slots=num_slots, context_length=context_length, dtype=dtype, device="cuda"
+    try:
+        return TorchBackend(
+            model.config, model.tensors, num_slots=num_slots, context_length=context_length, dtype=dtype, device="cuda"
+        )
+    except torch.OutOfMemoryError:
+        raise no_room(num_slots, context_length) from None
+
+
+def no_room(num_slots: int, context_length: int) -> RequestError:
+    """The error where a model and a key-value cache of this size need more memory than there is."""
+    return RequestError(
+        f"there is not enough memory for {num_slots} outputs at a time of up to {context_length} tokens each",
+        "lower --context, or max_batch_size in Python",
     )
 
 

@@ -30,14 +30,8 @@ _TORCH_DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloa
 class TorchBackend:
     """A model on a CUDA device, or on the CPU for tests.
 
-    Args:
-        config: facts of the model.
-        tensors: its weights, by our names; PyTorch's own tensors are shared, if they are of this device and dtype.
-        num_slots: sequences the key-value cache holds.
-        context_length: tokens of each; memory for all of them is taken at once.
-        dtype: "f32", "f16" or "bf16", of weights, activations and cache.
-        device: "cuda" or "cpu".
-        graphs: replay CUDA graphs where that is possible; False runs every step eagerly.
+    `dtype` is that of weights, activations and cache; memory for the whole cache is taken at once. PyTorch's
+    own tensors are shared, if they are of this device and dtype. Without `graphs`, every step runs eagerly.
 
     Raises:
         RequestError: no CUDA device, or a dtype that does not run here.

@@ -9,8 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..checks import DEVICES, DTYPES, number, one_of, shown, whole_number, writable_folder
+from ..checks import DEVICES, DTYPES, number, one_of, shown, whole_number
 from ..errors import RequestError
+from ..files import check_writable
 from .llama_cpp import find_llama_bench
 
 LENGTHS = (128, 512, 2048)
@@ -98,10 +99,10 @@ class Options:
             find_llama_bench(self.llama_bin)
         for name in ("json", "plot"):
             path = getattr(self, name)
-            if path is not None and path.is_dir():
-                raise RequestError(f"--{name} {path} is a folder", "name a file")
             if path is not None:
-                writable_folder(path.parent)
+                if path.exists() and not path.is_file():  # it would be replaced, a device too
+                    raise RequestError(f"--{name} {path} is a folder or a device", "name a file")
+                check_writable(path.parent)
         if self.plot is not None and self.plot.suffix not in (".png", ".svg"):
             raise RequestError(f"--plot {self.plot} is neither a .png nor a .svg file", "name one of these")
         if self.plot is not None and find_spec("matplotlib") is None:

@@ -14,8 +14,8 @@ from typing import Any
 
 from .. import __version__
 from ..calibration.conditions import machine
-from ..calibration.store import write_whole
 from ..errors import TaperError
+from ..files import write_whole
 from .measure import Clock, OutOfTimeError
 from .options import Options, parse
 from .peers import one_line

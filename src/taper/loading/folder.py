@@ -13,7 +13,7 @@ import numpy as np
 
 from ..checks import limited_attention, unique_keys
 from ..errors import ModelError
-from .files import open_file, read_json
+from ..files import open_file, read_json
 from .model import LoadedModel, ModelConfig, Tensor, TensorNames, check_architecture, check_config, check_tensors
 from .tokenizer_files import tokenizer_from_folder
 
@@ -50,6 +50,10 @@ def load_folder(path: Path) -> LoadedModel:
     Raises:
         ModelError: a file is missing or damaged, weights are pickled, or the model is not supported.
     """
+    if not os.path.lexists(path / "config.json"):
+        one = next(iter(sorted(path.glob("*.gguf"))), None)
+        hint = f"name a file, such as {one}" if one else "give a complete Hugging Face model folder, or a .gguf file"
+        raise ModelError(f"{path} has no config.json", hint)
     settings = read_json(path / "config.json")
     tensors = FOLDER_NAMES.rename({name: t for name, t in _read_weights(path).items() if "rotary_emb" not in name})
     try:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ModelError
-from .files import open_file
+from ..files import open_file
 from .model import WEIGHT_TYPES, Tensor
 
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}

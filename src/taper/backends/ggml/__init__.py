@@ -27,18 +27,11 @@ MAX_SHORT_FORWARD = 8  # tokens; a forward over more of them can be interrupted
 
 
 class GgmlBackend:
-    """A model on the CPU.
+    """A model on the CPU; the options are those of `LLM`.
 
     Args:
-        config: facts of the model.
-        tensors: its weights, by our names.
-        num_slots: sequences the key-value cache holds.
-        context_length: tokens of each. Memory is used as cells are written, not before.
-        dtype: "f32", "f16", "bf16" or "q8_0" to convert the weights when loading; None uses them as they are, but bf16
-            as f16 if all values fit.
-        kv_dtype: "f16" or "f32"; f32 in any case for weights that do not fit f16.
-        threads: threads to compute with; None takes the cores this process may use.
-        repack: copy matrices into the layout that this processor multiplies fastest; False uses the mapped file only.
+        dtype: None uses the weights as they are, but bf16 as f16 if all values fit.
+        kv_dtype: of the cache, "f16" or "f32"; f32 in any case for weights that do not fit f16.
     """
 
     def __init__(

@@ -65,11 +65,7 @@ class Weights:
 
 
 class OutOfRangeError(ValueError):
-    """A value that a type cannot hold."""
-
-    def __init__(self, value: float) -> None:
-        super().__init__(value)
-        self.value = value
+    """A value that a type cannot hold; it is the only argument."""
 
 
 def role(name: str, tensor: Tensor) -> str:
@@ -91,7 +87,7 @@ def _as_stored(tensors: dict[str, Tensor], dtype: str | None, bf16: str) -> dict
         try:
             stored[name] = Tensor(target, tensor.shape, _as_type(tensor, target))
         except OutOfRangeError as error:
-            message = f"tensor {name} has the value {error.value:g}, which {target.lower()} cannot hold"
+            message = f"tensor {name} has the value {error.args[0]:g}, which {target.lower()} cannot hold"
             raise ModelError(message, "leave out --dtype, or use --dtype f32") from None
     return stored
 
