@@ -1,7 +1,8 @@
 """Computing graphs in one thread of their own: Ctrl-C ends a long one at once, and OpenMP keeps one team of threads.
 
 Signals reach only Python's main thread between calls, so no thread of the caller's computes. OpenMP makes a team for
-each thread that computes; with several teams they sleep at every barrier, and short prompts take up to 1.5 times as long.
+each thread that computes; with several teams they sleep at every barrier, and short prompts take up to 1.5 times as
+long.
 """
 
 from __future__ import annotations
