@@ -53,7 +53,7 @@ HEAVY = {
     },
     "ggml": {
         f"backends/ggml/{name}.py"
-        for name in ("__init__", "cache", "graph", "tensors", "weights", "interrupt", "repack", "features")
+        for name in ("__init__", "cache", "graph", "tensors", "convert", "interrupt", "repack", "features")
     },
     "transformers": {"hf.py"},
     "matplotlib": {"calibration/report.py", "cli/calibrate.py"},

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -73,20 +74,23 @@ def open_backend(
     num_slots: int = 1,
     threads: int | None = None,
     repack: bool = True,
+    progress: Callable[[float], None] | None = None,
 ) -> Backend:
     """The backend of a device with a model's weights; each is imported only where it is used.
 
     Args:
         model: what `load_model` read.
         device: "cpu" (ggml), "cuda" (PyTorch), or "auto": cuda if PyTorch and a GPU are there.
-        dtype: what weights are converted to; "auto" uses them as they are (bf16 as f16 on a CPU, if it fits).
+        dtype: what weights are converted or, on a CPU, quantised to; "auto" uses them as they are (there bf16 as f16,
+            if it fits).
         context_length: tokens of prompt and output that each sequence may have.
         num_slots: sequences that the key-value cache holds.
         threads: CPU threads; default the cores this process may use.
         repack: on a CPU, copy matrices into the layout that it multiplies fastest.
+        progress: on a CPU, called with the part of the weights that is loaded, 0 to 1.
 
     Raises:
-        RequestError: an option that is out of range, or not available on this device.
+        RequestError: an option that is out of range, not available on this device, or not for these weights.
         ModelError: weights that `dtype` cannot hold.
     """
     one_of("dtype", dtype, DTYPES)
@@ -102,6 +106,7 @@ def open_backend(
             kv_dtype="f32" if dtype in ("f32", "bf16") else "f16",  # f16 has not the range of bf16
             threads=threads,
             repack=repack,
+            progress=progress,
         )
     if not repack:
         raise RequestError("repacking is for CPUs; leaving it out does nothing on cuda", "leave out the option")

@@ -36,7 +36,7 @@ def model_options(command: Command) -> Command:
             type=click.Choice(DTYPES),
             default="auto",
             show_default=True,
-            help="Convert weights when loading.",
+            help="Convert or quantise weights when loading.",
         ),
         click.option("--no-repack", is_flag=True, help="Use the mapped file as it is: less memory, slower on a CPU."),
     ]
@@ -47,12 +47,12 @@ def load(options: dict[str, Any], **more: Any) -> LLM:
     """The model that the options ask for."""
     from ..llm import LLM
     from ..models import DEFAULT_MODEL
-    from ..terminal import waiting
+    from ..terminal import loading
 
     model = DEFAULT_MODEL if options["model"] is None else options["model"]
-    with waiting(f"loading {model}"):
+    with loading(model) as progress:
         given = {name: options[name] for name in ("device", "dtype", "context", "threads")}
-        return LLM(model, **given, repack=not options["no_repack"], **more)
+        return LLM(model, **given, repack=not options["no_repack"], progress=progress, **more)
 
 
 def say(line: str) -> None:

@@ -10,17 +10,19 @@ import ctypes
 import math
 import os
 from collections import OrderedDict
+from dataclasses import replace
 
 import ggml
 import numpy as np
 
+from ...checks import QUANTISED_DTYPES
 from ...loading import ModelConfig, Tensor
 from .. import ForwardOutput, TokenBatch, runs_by_slot
 from .cache import KeyValueCache
 from .graph import Graph, GraphKey, Model
 from .interrupt import Interrupt
 from .tensors import TensorContext
-from .weights import Weights
+from .weights import ReportProgress, Weights
 
 MAX_GRAPHS = 64
 MAX_SHORT_FORWARD = 8  # tokens; a forward over more of them can be interrupted
@@ -34,11 +36,16 @@ class GgmlBackend:
         tensors: its weights, by our names.
         num_slots: sequences the key-value cache holds.
         context_length: tokens of each. Memory is used as cells are written, not before.
-        dtype: "f32", "f16", "bf16" or "q8_0" to convert the weights when loading; None uses them as they are, but bf16
-            as f16 if all values fit.
+        dtype: one of `DTYPES` to convert or quantise the weights when loading; None uses them as they are, but bf16 as
+            f16 if all values fit.
         kv_dtype: "f16" or "f32"; f32 in any case for weights that do not fit f16.
         threads: threads to compute with; None takes the cores this process may use.
         repack: copy matrices into the layout that this processor multiplies fastest; False uses the mapped file only.
+        progress: called with the part of the weights that is loaded, 0 to 1.
+
+    Raises:
+        ModelError: a value that `dtype` cannot hold.
+        RequestError: `dtype` would quantise weights that are quantised already.
     """
 
     def __init__(
@@ -52,13 +59,15 @@ class GgmlBackend:
         kv_dtype: str = "f16",
         threads: int | None = None,
         repack: bool = True,
+        progress: ReportProgress | None = None,
     ) -> None:
-        self.config, self.num_slots, self.context_length = config, num_slots, context_length
+        self.num_slots, self.context_length = num_slots, context_length
         self._constants = TensorContext(1)
         factors = config.rope_factors
         rope_factors = self._constants.over(np.array(factors, np.float32)) if factors else None
         threads = threads or available_threads()
-        weights = Weights(tensors, dtype, repack, threads)
+        weights = Weights(tensors, dtype, repack, threads, progress)
+        self.config = replace(config, quantization=weights.quantization) if dtype in QUANTISED_DTYPES else config
         cache = KeyValueCache(config, num_slots, context_length, "f32" if weights.beyond_f16 else kv_dtype)
         self._model = Model(config, weights, cache, rope_factors)
         self._graphs: OrderedDict[GraphKey, Graph] = OrderedDict()
