@@ -50,8 +50,8 @@ def stored_types(tensors: dict[str, Tensor], dtype: str | None, bf16: str = "F16
             types[name] = _that_fits(_asked(name, tensors, dtype), tensor)
             if tensor.dtype not in (*UNQUANTISED, types[name]):
                 raise RequestError(
-                    f"dtype {dtype} quantises f32, f16 and bf16 only; {name} is {tensor.dtype.lower()}, and doing it "
-                    "twice would add a loss",
+                    f"dtype {dtype} is for f32, f16 and bf16 weights; {name} is {tensor.dtype.lower()} already, and "
+                    "quantising twice adds a loss",
                     "leave out --dtype, or take the model's original weights",
                 )
     return types
