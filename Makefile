@@ -1,9 +1,11 @@
 # make demo  installs Taper, fetches the default model and answers one question at full depth and tapered
+# make demo-large  the same with a model of 1.5 billion parameters (1.1 GB to fetch)
 # make test  installs what the tests need and runs lint, types and tests
 # make test-vllm  the vLLM plug-in's tests, on a CPU, in an environment of their own
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+LARGE := qwen2.5-coder-1.5b-instruct
 # ggml builds with llamafile's matrix kernels, as llama.cpp does: faster prompts in f32, f16, bf16, Q8_0 and Q4_0.
 export CMAKE_ARGS += -DGGML_LLAMAFILE=ON
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
@@ -11,11 +13,15 @@ VLLM_BIN := .venv-vllm/bin
 VLLM_TESTS := pytest==9.2.0 hypothesis==6.170.15 gguf==0.19.0 transformers==5.19.0
 VLLM_PIP := $(VLLM_BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: demo test test-vllm lint format clean
+.PHONY: demo demo-large test test-vllm lint format clean
 
 demo: $(VENV)/installed
 	@$(BIN)/taper pull
 	@$(BIN)/taper generate --compare --policy fast --max-tokens 160 "Explain in a few sentences why the sky is blue."
+
+demo-large: $(VENV)/installed
+	@$(BIN)/taper pull $(LARGE)
+	@$(BIN)/taper generate --compare --model $(LARGE) --policy fast --max-tokens 160 "Write a function that merges two sorted lists, and explain it."
 
 test: lint
 	@$(BIN)/taper pull

