@@ -3,7 +3,7 @@
     python benchmarks/quantise.py --out benchmarks/results/quantise.json quality speed
 
 The model file is dequantised to a bf16 Hugging Face folder in a temporary place, from which each type is loaded.
-`quality` replays answers of the same weights in f32 (about six minutes). `speed` alternates everything (about three):
+`quality` replays answers of the same weights in f32 (about ten minutes). `speed` alternates everything (about three):
 leave the machine alone while it runs.
 """
 
