@@ -1,8 +1,8 @@
-"""Decoding speed of the default model on a CPU: one JSON line, everything alternated, medians.
+"""Speed of the default model on a CPU: one JSON document, everything alternated, medians.
 
     python benchmarks/decode.py --out benchmarks/results/decode.json
 
-Leave the machine alone while it runs (about five minutes). llama-bench is used where --llama-bench or PATH has it.
+Leave the machine alone while it runs (about five minutes). llama-bench is used where --llama-bin or PATH has it.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ import datetime
 import json
 import os
 import platform
-import shutil
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from taper import DepthPolicy, SamplingParams
-from taper.backends import TokenBatch
+from taper import DepthPolicy
 from taper.backends.ggml import GgmlBackend
+from taper.bench.llama_cpp import LlamaBench, find_llama_bench
+from taper.bench.measure import alternate, measure, step_bytes, step_ms_by_depth
 from taper.engine import Engine
 from taper.loading import LoadedModel, load_model
 from taper.models import DEFAULT_MODEL, find_model
 from taper.policies import shipped_policies
-from taper.sequence import Request
 
 THREADS, ROUNDS, TOKENS = 2, 7, 128
 DEPTHS = (30, 28, 26, 24, 22, 20, 15, 10)
@@ -38,87 +38,77 @@ STEPS = 120  # of each depth
 QUESTION = "Why is the sky blue? Explain it to a child of 7."
 
 
-def engine_tokens_per_second(engine: Engine, prompt: list[int], policy: DepthPolicy) -> float:
-    """(n - 1) tokens over the time from first to last, greedy, sampling included."""
-    times = []
-    sequence = engine.add(Request(prompt, SamplingParams(max_tokens=TOKENS), policy))
-    while sequence.finish_reason is None:
-        if engine.step():
-            times.append(time.perf_counter())
-    return (len(times) - 1) / (times[-1] - times[0])
+def side_by_side(taper: Callable[[], float], other: str, theirs: Callable[[], float], rounds: int) -> dict[str, Any]:
+    """Medians of two speeds that take turns, and of their ratios."""
+    speeds = alternate({"taper": taper, other: theirs}, rounds)
+    ratios = [a / b for a, b in zip(speeds["taper"], speeds[other], strict=True)]
+    return {
+        "taper_tokens_per_second": median(speeds["taper"]),
+        other: median(speeds[other]),
+        "ratio": median(ratios),
+    }
 
 
-def against_llama_bench(loaded: LoadedModel, path: Path, program: str | None) -> dict[str, Any]:
-    """(a) Full depth from an empty context against llama-bench, a run of each in turn."""
-    if program is None:
+def against_llama_bench(loaded: LoadedModel, llama: LlamaBench | None) -> dict[str, Any]:
+    """(a) Decoding at full depth from an empty context against llama-bench."""
+    if llama is None:
         return {"skipped": "llama-bench is not installed"}
     engine = Engine(GgmlBackend(loaded.config, loaded.tensors, context_length=512, threads=THREADS))
-    command = [program, "-m", str(path), "-p", "0", "-n", str(TOKENS), "-fa", "1", "-t", str(THREADS), "-r", "1"]
-    ours, theirs = [], []
     full = DepthPolicy.full(loaded.config.num_hidden_layers)
-    engine_tokens_per_second(engine, [1], full)
-    for _ in range(ROUNDS):
-        ours.append(engine_tokens_per_second(engine, [1], full))
-        out = subprocess.run([*command, "-o", "json"], capture_output=True, text=True, check=True).stdout
-        theirs.append(json.loads(out)[0]["avg_ts"])
-    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-    return {"taper_tokens_per_second": median(ours), "llama_bench": median(theirs), "ratio": median(ratios)}
+
+    def ours() -> float:
+        return measure(engine, full, max_tokens=TOKENS).tokens_per_second
+
+    return side_by_side(ours, "llama_bench", lambda: llama.measure(max_tokens=TOKENS), ROUNDS)
 
 
-def against_transformers(loaded: LoadedModel, path: Path, prompt: list[int]) -> dict[str, Any]:
-    """(b) Full depth against transformers' generate in f32, a run of each in turn."""
+def against_transformers(loaded: LoadedModel, path: Path, prompt_tokens: int) -> dict[str, Any]:
+    """(b) Full depth against transformers' generate in f32."""
     import torch
     from reference import transformers_from_gguf
 
     torch.set_num_threads(THREADS)
     model = transformers_from_gguf(path)
-    ids = torch.tensor([prompt])
+    ids = torch.ones((1, prompt_tokens), dtype=torch.int64)
     engine = Engine(GgmlBackend(loaded.config, loaded.tensors, context_length=512, threads=THREADS))
     full = DepthPolicy.full(loaded.config.num_hidden_layers)
 
-    def theirs(tokens: int) -> float:
+    def ours() -> float:
+        return measure(engine, full, prompt_tokens=prompt_tokens, max_tokens=TOKENS).tokens_per_second
+
+    def seconds(tokens: int) -> float:
         started = time.perf_counter()
         model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False)
         return time.perf_counter() - started
 
-    theirs(4)
-    a, b = [], []
-    for _ in range(ROUNDS):
-        a.append(engine_tokens_per_second(engine, prompt, full))
-        first = theirs(1)
-        b.append(32 / (theirs(33) - first))
-    ratios = [x / y for x, y in zip(a, b, strict=True)]
-    return {"taper_tokens_per_second": median(a), "transformers_f32": median(b), "ratio": median(ratios)}
+    def theirs() -> float:
+        first = seconds(1)
+        return 32 / (seconds(33) - first)
+
+    return side_by_side(ours, "transformers_f32", theirs, ROUNDS)
 
 
-def against_depth(loaded: LoadedModel, prompt: list[int]) -> dict[str, Any]:
+def against_depth(loaded: LoadedModel, prompt_tokens: int) -> dict[str, Any]:
     """(c) One decode step at each depth in turn: a straight line? And whole answers, full against depth 20."""
     layers = loaded.config.num_hidden_layers
     backend = GgmlBackend(loaded.config, loaded.tensors, context_length=512, threads=THREADS)
     order = next(iter(shipped_policies().values()))[0].skip_order
-    active = {d: tuple(int(i not in order[: layers - d]) for i in range(layers)) for d in DEPTHS}
-    times: dict[int, list[float]] = {d: [] for d in DEPTHS}
-    for step in range(STEPS + 5):
-        for depth in DEPTHS:
-            at = [np.array([value], np.int32) for value in (11, len(prompt) + step, 0)]
-            started = time.perf_counter()
-            backend.forward(TokenBatch(*at, active[depth], logits_rows=(0,)))
-            times[depth].append((time.perf_counter() - started) * 1e3)
-    step_ms = {d: statistics.median(values[5:]) for d, values in times.items()}
-    slope, fixed = np.polyfit(DEPTHS, [step_ms[d] for d in DEPTHS], 1)
+    step_ms = step_ms_by_depth(backend, order, DEPTHS, STEPS, prompt_tokens)
+    slope, fixed = np.polyfit(DEPTHS, list(step_ms.values()), 1)
     left = np.array([step_ms[d] - (fixed + slope * d) for d in DEPTHS])
     spread = np.array(list(step_ms.values()))
-    sizes = {name: tensor.data.nbytes for name, tensor in loaded.tensors.items()}
-    head = sizes.get("lm_head", sizes["embed_tokens"])
-    layer = sum(size for name, size in sizes.items() if name.startswith("layers.")) / layers
-    ideal = {d: (head + layers * layer) / (head + d * layer) for d in DEPTHS}
+    policies = {d: DepthPolicy.static(layers, d, order) for d in DEPTHS}
+    read = {d: step_bytes(backend.weight_bytes, policy.retained_at(d)) for d, policy in policies.items()}
+    ideal = {d: read[layers] / read[d] for d in DEPTHS}
     speedup = {d: step_ms[layers] / step_ms[d] for d in DEPTHS}
 
     engine = Engine(backend)
-    runs: dict[str, list[float]] = {"full": [], "depth 20": []}
-    for _ in range(ROUNDS):
-        runs["full"].append(engine_tokens_per_second(engine, prompt, DepthPolicy.full(layers)))
-        runs["depth 20"].append(engine_tokens_per_second(engine, prompt, DepthPolicy.static(layers, 20, order)))
+
+    def run(policy: DepthPolicy) -> float:
+        return measure(engine, policy, prompt_tokens=prompt_tokens, max_tokens=TOKENS).tokens_per_second
+
+    full = DepthPolicy.full(layers)
+    runs = alternate({"full": lambda: run(full), "depth 20": lambda: run(policies[20])}, ROUNDS)
     whole = [b / a for a, b in zip(*runs.values(), strict=True)]
     return {
         "step_ms": {d: round(ms, 3) for d, ms in step_ms.items()},
@@ -197,6 +187,15 @@ def run_python(code: str) -> list[float]:
     return [float(word) for word in out.split()]
 
 
+def write(out: Path | None, result: Mapping[str, Any]) -> None:
+    """Write the document, whole or not at all."""
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        part = out.with_suffix(".part")
+        part.write_text(json.dumps(result) + "\n")
+        part.replace(out)
+
+
 def median(values: list[float]) -> float:
     """The median, to four digits."""
     return float(f"{statistics.median(values):.4g}")
@@ -227,30 +226,29 @@ def conditions(path: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run all parts and print the line."""
+    """Run all parts and print the document."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--llama-bench", default=shutil.which("llama-bench"), help="path of llama.cpp's llama-bench")
-    parser.add_argument("--out", type=Path, help="also write the line to this file")
+    parser.add_argument("--llama-bin", type=Path, metavar="DIR", help="folder of llama.cpp's programs")
+    parser.add_argument("--out", type=Path, help="also write the document to this file, part by part")
     options = parser.parse_args()
     path = find_model(DEFAULT_MODEL)
     loaded = load_model(path)
     text = loaded.tokenizer.render([{"role": "user", "content": QUESTION}])
-    prompt = loaded.tokenizer.encode(text, add_special_tokens=False)
-    result: dict[str, Any] = {"conditions": conditions(path) | {"prompt_tokens": len(prompt)}}
+    prompt_tokens = len(loaded.tokenizer.encode(text, add_special_tokens=False))
+    programs = find_llama_bench(options.llama_bin)
+    llama = LlamaBench(programs, path, THREADS) if programs else None
+    result: dict[str, Any] = {"conditions": conditions(path) | {"prompt_tokens": prompt_tokens}}
     for name, part in [
         ("start_up", start_up),
         ("memory", lambda: memory(loaded, path)),
-        ("depth", lambda: against_depth(loaded, prompt)),
-        ("llama_bench", lambda: against_llama_bench(loaded, path, options.llama_bench)),
-        ("transformers", lambda: against_transformers(loaded, path, prompt)),
+        ("depth", lambda: against_depth(loaded, prompt_tokens)),
+        ("llama_bench", lambda: against_llama_bench(loaded, llama)),
+        ("transformers", lambda: against_transformers(loaded, path, prompt_tokens)),
     ]:
         print(f"{name} ...", file=sys.stderr)
         result[name] = part()
-    line = json.dumps(result)
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(line + "\n")
-    print(line)
+        write(options.out, result)
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

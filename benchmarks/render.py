@@ -1,4 +1,4 @@
-"""Writes the numbers of benchmarks/results/ into README.md and docs/results.md; a test checks that they are current.
+"""Writes the numbers of benchmarks/results/ into README.md and docs; a test checks that they are current.
 
 python benchmarks/render.py
 """
@@ -376,16 +376,42 @@ def conditions(c: dict[str, Any]) -> str:
     )
 
 
+def fuzzed(report: dict[str, Any]) -> list[str]:
+    """What became of the mutated files of each kind."""
+    titles = {"gguf": "GGUF header", "safetensors": "safetensors", "policy": "policy"}
+    columns = {"rejected": "refused", "loaded": "loaded", "generated": "ran", "output not a number": "not a number"}
+    rows = [
+        (titles.get(kind, f"`{kind}.json`"), *(f"{counts.get(column, 0):,}" for column in columns.values()))
+        for kind, counts in report["counts"].items()
+    ]
+    return [
+        prose(
+            f"""
+            `{report["command"]}` changes files at random, {report["count"]:,} times for each kind: bytes, and the
+            structure of JSON. Each file must be rejected in one line, or load and then generate greedily and sampled.
+            On {report["date"]}, {len(report["failures"])} of {report["count"] * len(rows):,} failed:
+            """
+        ),
+        "",
+        *table(("file", *columns), rows),
+    ]
+
+
+def between_marks(path: Path, lines: Sequence[str]) -> str:
+    """The text of a page with these lines between its marks."""
+    before, rest = path.read_text().split(MARKS[0])
+    return before + MARKS[0] + "\n".join(lines) + "\n" + MARKS[1] + rest.split(MARKS[1])[1]
+
+
 def rendered() -> dict[Path, str]:
     """The files as they should be."""
-    result, calibrated = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("decode", "calibration"))
-    readme = ROOT / "README.md"
-    before, rest = readme.read_text().split(MARKS[0])
-    after = rest.split(MARKS[1])[1]
-    block = "\n".join(summary(result, calibrated)) + "\n"
+    names = ("decode", "calibration", "fuzz")
+    result, calibrated, report = (json.loads((RESULTS / f"{name}.json").read_text()) for name in names)
+    readme, reliability = ROOT / "README.md", ROOT / "docs" / "reliability.md"
     pages = {
         ROOT / "docs" / "results.md": page(result, calibrated),
-        readme: before + MARKS[0] + block + MARKS[1] + after,
+        readme: between_marks(readme, summary(result, calibrated)),
+        reliability: between_marks(reliability, fuzzed(report)),
     }
     for file in sorted((ROOT / "docs" / "results").glob("*/summary.json")):
         pages[file.with_name("README.md")] = model_page(json.loads(file.read_text()))

@@ -4,7 +4,7 @@
     python tests/fuzz.py --kind gguf --first 1234 --count 1
 
 Every kind runs in a process of its own, which native code could end or keep for ever; the next process then goes on
-after that case. Prints counts for each kind, and the failures, as JSON.
+after that case. Prints counts for each kind, and the failures, as JSON: benchmarks/results/fuzz.json is such a report.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 import warnings
 from collections import Counter
@@ -186,7 +187,8 @@ class Cases:
         """Load a model, and run what loads."""
         from taper.backends import open_backend
         from taper.errors import TaperError
-        from taper.loading import TextStream, load_model
+        from taper.loading import load_model
+        from taper.loading.tokenizer import TextStream
         from taper.policy import DepthPolicy
 
         model = load_model(path)
@@ -323,7 +325,9 @@ def main() -> int:
             counts, failed = run(kind, options.first, options.count, Path(temporary))
             kinds[kind] = dict(counts)
             failures += failed
-    print(json.dumps({"cases": options.count, "counts": kinds, "failures": failures}, indent=1))
+    command, date = " ".join(["python", "tests/fuzz.py", *sys.argv[1:]]), time.strftime("%Y-%m-%d")
+    report = {"command": command, "date": date, "count": options.count, "counts": kinds, "failures": failures}
+    print(json.dumps(report, indent=1))
     return 1 if failures else 0
 
 

@@ -18,37 +18,57 @@ ENGINE = {*POLICY, "sampling", "sequence", "loading", "backends", "engine"}
 ALLOWED = {
     "errors": set(),
     "checks": {"errors"},
+    "files": {"errors"},
     "schedule": {"errors", "checks"},
     "policy": POLICY - {"policy"},
-    "policies": {"errors", "policy"},
+    "policies": {"errors", "checks", "files", "policy"},
     "sampling": {"errors", "checks"},
     "sequence": {"policy", "sampling"},
-    "loading": POLICY,
-    "models": {"errors"},
+    "loading": {*POLICY, "files"},
+    "models": {"errors", "files"},
     "backends": {"errors", "checks", "loading"},
     "engine": ENGINE - {"engine", "loading"},
     "replay": ENGINE - {"loading"},
     "output": {"policy", "sampling", "sequence", "loading"},
     "stream": {"errors", "loading", "sequence", "engine", "output"},
     "llm": {*ENGINE, "policies", "output", "models", "stream"},
-    "calibration": {*ENGINE, "llm", "replay", "models", "__init__"},
+    "calibration": {*ENGINE, "files", "llm", "replay", "models", "__init__"},
+    "bench": {*ENGINE, "files", "policies", "models", "hf", "calibration", "__init__"},
     "hf": {"errors", "checks", "policy"},
     "vllm_plugin": {*POLICY, "policies"},
     "terminal": {"policy", "output"},
     "cli": {
         *ENGINE - {"engine"},
-        *("policies", "models", "output", "stream", "llm", "terminal", "calibration", "vllm_plugin", "__init__"),
+        *(
+            "files",
+            "policies",
+            "models",
+            "output",
+            "stream",
+            "llm",
+            "terminal",
+            "calibration",
+            "bench",
+            "vllm_plugin",
+            "__init__",
+        ),
     },
     "__init__": {"errors", "policy", "sampling", "output", "llm", "calibration"},
     "__main__": {"cli"},
 }
-OTHERS_NAMES = {"vllm_plugin/__init__.py", "models/packaged.py"}  # vLLM's classes, names of files to fetch
+# vLLM's classes, names of files to fetch, and llama.cpp's programs and shapes of models as users name them.
+OTHERS_NAMES = {
+    *("vllm_plugin/__init__.py", "models/packaged.py"),
+    *("bench/llama_cpp.py", "bench/options.py", "bench/peers.py"),
+}
 INSIDE_VLLM = {f"vllm_plugin/{name}.py" for name in ("attention", "models", "runner", "runner_v1", "runner_v2")}
+TORCH_IN_BENCH = {f"bench/{name}.py" for name in ("torch_device", "transformers_model", "peers")}
 HEAVY = {
     "torch": {
         "backends/torch.py",
         "backends/__init__.py",
         "hf.py",
+        *TORCH_IN_BENCH,
         "vllm_plugin/attention.py",
         "vllm_plugin/models.py",
     },
@@ -56,9 +76,12 @@ HEAVY = {
         f"backends/ggml/{name}.py"
         for name in ("__init__", "cache", "graph", "tensors", "convert", "interrupt", "repack", "features")
     },
-    "transformers": {"hf.py"},
-    "matplotlib": {"calibration/report.py", "cli/calibrate.py"},
-    "vllm": {*INSIDE_VLLM, "vllm_plugin/__init__.py", "vllm_plugin/config.py", "vllm_plugin/requests.py"},
+    "transformers": {"hf.py", "bench/transformers_model.py"},
+    "matplotlib": {"calibration/report.py", "cli/calibrate.py", "bench/plot.py"},
+    "vllm": {
+        *(*INSIDE_VLLM, "bench/peers.py"),
+        *("vllm_plugin/__init__.py", "vllm_plugin/config.py", "vllm_plugin/requests.py"),
+    },
 }
 
 

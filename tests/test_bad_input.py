@@ -111,14 +111,15 @@ def test_options_that_contradict_each_other_are_refused(tiny_gguf, options, says
         (f"generate --model {os.devnull} hi", os.devnull),
         (f"generate --model {LONG_NAME} hi", "no model"),
         ("pull nonsense", "nonsense"),
+        (["pull", ""], "''"),
         ("pull org/name", "org/name"),
         ("policy show missing.json", "missing.json"),
         ("policy show balanced --tokens 0", "tokens"),
     ],
-    ids=lambda text: text[:40],
+    ids=lambda text: str(text)[:40],
 )
 def test_command_or_model_that_does_not_exist_is_refused(arguments, says):
-    assert says in refused(*arguments.split())
+    assert says in refused(*(arguments if isinstance(arguments, list) else arguments.split()))
 
 
 @pytest.mark.parametrize("prompt", ["", " \n\t", "-"])
@@ -142,7 +143,7 @@ def test_prompt_longer_than_the_context_is_refused(tiny_gguf):
         (POLICY[:40], "not a policy"),
         ("[" * 100_000, "not a policy"),
         (POLICY.replace("power", "\udcff"), "UTF-8"),
-        (" " * (2 << 20), "larger than"),
+        (" " * (2 << 20), "more than 1048576 bytes"),
         (POLICY.replace("start", "begin"), "begin"),
         (POLICY.replace("0.9", "1" + "0" * 400), "alpha"),
         (DepthPolicy.middle_first(8, 0.9).to_json(), "layers 8"),
@@ -266,8 +267,8 @@ def test_config_that_is_wrong_or_not_supported_is_refused(folder, changes, says)
         ("config.json", b'{"model_type":', "cannot read"),
         ("config.json", b"[" * 100_000, "cannot read"),
         ("config.json", b"[]", "JSON object"),
-        ("tokenizer.json", None, "has no tokenizer.json"),
-        ("tokenizer.json", b"{}", "cannot read"),
+        ("tokenizer.json", None, "there is no file"),
+        ("tokenizer.json", b"{}", "tokenizer.json: the tokenizer is damaged"),
         ("tokenizer_config.json", b'{"chat_template": [{"name": []}]}', "chat template"),
         ("chat_template.jinja", NOT_UTF8, "chat_template.jinja"),
         ("chat_template.jinja", b"{% if %}", "chat template"),
@@ -296,6 +297,18 @@ def test_damaged_or_incomplete_folder_is_refused(folder, name, content, says):
     else:
         (folder / name).write_bytes(content)
     assert says in refused("generate", "--model", folder, "hi")
+
+
+def test_folder_of_gguf_files_names_one(tmp_path):
+    (tmp_path / "one.gguf").touch()
+    assert "one.gguf" in refused("generate", "--model", tmp_path, "hi")
+
+
+def test_warnings_as_errors_are_no_traceback(tiny_gguf, monkeypatch):
+    monkeypatch.setenv("PYTHONWARNINGS", "error")
+    process = start("generate", "--model", tiny_gguf, "--threads", 1, "--max-tokens", 3, "hi")
+    _, err = finish(process)
+    assert (process.returncode, len(err.splitlines())) == (0, 2), err.decode()
 
 
 def test_pickled_weights_are_never_loaded(folder):

@@ -171,11 +171,18 @@ def test_mistakes_are_one_line_and_leave_nothing(case, arguments, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_prompts_without_end_are_rejected(arguments):
+    refused([*arguments, "--prompts", "/dev/zero"], "larger than")
+
+
 @pytest.mark.parametrize("option", ["--out", "--report"])
 def test_outputs_that_cannot_be_written_are_rejected_before_the_work(option, arguments, tmp_path):
     (tmp_path / "file").write_text("in the way")
     refused([*arguments, option, str(tmp_path / "file" / "below" / "x")], "file")
     refused([*arguments, option, "/proc/taper/x"], "/proc")
+    os.mkfifo(tmp_path / "fifo")  # as a device: a file in its place would be its end
+    refused([*arguments, option, str(tmp_path / "fifo")], "folder")
+    assert (tmp_path / "fifo").is_fifo()
     refused([*arguments, option, str(tmp_path / "file") if option == "--report" else str(tmp_path)], "folder")
     assert (tmp_path / "file").read_text() == "in the way"
     assert not Path(os.environ["TAPER_CACHE"]).exists()

@@ -21,14 +21,11 @@ from taper.calibration.baselines import baseline_policies
 from taper.calibration.budget import Budget
 from taper.calibration.conditions import current_conditions
 from taper.calibration.cost import CostModel
-from taper.calibration.curves import curves, curves_of_speed
-from taper.calibration.fit import fit_quality, fit_speed
-from taper.calibration.free_running import free_running
-from taper.calibration.loss_table import LossTable
+from taper.calibration.fit import LossTable, curves, curves_of_speed, fit_quality, fit_speed
 from taper.calibration.measure import Measurements
 from taper.calibration.references import builtin_prompts, encode_prompts, read_prompts
 from taper.calibration.run import open_store
-from taper.calibration.statistics import Estimate, LossEstimate, over_steps, ratio_estimate
+from taper.calibration.statistics import Estimate, LossEstimate, free_running, over_steps, ratio_estimate
 from taper.calibration.store import Store
 from taper.calibration.summary import Provenance, Summary
 from taper.engine import Engine
@@ -213,7 +210,7 @@ def test_the_speed_is_reached_where_it_hurts_least():
 def test_cost_model_is_a_straight_line_in_depth():
     cost = CostModel(fixed_ms=2.0, layer_ms=0.5)
     policy = DepthPolicy.static(8, 4, range(4))
-    assert cost.answer_ms(policy, 11) == pytest.approx(10 * 4.0)
+    assert cost.step_ms(4) == pytest.approx(4.0)
     assert cost.speedup(policy, 11) == pytest.approx(6.0 / 4.0)
     assert cost.speedup(policy, 1) == 1.0
 
@@ -357,6 +354,15 @@ def test_a_store_of_another_layout_or_locked_by_another_process_is_one_line(tmp_
     with pytest.raises(RequestError, match="locked"):
         store.remember({"k": 1}, lambda: 1)
     blocker.close()
+
+
+def test_a_full_disk_costs_no_earlier_measurement(tmp_path):
+    store = Store(tmp_path / "s.sqlite", {})
+    assert store.remember({"k": 0}, lambda: [0]) == [0]
+    store._file.execute("PRAGMA max_page_count = 4")  # SQLite's own stand-in for a disk
+    with pytest.raises(RequestError, match=r"full .*free the disk"):
+        [store.remember({"k": k}, lambda: "x" * 1000) for k in range(1, 99)]
+    assert store.remember({"k": 0}, lambda: ["never"]) == [0]
 
 
 def test_prompt_files_in_each_form(tmp_path):

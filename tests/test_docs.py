@@ -22,9 +22,11 @@ from tiny import DEFAULT_MODEL_FILE, TinyModel
 
 import taper
 from taper import LLM, DepthPolicy, SamplingParams
+from taper.bench.options import parse
 from taper.calibration.run import Calibration
 from taper.calibration.summary import Summary
 from taper.cli import cli
+from taper.errors import RequestError
 
 ROOT = Path(__file__).parent.parent
 README, TOUR = ROOT / "README.md", ROOT / "docs" / "tour.md"
@@ -99,13 +101,15 @@ def check_command(words: list[str]) -> bool:
     """Whether it is a command that this repository answers for; fails if it would not run.
 
     Raises:
-        AssertionError, click.UsageError: there is no such command, script, target, extra or option.
+        AssertionError, click.UsageError, RequestError: there is no such command, script, target, extra or option.
     """
     program, *arguments = words
     if program == "taper":
         check_taper(arguments)
     elif program in ("python", "python3") and arguments[:1] and arguments[0].startswith("benchmarks/"):
         check_script(*arguments)
+    elif program in ("python", "python3") and arguments[:2] == ["-m", "taper.bench"]:
+        parse(arguments[2:])
     elif program == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
         assert set(arguments) <= set(targets), words
@@ -182,6 +186,7 @@ def test_commands_within_sentences_exist_and_know_their_options(page):
         "cat prompts | taper chatt",
         "TAPER_CACHE=/tmp taper pul  # a comment",
         "python benchmarks/none.py",
+        "PYTHONPATH=src python -m taper.bench --shap 34b",
         "python benchmarks/decode.py --outt x.json",
         "python benchmarks/render.py x",
         "make tests",
@@ -189,7 +194,7 @@ def test_commands_within_sentences_exist_and_know_their_options(page):
     ],
 )
 def test_wrong_commands_are_found(line):
-    with pytest.raises((AssertionError, OSError, click.UsageError)):
+    with pytest.raises((AssertionError, OSError, click.UsageError, RequestError)):
         assert [check_command(words) for words in commands(line)]
 
 

@@ -199,7 +199,7 @@ def test_files_that_are_missing_huge_or_not_text_are_refused(tmp_path):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(PolicyError):
             load_policy(tmp_path / name)
-    with pytest.raises(PolicyError, match="no such file"):
+    with pytest.raises(PolicyError, match="nor a file"):
         load_policy(tmp_path / "missing.json")
 
 

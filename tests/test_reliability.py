@@ -22,7 +22,7 @@ params, full = SamplingParams(max_tokens=6), DepthPolicy.full(llm.config.num_hid
 def python(code: str, model: object, threads: int = 2) -> subprocess.CompletedProcess[str]:
     """A script that has loaded a model as `llm`."""
     command = [sys.executable, "-c", _LOAD + code, str(model), str(threads)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
 def test_a_fork_after_loading_is_one_line_in_the_child_and_nothing_in_the_parent(tiny_gguf):
@@ -92,11 +92,27 @@ print(llm.generate("hi", params, policy=full).token_ids == expected, llm.engine.
     assert rest == "True 8"
 
 
+def test_a_batch_too_large_for_memory_names_the_batch_size(tiny_gguf):
+    code = """
+import resource
+resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+for size in (10**6, 10**18):
+    try:
+        LLM(sys.argv[1], max_batch_size=size)
+    except Exception as error:
+        print(type(error).__name__, error)
+"""
+    lines = python(code, tiny_gguf).stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["RequestError"] * 2
+    assert "memory for 1000000 outputs at a time of up to 1024 tokens" in lines[0]
+    assert all("or max_batch_size" in line for line in lines)
+
+
 def taper(arguments: str, *, shell: str = "", columns: str = "80") -> subprocess.CompletedProcess[str]:
     """A taper command in a shell, with redirections of its own."""
     line = f"'{sys.executable}' -m taper {arguments} {shell}"
     environment = {**os.environ, "COLUMNS": columns}
-    return subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=60, env=environment)
+    return subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=300, env=environment)
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
@@ -108,7 +124,7 @@ def test_diagnostics_that_cannot_be_written_do_not_cost_the_output(tiny_gguf, op
     assert wanted.returncode == 0
     for redirection in ("2>/dev/full", "2>&-", "2> >(true)"):
         line = f"bash -c \"'{sys.executable}' -m taper {command} {redirection}\""
-        done = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         if "--compare" not in options and "--json" not in options:  # those show times
             assert done.stdout == wanted.stdout
@@ -146,5 +162,5 @@ run()
     process.wait(60)
     clean = "one[2Jtwo]0;title31mthree\tfour\n"
     assert clean in shown.decode().replace("\r\n", "\n")
-    piped = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).stdout
+    piped = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=300).stdout
     assert evil in piped.decode()

@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from taper.calibration import report, store
+from taper import files
+from taper.calibration import report
 from taper.calibration.baselines import RANDOM_SEEDS
 from taper.calibration.budget import Budget
 from taper.calibration.conditions import Conditions
-from taper.calibration.cost import CostModel
-from taper.calibration.free_running import FreeRunning, PolicyAndFull
+from taper.calibration.cost import CostModel, TimedRuns
 from taper.calibration.report import write_report
-from taper.calibration.statistics import Estimate, LossByStep, Losses, LossEstimate
-from taper.calibration.summary import CalibratedModel, Frontier, PromptCounts, Provenance, Speedup, Summary, TimedRuns
+from taper.calibration.statistics import Estimate, FreeRunning, LossByStep, Losses, LossEstimate, PolicyAndFull
+from taper.calibration.summary import CalibratedModel, Frontier, PromptCounts, Provenance, Speedup, Summary
 from taper.calibration.wording import interval, verdict
 from taper.policy import ModelIdentity
 
@@ -268,7 +268,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_half_written(tmp_path, m
     if fails == "write":
         monkeypatch.setattr(Path, "write_bytes", half)
     else:
-        monkeypatch.setattr(store.os, "replace", refuse)
+        monkeypatch.setattr(files.os, "replace", refuse)
     with pytest.raises(OSError, match="disk full"):
         write_report(tmp_path, summary(agreement=0.5))
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

@@ -14,16 +14,7 @@ if TYPE_CHECKING:
     from .sampling import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = [
-    "LLM",
-    "Calibration",
-    "DepthPolicy",
-    "Output",
-    "SamplingParams",
-    "TaperError",
-    "TaperWarning",
-    "calibrate",
-]
+__all__ = ["LLM", "Calibration", "DepthPolicy", "Output", "SamplingParams", "TaperError", "TaperWarning", "calibrate"]
 
 _HOMES = {
     "LLM": "llm",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from numbers import Integral, Real
 from typing import Any
@@ -18,11 +18,7 @@ MODES = ("full", "taper")
 def whole_number(
     name: str, value: Any, low: int, high: int | None = None, error: type[TaperError] = RequestError
 ) -> int:
-    """`value` as an int.
-
-    Raises:
-        error: it is not a whole number, or is out of range.
-    """
+    """`value` as an int; raises `error` if it is not a whole number from `low` to `high`."""
     if isinstance(value, Integral) and not isinstance(value, bool):
         converted = int(value)
         if low <= converted and (high is None or converted <= high):
@@ -34,11 +30,7 @@ def whole_number(
 def number(
     name: str, value: Any, low: float, high: float, error: type[TaperError] = RequestError, *, above: bool = False
 ) -> float:
-    """`value` as a float, from `low` (or above it) to `high`.
-
-    Raises:
-        error: it is not a finite number, or is out of range.
-    """
+    """`value` as a float; raises `error` if it is not a finite number from `low`, or above it, to `high`."""
     if isinstance(value, Real) and not isinstance(value, bool):
         with suppress(OverflowError):  # an int beyond every float
             converted = float(value)
@@ -47,15 +39,29 @@ def number(
     raise error(f"{name} is {shown(value)}; it must be a number in {'(' if above else '['}{low:g}, {high:g}]")
 
 
-def one_of(name: str, value: Any, choices: Collection[str], error: type[TaperError] = RequestError) -> str:
-    """`value`, which must be one of the choices.
+def flag(name: str, value: Any) -> bool:
+    """`value` as a bool.
 
     Raises:
-        error: it is not.
+        RequestError: it is neither True nor False.
     """
+    if type(value).__name__ in ("bool", "bool_"):  # Python's or numpy's
+        return bool(value)
+    raise RequestError(f"{name} is {shown(value)}; it must be True or False")
+
+
+def one_of(name: str, value: Any, choices: Collection[str], error: type[TaperError] = RequestError) -> str:
+    """`value`; raises `error` if it is not one of the choices."""
     if isinstance(value, str) and value in choices:
         return value
     raise error(f"{name} is {shown(value)}; it must be one of {', '.join(choices)}")
+
+
+def as_tuple(name: str, values: Any, error: type[TaperError] = RequestError) -> tuple[Any, ...]:
+    """`values` as a tuple; raises `error` if they are text or cannot be listed."""
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+        raise error(f"{name} is {shown(values)}; it must be a list")
+    return tuple(values)
 
 
 def limited_attention(config: object) -> str:
@@ -72,16 +78,15 @@ def limited_attention(config: object) -> str:
 
 def shown(value: object) -> str:
     """A value as it stands in an error message: its repr, cut where it is long."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # of a class of the caller's own
+        text = f"a {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object for `json.loads`; of a duplicate key, two readers could take different values.
-
-    Raises:
-        ValueError: a key is there twice.
-    """
+    """A JSON object for `json.loads`; raises ValueError for a duplicate key, of which readers take different values."""
     data = dict(pairs)
     if len(data) != len(pairs):
         raise ValueError("duplicate key in an object")

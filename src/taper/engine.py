@@ -94,7 +94,8 @@ class Engine:
             scheduled = self._schedule(only)
             outputs = []
             for part, predictions in zip(scheduled, self._forward(scheduled), strict=True):
-                part.mark_computed(self._num_hidden_layers)
+                if part.sequence.num_complete_tokens == part.position:  # every layer ran on all before
+                    part.sequence.num_complete_tokens += part.depths.count(self._num_hidden_layers)
                 outputs += [self._advance(part, prediction) for prediction in predictions]
             return outputs
 
@@ -274,7 +275,7 @@ class Engine:
         sequence.token_ids.append(token_id)
         sequence.depth = sequence.request.policy.depth(sequence.step)
         is_eos = token_id in sequence.request.eos_token_ids and not params.ignore_eos
-        if is_eos or token_id in (params.stop_token_ids or ()):
+        if is_eos or token_id in params.stop_token_ids:
             self._finish(sequence, "stop")
         elif sequence.step >= params.max_tokens or len(sequence.token_ids) >= self.backend.context_length:
             self._finish(sequence, "length")

@@ -11,12 +11,7 @@ _ESCAPES = re.compile(r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|(?:\x1b\]|\x9d)[^\x07\x
 
 
 class TaperError(Exception):
-    """A mistake the user can mend: what was wrong and the rule, then what to do about it.
-
-    Args:
-        message: the offending value and the rule it breaks, one line.
-        hint: what to do next, one line.
-    """
+    """A mistake the user can mend: the offending value and the rule it breaks; then a hint what to do about it."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)

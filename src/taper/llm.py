@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any, overload
 
 from .backends import Backend, open_backend
-from .checks import MODES, one_of, shown, whole_number
+from .checks import MODES, flag, one_of, shown, whole_number
 from .engine import Engine
 from .errors import PolicyError, RequestError, TaperWarning
-from .loading import Message, Tokenizer, load_model
+from .loading import load_model
+from .loading.tokenizer import Message, Tokenizer
 from .models import DEFAULT_MODEL, find_model
 from .output import Output
 from .policies import find_policy, fitting_policies
@@ -24,6 +25,7 @@ Prompt = str | Message | Sequence[Message]
 Params = SamplingParams | Sequence[SamplingParams]
 
 DEFAULT_CONTEXT = 4096
+MAX_TOKEN_CHARACTERS = 256  # of a prompt for each token that fits; the longest real tokens have half of that
 DEFAULT_POLICY = "balanced"
 
 
@@ -59,6 +61,7 @@ class LLM:
         repack: bool = True,
         progress: Callable[[float], None] | None = None,
     ) -> None:
+        repack = flag("repack", repack)
         threads = None if threads is None else whole_number("threads", threads, 1, 512)
         num_slots = whole_number("max_batch_size", max_batch_size, 1)
         context = None if context is None else whole_number("context", context, 1, 1 << 30)
@@ -80,18 +83,15 @@ class LLM:
             repack=repack,
             progress=progress,
         )
-        self._serve(backend, loaded.tokenizer)
+        self.config, self.tokenizer, self.engine = backend.config, loaded.tokenizer, Engine(backend)
 
     @classmethod
     def from_backend(cls, backend: Backend, tokenizer: Tokenizer, path: Path, dtype: str = "auto") -> LLM:
         """An LLM on a backend that is open already, with weights of this `dtype`; the model's files are at `path`."""
         llm = cls.__new__(cls)
         llm.model, llm.path, llm.dtype, llm.threads = str(path), path, dtype, None
-        llm._serve(backend, tokenizer)
+        llm.config, llm.tokenizer, llm.engine = backend.config, tokenizer, Engine(backend)
         return llm
-
-    def _serve(self, backend: Backend, tokenizer: Tokenizer) -> None:
-        self.config, self.tokenizer, self.engine = backend.config, tokenizer, Engine(backend)
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # text is a sequence of texts too
@@ -163,6 +163,8 @@ class LLM:
     ) -> Stream:
         """Complete as `generate` does, but return the chunks as they come, one for each token."""
         batch = _as_list(prompts)
+        if not batch:
+            raise RequestError("there is no prompt", "give at least one")
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(batch)
         if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
@@ -182,17 +184,29 @@ class LLM:
         Raises:
             RequestError: it is empty, not messages, not valid Unicode, or does not fit into the context.
         """
+        if not isinstance(prompt, str | Mapping | list | tuple):
+            raise RequestError(f"a prompt is {shown(prompt)}; it must be text or messages")
         if not (prompt.strip() if isinstance(prompt, str) else prompt):
             raise RequestError("the prompt is empty", "give some text")
+        raw, parse_special = flag("raw", raw), flag("parse_special", parse_special)
         if isinstance(prompt, str) and (raw or not self.tokenizer.chat_template):
+            self._check_length(len(prompt))
             ids = self.tokenizer.encode(prompt)
         elif raw:
             raise RequestError("raw goes with text, not with messages")
         else:
             messages = _messages({"role": "user", "content": prompt} if isinstance(prompt, str) else prompt)
+            self._check_length(sum(len(message["content"]) for message in messages))
             ids = self.tokenizer.encode_messages(messages, parse_special)
         self.engine.check_prompt(ids)
         return ids
+
+    def _check_length(self, characters: int) -> None:
+        """Reject at once what would take the tokenizer minutes and cannot fit."""
+        if characters > (most := MAX_TOKEN_CHARACTERS * self.engine.backend.context_length):
+            raise RequestError(
+                f"the prompt has {characters} characters; the context holds at most {most}", "shorten it"
+            )
 
     def resolve_policy(self, policy: DepthPolicy | str | Path | None = None, mode: str | None = None) -> DepthPolicy:
         """The policy that a policy and a mode stand for on this model; warns if that may surprise.
@@ -234,18 +248,11 @@ def _is_prompt(prompts: Any) -> bool:
 
 
 def _as_list(prompts: Any) -> list[Prompt]:
-    """One prompt or several as a list of prompts, each of a kind that can be one."""
-    if _is_prompt(prompts):
-        prompts = [prompts]
-    elif isinstance(prompts, bytes | Path) or not isinstance(prompts, Iterable):
-        raise RequestError(f"a prompt is {shown(prompts)}; it must be text or messages")
-    batch = list(prompts)
-    if not batch:
-        raise RequestError("there is no prompt", "give at least one")
-    for prompt in batch:
-        if not isinstance(prompt, str | Mapping | list | tuple):
-            raise RequestError(f"a prompt is {shown(prompt)}; it must be text or messages")
-    return batch
+    """One prompt or several as a list; `LLM.encode` rejects what cannot be a prompt."""
+    are_several = isinstance(prompts, Iterable) and not isinstance(prompts, bytes) and not _is_prompt(prompts)
+    if batch := list(prompts) if are_several else [prompts]:
+        return batch
+    raise RequestError("there is no prompt", "give at least one")
 
 
 def _messages(prompt: Any) -> list[Message]:

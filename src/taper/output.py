@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .loading import TextStream, Tokenizer
+from .loading.tokenizer import TextStream, Tokenizer
 from .policy import DepthPolicy
 from .sampling import TokenLogprobs
 from .sequence import Request, StepOutput
@@ -56,7 +57,7 @@ class OutputBuilder:
     def __init__(self, index: int, request: Request, tokenizer: Tokenizer) -> None:
         self.output: Output | None = None
         self._index, self._request = index, request
-        self._text, self._stops = TextStream(tokenizer), _StopStrings(tuple(request.params.stop or ()))
+        self._text, self._stops = TextStream(tokenizer), _StopStrings(request.params.stop)
         self._pieces: list[str] = []
         self._token_ids: list[int] = []
         self._depths: list[int] = []
@@ -112,7 +113,7 @@ class OutputBuilder:
 class _StopStrings:
     """Finds stop strings in a growing text, and holds back what may be the start of one."""
 
-    def __init__(self, stops: tuple[str, ...]) -> None:
+    def __init__(self, stops: Sequence[str]) -> None:
         self._stops, self._held = stops, ""
         self.complete = False  # whether one has come
 

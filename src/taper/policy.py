@@ -17,7 +17,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
-from .checks import shown, unique_keys, whole_number
+from .checks import as_tuple, shown, unique_keys, whole_number
 from .errors import PolicyError
 from .schedule import CURVES, MAX_LAYERS, Schedule
 
@@ -59,7 +59,7 @@ class DepthPolicy:
         if not isinstance(self.schedule, Schedule):
             raise PolicyError(f"schedule is {shown(self.schedule)}; it must be a Schedule", "or use DepthPolicy.d3")
         layers = self.num_hidden_layers
-        order = _as_tuple(self.skip_order)
+        order = as_tuple("skip_order", self.skip_order, PolicyError)
         checked = [whole_number("a layer of skip_order", i, 0, layers - 1, PolicyError) for i in order]
         object.__setattr__(self, "skip_order", tuple(checked))
         if len(set(checked)) < len(checked):
@@ -84,7 +84,7 @@ class DepthPolicy:
         skip_order: Iterable[int] = (),
     ) -> DepthPolicy:
         """Position-aware depth decay (arXiv 2503.08524): floor(L * alpha ** i) layers for token i."""
-        order = _as_tuple(skip_order)
+        order = as_tuple("skip_order", skip_order, PolicyError)
         least = _least_depth(num_hidden_layers, order) if min_depth is None else min_depth
         return cls(Schedule(num_hidden_layers, "power", least, alpha=alpha, start=start), order)
 
@@ -112,7 +112,7 @@ class DepthPolicy:
     @classmethod
     def static(cls, num_hidden_layers: int, depth: int, skip_order: Iterable[int]) -> DepthPolicy:
         """The same retained layers for every token after the first, as static pruning would have it."""
-        return cls(Schedule(num_hidden_layers, "constant", depth), _as_tuple(skip_order))
+        return cls(Schedule(num_hidden_layers, "constant", depth), as_tuple("skip_order", skip_order, PolicyError))
 
     @property
     def num_hidden_layers(self) -> int:
@@ -208,7 +208,7 @@ class DepthPolicy:
         """
         try:
             data = json.loads(text, object_pairs_hook=unique_keys, parse_constant=_no_constant)
-        except (ValueError, RecursionError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise PolicyError(f"not a policy: {error}", "a policy is a JSON object") from None
         required = {"format_version", "num_hidden_layers", "curve", "min_depth", "skip_order"}
         curve = str(data.get("curve")) if isinstance(data, dict) else ""
@@ -262,12 +262,6 @@ def _least_depth(num_hidden_layers: int, skip_order: Sequence[int]) -> int:
 
 def _check_layers(num_hidden_layers: int) -> int:
     return whole_number("num_hidden_layers", num_hidden_layers, 1, MAX_LAYERS, PolicyError)
-
-
-def _as_tuple(skip_order: Iterable[int]) -> tuple[int, ...]:
-    if isinstance(skip_order, str) or not isinstance(skip_order, Iterable):
-        raise PolicyError(f"skip_order is {shown(skip_order)}; it must be a list of layers")
-    return tuple(skip_order)
 
 
 def _check_object(name: str, data: object, required: set[str], optional: set[str]) -> dict[str, Any]:

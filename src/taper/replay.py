@@ -132,8 +132,9 @@ class Replay:
         """
         full, base = self._full[index], base or DepthPolicy.full(self._num_hidden_layers)
         scores = [_as_at_full_depth(index, policy, full) for policy in policies]
-        common = self._num_active(index, base)
-        begins = [_first_difference(self._num_active(index, policy), common) for policy in policies]
+        steps = range(1, len(full.nll))
+        common = self._num_active(base, steps)
+        begins = [_first_difference(self._num_active(policy, steps), common) for policy in policies]
         tapered = [i for i, own in enumerate(scores) if (own.depth < self._num_hidden_layers).any()]
         # The base runs as far as a policy shares it, and leaves hidden states where each goes on by itself.
         hidden_states = {}
@@ -148,10 +149,10 @@ class Replay:
                 states = hidden_states[window][begins[i]] if begins[i] else None
                 batch = self._batch(index, policies[i], window, begins[i], hidden_states=states, logits=True)
                 compared = _compare(self.engine.forward(batch).logits, full, self.references[index], window.start)
-                steps = slice(window.start, window.stop)
-                skips = own.depth[steps] < self._num_hidden_layers
+                place = slice(window.start, window.stop)
+                skips = own.depth[place] < self._num_hidden_layers
                 for values, new in zip((own.kl, own.agreement, own.nll), compared, strict=True):
-                    values[steps] = np.where(skips, new, values[steps])
+                    values[place] = np.where(skips, new, values[place])
         return scores
 
     def block_influence(self) -> np.ndarray:
@@ -190,8 +191,7 @@ class Replay:
         # The input of a step is the token before it: of step 0, the last of the prompt.
         token_ids = (reference.prompt_ids[-1], *reference.answer_ids)[window.start : window.stop]
         positions = len(reference.prompt_ids) - 1 + np.arange(window.start, window.stop)
-        depths = [policy.depth(step) for step in window]
-        num_active = active_prefixes(policy.skip_order, self._num_hidden_layers, depths)
+        num_active = self._num_active(policy, window)
         if num_layers is not None:
             num_active = tuple(n if layer < num_layers else 0 for layer, n in enumerate(num_active))
         return TokenBatch(
@@ -205,10 +205,9 @@ class Replay:
             hidden_states=hidden_states,
         )
 
-    def _num_active(self, index: int, policy: DepthPolicy) -> tuple[int, ...]:
-        """How many of an answer's steps run each layer: equal counts, equal steps."""
-        depths = [policy.depth(step) for step in range(1, len(self.references[index].answer_ids))]
-        return active_prefixes(policy.skip_order, self._num_hidden_layers, depths)
+    def _num_active(self, policy: DepthPolicy, steps: range) -> tuple[int, ...]:
+        """How many of some steps run each layer; these are always the first ones."""
+        return active_prefixes(policy.skip_order, self._num_hidden_layers, [policy.depth(step) for step in steps])
 
     def _hold(self, reference: Reference) -> EngineSequence:
         """A sequence that holds a slot with the prompt's keys and values, but for its last token's."""

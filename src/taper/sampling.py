@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from .checks import number, shown, whole_number
+from .checks import as_tuple, flag, number, shown, whole_number
 from .errors import RequestError
 
 MAX_LOGPROBS = 20
@@ -32,8 +32,8 @@ class SamplingParams:
         presence_penalty: taken from the logits of tokens in the completion, in [-2, 2].
         frequency_penalty: taken from them once for each time they occur, in [-2, 2].
         seed: makes sampling repeatable.
-        stop: texts that end the completion; they are not part of it.
-        stop_token_ids: ids that end the completion, besides the model's own.
+        stop: a text or texts that end the completion, and are not part of it; None for none.
+        stop_token_ids: ids that end the completion, besides the model's own; None for none.
         ignore_eos: go on past the model's own stop ids.
         logprobs: report log-probabilities of the chosen token and of this many likeliest ones, 0 to 20.
 
@@ -50,20 +50,19 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int | None = None
-    stop: str | Sequence[str] | None = ()
-    stop_token_ids: Sequence[int] | None = ()
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop)
+        stop = (self.stop,) if isinstance(self.stop, str) else as_tuple("stop", () if self.stop is None else self.stop)
         if not all(isinstance(text, str) and text for text in stop):
             raise RequestError(f"stop is {shown(self.stop)}; it must be texts that are not empty")
-        if self.ignore_eos not in (True, False):
-            raise RequestError(f"ignore_eos is {shown(self.ignore_eos)}; it must be True or False")
-        stop_token_ids = _as_tuple("stop_token_ids", self.stop_token_ids)
+        stop_token_ids = as_tuple("stop_token_ids", () if self.stop_token_ids is None else self.stop_token_ids)
         checked: dict[str, Any] = {
             "stop": stop,
+            "ignore_eos": flag("ignore_eos", self.ignore_eos),
             "max_tokens": whole_number("max_tokens", self.max_tokens, 1),
             "temperature": number("temperature", self.temperature, 0, 100),
             "top_k": whole_number("top_k", self.top_k, 0),
@@ -105,17 +104,9 @@ def sample(
     completion_ids: Sequence[int],
     rng: np.random.Generator,
 ) -> int:
-    """Choose the next token.
+    """The next token, by its logits float32 [vocab_size]; `NOT_A_NUMBER` if the largest is not a finite number.
 
-    Args:
-        logits: float32 [vocab_size]; left unchanged.
-        params: how to choose.
-        prompt_ids: the prompt, for the repetition penalty.
-        completion_ids: the completion so far, for all penalties.
-        rng: randomness, used when the temperature is above 0.
-
-    Returns:
-        A token id, or `NOT_A_NUMBER` if the largest logit is not a finite number.
+    The tokens so far are for the penalties, `rng` for temperatures above 0.
     """
     logits = _penalise(logits, params, prompt_ids, completion_ids)
     likeliest = int(logits.argmax())  # the first NaN, if there is one
@@ -164,11 +155,3 @@ def _penalise(
         used, counts = np.unique(np.asarray(completion_ids, dtype=np.int64), return_counts=True)
         logits[used] -= params.presence_penalty + params.frequency_penalty * counts
     return logits
-
-
-def _as_tuple(name: str, values: Any) -> tuple[Any, ...]:
-    if values is None:
-        return ()
-    if isinstance(values, bytes) or not isinstance(values, Iterable):
-        raise RequestError(f"{name} is {shown(values)}; it must be a list")
-    return tuple(values)

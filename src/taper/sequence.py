@@ -64,8 +64,3 @@ class Scheduled(NamedTuple):
     position: int  # of the first
     depths: list[int]  # of each, never rising
     num_outputs: int  # of how many last ones the prediction is wanted
-
-    def mark_computed(self, num_hidden_layers: int) -> None:
-        """Count these tokens as complete, as far as every layer ran on them and on all before."""
-        if self.sequence.num_complete_tokens == self.position:
-            self.sequence.num_complete_tokens += self.depths.count(num_hidden_layers)

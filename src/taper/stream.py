@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from .engine import Engine
 from .errors import ModelError
-from .loading import Tokenizer
+from .loading.tokenizer import Tokenizer
 from .output import Chunk, OutputBuilder
 from .sequence import Request
 from .sequence import Sequence as EngineSequence

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -59,6 +60,7 @@ class Backend(Protocol):
     config: ModelConfig
     num_slots: int
     context_length: int
+    weight_bytes: dict[str, int]  # of each tensor, in the type in which forwards read it
 
     def forward(self, batch: TokenBatch) -> ForwardOutput:
         """Run the batch and write its keys and values."""
@@ -78,19 +80,11 @@ def open_backend(
 ) -> Backend:
     """The backend of a device with a model's weights; each is imported only where it is used.
 
-    Args:
-        model: what `load_model` read.
-        device: "cpu" (ggml), "cuda" (PyTorch), or "auto": cuda if PyTorch and a GPU are there.
-        dtype: what weights are converted or, on a CPU, quantised to; "auto" uses them as they are (there bf16 as f16,
-            if it fits).
-        context_length: tokens of prompt and output that each sequence may have.
-        num_slots: sequences that the key-value cache holds.
-        threads: CPU threads; default the cores this process may use.
-        repack: on a CPU, copy matrices into the layout that it multiplies fastest.
-        progress: on a CPU, called with the part of the weights that is loaded, 0 to 1.
+    The options are those of `LLM`; the key-value cache holds `num_slots` sequences of up to `context_length` tokens.
 
     Raises:
-        RequestError: an option that is out of range, not available on this device, or not for these weights.
+        RequestError: an option that is out of range, not available on this device or for these weights, or takes more
+            memory than there is.
         ModelError: weights that `dtype` cannot hold.
     """
     one_of("dtype", dtype, DTYPES)
@@ -113,12 +107,25 @@ def open_backend(
     if threads is not None:
         raise RequestError("threads does nothing on cuda", "leave it out")
     try:
+        import torch
+
         from .torch import TorchBackend
     except ImportError:
         raise RequestError("device cuda needs PyTorch", 'pip install "taper-llm[torch]", or use --device cpu') from None
     dtype = "bf16" if dtype == "auto" else dtype
-    return TorchBackend(
-        model.config, model.tensors, num_slots=num_slots, context_length=context_length, dtype=dtype, device="cuda"
+    try:
+        return TorchBackend(
+            model.config, model.tensors, num_slots=num_slots, context_length=context_length, dtype=dtype, device="cuda"
+        )
+    except torch.OutOfMemoryError:
+        raise no_room(num_slots, context_length) from None
+
+
+def no_room(num_slots: int, context_length: int) -> RequestError:
+    """The error where a model and a key-value cache of this size need more memory than there is."""
+    return RequestError(
+        f"there is not enough memory for {num_slots} outputs at a time of up to {context_length} tokens each",
+        "lower --context, or max_batch_size in Python",
     )
 
 
@@ -137,6 +144,11 @@ def choose_device(device: str) -> str:
     except ImportError:
         return "cpu"
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def available_threads() -> int:
+    """The cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def runs_by_slot(slots: np.ndarray) -> tuple[tuple[int, int, int], ...]:

@@ -7,6 +7,7 @@ batch, KV bucket); everything else runs eagerly. Knows neither policies nor text
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,13 +30,8 @@ _TORCH_DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloa
 class TorchBackend:
     """A model on a CUDA device, or on the CPU for tests.
 
-    Args:
-        config: facts of the model.
-        tensors: its weights, by our names.
-        num_slots: sequences the key-value cache holds.
-        context_length: tokens of each; memory for all of them is taken at once.
-        dtype: "f32", "f16" or "bf16", of weights, activations and cache.
-        device: "cuda" or "cpu".
+    `dtype` is that of weights, activations and cache; memory for the whole cache is taken at once. PyTorch's
+    own tensors are shared, if they are of this device and dtype. Without `graphs`, every step runs eagerly.
 
     Raises:
         RequestError: no CUDA device, or a dtype that does not run here.
@@ -45,20 +41,22 @@ class TorchBackend:
     def __init__(
         self,
         config: ModelConfig,
-        tensors: dict[str, Tensor],
+        tensors: Mapping[str, Tensor | torch.Tensor],
         *,
         num_slots: int = 1,
         context_length: int,
         dtype: str = "bf16",
         device: str = "cuda",
+        graphs: bool = True,
     ) -> None:
         if dtype not in _TORCH_DTYPES:
             raise RequestError(f"dtype {dtype} does not run on {device}", f"choose one of {', '.join(_TORCH_DTYPES)}")
-        if device == "cuda" and not torch.cuda.is_available():
-            raise RequestError("PyTorch finds no CUDA device", "use --device cpu, or install a CUDA build of PyTorch")
+        check_device(device)
         self.config, self.num_slots, self.context_length = config, num_slots, context_length
         self.device, self.dtype = torch.device(device), _TORCH_DTYPES[dtype]
+        self._use_graphs = graphs and self.device.type == "cuda"
         self._weights = {name: self._convert(name, _to_torch(tensor)) for name, tensor in tensors.items()}
+        self.weight_bytes = {name: weight.nbytes for name, weight in self._weights.items()}
         cache = (config.num_hidden_layers, 2, num_slots, config.num_key_value_heads, context_length, config.head_dim)
         self._cache = torch.zeros(cache, dtype=self.dtype, device=self.device)
         # [context_length, head_dim / 2]
@@ -100,7 +98,7 @@ class TorchBackend:
         rows = (*batch.logits_rows, *batch.greedy_rows)
         one_depth = set(batch.num_active) <= {0, count}
         whole = batch.first_layer == 0 and not batch.output_hidden_states
-        if self.device.type == "cuda" and whole and one_depth and len(runs) == count == len(rows):
+        if self._use_graphs and whole and one_depth and len(runs) == count == len(rows):
             return self._replay((batch.num_active, count, kv_length), inputs)[list(rows)], {}
         if batch.hidden_states is None:
             x = F.embedding(inputs[0], self._weights["embed_tokens"])
@@ -192,6 +190,16 @@ class TorchBackend:
         return torch.stack((a * cos - b * sin, b * cos + a * sin), axis).flatten(-2).to(x.dtype)
 
 
+def check_device(device: str) -> None:
+    """Check that PyTorch has a device.
+
+    Raises:
+        RequestError: it has not.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise RequestError("PyTorch finds no CUDA device", "use --device cpu, or install a CUDA build of PyTorch")
+
+
 _LAYER_WEIGHTS = ("input_layernorm", "o_proj", "post_attention_layernorm", "gate_proj", "up_proj", "down_proj")
 
 
@@ -204,18 +212,20 @@ def _attend(
     runs: tuple[tuple[int, int, int], ...] | None,
 ) -> torch.Tensor:
     """Attention of q [n, heads, head_dim] over caches [slots, kv heads, cells, head_dim]: [n, heads * head_dim]."""
-    if runs is None:  # one token a row: [n, heads, 1, head_dim]
-        out = F.scaled_dot_product_attention(
-            q.unsqueeze(2), keys[slots], values[slots], visible[:, None, None], enable_gqa=True
-        )
+    group = q.shape[1] // keys.shape[1]  # heads that share keys and values
+    # Neither way asks PyTorch for grouped queries: with a mask, only its slowest kernels have them on a GPU.
+    if runs is None:  # one token a row, the heads of a group as its queries: [n, key-value heads, group, head_dim]
+        if len(keys) > 1:  # a single slot is read where it is
+            keys, values = keys[slots], values[slots]
+        out = F.scaled_dot_product_attention(q.unflatten(1, (-1, group)), keys, values, visible[:, None, None])
         return out.flatten(1)
     parts = []
     for slot, first, end in runs:  # the tokens of a slot together: [1, heads, tokens, head_dim]
         end = min(end, len(q))
         if first < end:
             queries = q[first:end].transpose(0, 1).unsqueeze(0)
-            cached = keys[slot : slot + 1], values[slot : slot + 1]
-            out = F.scaled_dot_product_attention(queries, *cached, visible[first:end], enable_gqa=True)
+            k, v = (cache[slot : slot + 1].repeat_interleave(group, 1) for cache in (keys, values))
+            out = F.scaled_dot_product_attention(queries, k, v, visible[first:end])
             parts.append(out[0].transpose(0, 1).flatten(1))
     return torch.cat(parts)
 
@@ -258,7 +268,9 @@ class _CapturedStep:
         return self.logits
 
 
-def _to_torch(tensor: Tensor) -> torch.Tensor:
+def _to_torch(tensor: Tensor | torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, torch.Tensor):
+        return tensor
     if (stored := _TORCH_DTYPES.get(tensor.dtype.lower())) is not None:
         return torch.from_numpy(tensor.data.copy()).view(stored).reshape(tensor.shape)
     try:

@@ -22,29 +22,18 @@ def compare_orders(
     ticks: Callable[[int], Tick],
     more: Mapping[str, Sequence[int]] | None = None,
 ) -> Comparison:
-    """Loss of an order, every baseline and `more` orders at constant depths (SkipDecode: mean ones), on the same steps.
-
-    Args:
-        measurements: the answers to compare on.
-        order: the measured order of layers.
-        depths: constant depths.
-        ticks: begins a stage of that many ticks.
-        more: other orders, by name.
-    """
+    """Loss of an order, every baseline and `more` orders at constant depths (SkipDecode: mean ones), same steps."""
     references = measurements.replay.references
-    num_hidden_layers = measurements.replay.engine.backend.config.num_hidden_layers
+    layers = measurements.replay.engine.backend.config.num_hidden_layers
     max_tokens = max(len(reference.answer_ids) for reference in references)
     influence = measurements.block_influence()
     comparison = Comparison({}, {}, {})
-    tick = ticks(len(depths) * (6 + RANDOM_SEEDS + len(more or {})) * len(references))
+    orders = {MEASURED_ORDER: order, **(more or {})}
+    tick = ticks(len(depths) * (len(orders) + 5 + RANDOM_SEEDS) * len(references))
     for depth in depths:
-        skipped = num_hidden_layers - depth
-        ours = skipping(num_hidden_layers, frozenset(order[:skipped]))
-        policies = {MEASURED_ORDER: ours} | baseline_policies(num_hidden_layers, depth, influence, max_tokens)
-        policies |= {
-            name: skipping(num_hidden_layers, frozenset(other[:skipped])) for name, other in (more or {}).items()
-        }
-        base = None
+        policies = {name: skipping(layers, other[: layers - depth]) for name, other in orders.items()}
+        ours, base = policies[MEASURED_ORDER], None
+        policies |= baseline_policies(layers, depth, influence, max_tokens)
         for name, policy in policies.items():
             scores = measurements.scores(policy, tick)
             scores = scores.where(scores.step > 0)
@@ -63,11 +52,7 @@ def baseline_policies(
 ) -> dict[str, DepthPolicy]:
     """Policies by the name of their method, each of mean depth `depth` over answers of `max_tokens` tokens.
 
-    Args:
-        num_hidden_layers: layers of the model, L.
-        depth: the mean depth, from 2 to L - 1.
-        influence: block influence of each layer, [L].
-        max_tokens: length of answer, over which SkipDecode's linear decay has that mean depth.
+    `depth` is from 2 to L - 1; `influence` is the block influence of each layer, [L].
     """
     layers = num_hidden_layers
     orders: dict[str, Sequence[int]] = {

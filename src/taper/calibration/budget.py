@@ -19,20 +19,14 @@ _RANGES = {"max_kl": (0, 1000), "min_agreement": (0, 1), "max_nll_increase": (0,
 class Budget:
     """What a policy must keep to, over tapered steps; or the speed to reach at the best quality.
 
-    Args:
-        max_kl: mean KL(full || policy), nats, above 0.
-        min_agreement: share of steps whose likeliest token is that of full depth, in (0, 1].
-        max_nll_increase: rise of the NLL of full depth's own answers, per cent, above 0.
-        speedup: predicted time per token at full depth over that of the policy, above 1 (1.2: a fifth faster).
-
     Raises:
         RequestError: a number is out of its range, there is none, or speed and quality are both given.
     """
 
-    max_kl: float | None = None
-    min_agreement: float | None = None
-    max_nll_increase: float | None = None
-    speedup: float | None = None
+    max_kl: float | None = None  # mean KL(full || policy), nats, above 0
+    min_agreement: float | None = None  # share of steps whose likeliest token is that of full depth, in (0, 1]
+    max_nll_increase: float | None = None  # rise of the NLL of full depth's own answers, per cent, above 0
+    speedup: float | None = None  # predicted time per token at full depth over that of the policy, above 1
 
     def __post_init__(self) -> None:
         for name, limit in self.given.items():
@@ -54,14 +48,11 @@ class Budget:
 
     def shares(self, loss: Loss) -> dict[str, float]:
         """How much of each quality limit a loss takes, by name: at most 1 where the limit is kept."""
-        shares = {}
-        if self.max_kl is not None:
-            shares["max_kl"] = loss.kl / self.max_kl
+        taken = {"max_kl": loss.kl, "min_agreement": 1 - loss.agreement, "max_nll_increase": loss.nll_increase}
+        limits = self.given
         if self.min_agreement is not None:
-            shares["min_agreement"] = (1 - loss.agreement) / max(1 - self.min_agreement, 1e-9)
-        if self.max_nll_increase is not None:
-            shares["max_nll_increase"] = loss.nll_increase / self.max_nll_increase
-        return shares
+            limits["min_agreement"] = max(1 - self.min_agreement, 1e-9)
+        return {name: taken[name] / limit for name, limit in limits.items() if name in taken}
 
     def worst_share(self, loss: Loss) -> float:
         """The largest of these shares, 0 where quality has no limit."""

@@ -9,36 +9,28 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .. import __version__
-from ..llm import LLM
+
+if TYPE_CHECKING:
+    from ..llm import LLM
 
 _KERNELS = {"ggml": "ggml-python", "torch": "torch"}  # the distribution that holds each backend's kernels
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """Under what conditions figures were measured.
+    """Under what conditions figures were measured."""
 
-    Args:
-        date: the day, as YYYY-MM-DD.
-        taper: version of Taper.
-        backend: "ggml" or "torch".
-        dtype: of the weights; "auto": as they are in the file.
-        threads: CPU threads; None: the cores the process may use.
-        machine: the processor and its cores.
-        python: version of Python.
-        kernels: the distribution that holds the backend's kernels, and its version; "" where it was not recorded.
-    """
-
-    date: str
+    date: str  # YYYY-MM-DD
     taper: str
-    backend: str
-    dtype: str
-    threads: int | None
-    machine: str
+    backend: str  # "ggml" or "torch"
+    dtype: str  # of the weights; "auto": as they are in the file
+    threads: int | None  # of the CPU; None: the cores the process may use
+    machine: str  # the processor and its cores
     python: str
-    kernels: str = ""
+    kernels: str = ""  # the distribution that holds the backend's kernels, and its version; "": not recorded
 
 
 def current_conditions(llm: LLM) -> Conditions:
@@ -50,13 +42,13 @@ def current_conditions(llm: LLM) -> Conditions:
         backend=backend,
         dtype=llm.dtype,
         threads=llm.threads,
-        machine=_machine(),
+        machine=machine(),
         python=platform.python_version(),
         kernels=f"{_KERNELS[backend]} {metadata.version(_KERNELS[backend])}",
     )
 
 
-def _machine() -> str:
+def machine() -> str:
     """The processor and how many cores it has."""
     name = platform.processor() or platform.machine()
     with suppress(OSError):

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,38 +26,40 @@ class CostModel:
     fixed_ms: float
     layer_ms: float
 
-    def answer_ms(self, policy: DepthPolicy, max_tokens: int) -> float:
-        """Time of the steps from 1 on of an answer of `max_tokens` tokens."""
-        return max(0, max_tokens - 1) * (self.fixed_ms + self.layer_ms * policy.mean_depth(max_tokens))
+    def step_ms(self, depth: float) -> float:
+        """Time of a step; of a mean depth, the mean time."""
+        return self.fixed_ms + self.layer_ms * depth
 
     def speedup(self, policy: DepthPolicy, max_tokens: int) -> float:
-        """Predicted time per token at full depth, over that of the policy."""
-        full = self.answer_ms(DepthPolicy.full(policy.num_hidden_layers), max_tokens)
-        return full / self.answer_ms(policy, max_tokens) if max_tokens > 1 else 1.0
+        """Predicted time per token from step 1 on, at full depth over that of the policy."""
+        return self.step_ms(policy.num_hidden_layers) / self.step_ms(policy.mean_depth(max_tokens))
+
+
+class TimedRuns(NamedTuple):
+    """Speed in several timed runs, times that of full depth."""
+
+    median: float
+    slowest: float
+    fastest: float
 
 
 def measure_cost(engine: Engine, prompt_ids: Sequence[int], max_tokens: int) -> CostModel:
     """Fit the line to median steps at several constant depths, over answers of `max_tokens` tokens that take turns."""
     layers = engine.backend.config.num_hidden_layers
-    depths = sorted({layers, max(1, layers * 5 // 6), max(1, layers * 2 // 3)})
+    depths = sorted({layers, layers * 5 // 6, layers * 2 // 3})
     order = range(layers - 1, 0, -1)
     times = _alternate(engine, prompt_ids, [DepthPolicy.static(layers, depth, order) for depth in depths], max_tokens)
-    medians = [statistics.median(row[_WARM_UP:] or row) for row in times]
-    if len(depths) == 1:
-        return CostModel(medians[0], 0.0)
-    layer_ms, fixed_ms = np.polyfit(depths, medians, 1)
+    layer_ms, fixed_ms = np.polyfit(depths, [statistics.median(row[_WARM_UP:] or row) for row in times], 1)
     return CostModel(max(0.0, float(fixed_ms)), max(0.0, float(layer_ms)))
 
 
-def measure_speedup(engine: Engine, prompt_ids: Sequence[int], policy: DepthPolicy, max_tokens: int) -> list[float]:
+def measure_speedup(engine: Engine, prompt_ids: Sequence[int], policy: DepthPolicy, max_tokens: int) -> TimedRuns:
     """Time per token at full depth over that of the policy, in `ROUNDS` pairs of answers that take turns."""
     pair = [DepthPolicy.full(policy.num_hidden_layers), policy]
     _alternate(engine, prompt_ids, pair, max_tokens)  # prepares the graphs of every depth
-    ratios = []
-    for _ in range(ROUNDS):
-        full, tapered = _alternate(engine, prompt_ids, pair, max_tokens)
-        ratios.append(sum(full) / sum(tapered))
-    return ratios
+    times = [_alternate(engine, prompt_ids, pair, max_tokens) for _ in range(ROUNDS)]
+    ratios = [sum(full) / sum(tapered) for full, tapered in times]
+    return TimedRuns(*(round(x, 5) for x in (statistics.median(ratios), min(ratios), max(ratios))))
 
 
 def _alternate(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,7 +37,8 @@ class Measurements:
         for index in answers or range(len(self)):
             key = {"scores of": numbers(policy), "on": self._keys[index]}
             stored = self._store.remember(key, partial(self._scores, index, policy))
-            parts.append(_from_json(stored, index))
+            columns = {name: np.array(values) for name, values in stored.items()}
+            parts.append(Scores(reference=np.full(len(columns["step"]), index), **columns))
             tick()
         return Scores.joined(parts)
 
@@ -66,7 +67,7 @@ class Measurements:
         return [float(scores.kl.sum()) for scores in self.replay.at(index, policies, base)]
 
 
-def skipping(num_hidden_layers: int, skipped: frozenset[int]) -> DepthPolicy:
+def skipping(num_hidden_layers: int, skipped: Collection[int]) -> DepthPolicy:
     """The policy that skips these layers from step 1 on."""
     return DepthPolicy.static(num_hidden_layers, num_hidden_layers - len(skipped), sorted(skipped))
 
@@ -74,8 +75,3 @@ def skipping(num_hidden_layers: int, skipped: frozenset[int]) -> DepthPolicy:
 def numbers(policy: DepthPolicy) -> dict[str, Any]:
     """What decides which layers run, and nothing else."""
     return {**vars(policy.schedule), "skip_order": policy.skip_order}
-
-
-def _from_json(stored: dict[str, list[float]], index: int) -> Scores:
-    arrays = {name: np.array(values) for name, values in stored.items()}
-    return Scores(reference=np.full(len(arrays["step"]), index), **arrays)

@@ -39,9 +39,11 @@ def read_prompts(path: Path) -> list[Prompt]:
         RequestError: the file cannot be read, is not UTF-8, or a line is not a prompt.
     """
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
+        with path.open("rb") as file:
+            raw = file.read(MAX_FILE_BYTES + 1)
+        if len(raw) > MAX_FILE_BYTES:
             raise RequestError(f"{path} is larger than {MAX_FILE_BYTES >> 20} MiB", "give a sample of it")
-        lines = path.read_bytes().decode().splitlines()
+        lines = raw.decode().splitlines()
     except OSError as error:
         raise RequestError(f"cannot read prompts {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -66,11 +68,9 @@ def _read_line(line: str, where: str) -> Prompt:
     if not isinstance(data, dict) or ("prompt" in data) == ("messages" in data):
         raise RequestError(f'{where} needs either "prompt" or "messages"')
     prompt: Any = data.get("prompt", data.get("messages"))
-    if "prompt" in data and not isinstance(prompt, str):
-        raise RequestError(f"{where}: prompt must be text")
-    if "messages" in data and not (isinstance(prompt, list) and prompt):
-        raise RequestError(f"{where}: messages must be a list of messages")
-    return prompt  # type: ignore[no-any-return]
+    if not isinstance(prompt, str if "prompt" in data else list):
+        raise RequestError(f"{where}: prompt must be text, and messages a list of messages")
+    return prompt
 
 
 def encode_prompts(llm: LLM, prompts: Sequence[Prompt], seed: int, max_prompts: int) -> list[tuple[int, ...]]:
@@ -96,19 +96,15 @@ def encode_prompts(llm: LLM, prompts: Sequence[Prompt], seed: int, max_prompts: 
 
 
 def completions(
-    llm: LLM,
-    prompts: Sequence[tuple[int, ...]],
-    policy: DepthPolicy,
-    max_tokens: int,
-    store: Store,
-    tick: Tick,
+    llm: LLM, prompts: Sequence[tuple[int, ...]], policy: DepthPolicy, max_tokens: int, store: Store, tick: Tick
 ) -> list[Reference]:
     """The model's greedy answers under a policy, the stop id included, in batches that are stored one by one."""
-    references = []
+    params, eos_token_ids, references = SamplingParams(max_tokens=max_tokens), llm.tokenizer.eos_token_ids, []
     for first in range(0, len(prompts), BATCH):
         batch = prompts[first : first + BATCH]
         key: dict[str, Any] = {"answers to": batch, "max_tokens": max_tokens, "policy": numbers(policy)}
-        answers = store.remember(key, partial(_answer_batch, llm, batch, policy, max_tokens))
+        requests = [Request(prompt, params, policy, eos_token_ids) for prompt in batch]
+        answers = store.remember(key, partial(llm.engine.complete, requests))
         references += [Reference(prompt, tuple(ids)) for prompt, ids in zip(batch, answers, strict=True)]
         tick()
     return references
@@ -118,10 +114,3 @@ def split(references: Sequence[Reference]) -> tuple[Sequence[Reference], Sequenc
     """The half that is searched on, and the half that is held out; the prompts were shuffled."""
     half = len(references) // 2
     return references[:half], references[half:]
-
-
-def _answer_batch(
-    llm: LLM, prompts: Sequence[tuple[int, ...]], policy: DepthPolicy, max_tokens: int
-) -> list[list[int]]:
-    params = SamplingParams(max_tokens=max_tokens)
-    return llm.engine.complete(Request(prompt, params, policy, llm.tokenizer.eos_token_ids) for prompt in prompts)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from importlib import resources
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import jinja2
 import numpy as np
@@ -18,8 +19,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
+from ..files import write_whole
 from .statistics import MIN_STEPS, Estimate
-from .store import write_whole
 from .summary import MEASURED_ORDER, Summary
 from .wording import interval, limits, remarks, verdict
 
@@ -33,6 +34,7 @@ _BLUE, _SKY, _ORANGE, _INK, _GREY = "#0072B2", "#56B4E9", "#E69F00", "#333333", 
 _OTHERS = ("#D55E00", "#009E73", "#AA4499", "#000000", "#8A6D00")
 _STEP = "step: tokens of the answer so far"
 
+_Style = dict[str, Any]
 _Losses = Mapping[str, Mapping[int, float | Estimate]]  # method -> depth -> KL, with or without an interval
 
 
@@ -90,17 +92,9 @@ def _speed(summary: Summary) -> Figure:
     kl, low, high = (max(x, least) for x in summary.held_out.all_steps.kl)
     sideways, upwards = [[speed - slowest], [fastest - speed]], [[kl - low], [high - kl]]
     axes.errorbar(speed, kl, upwards, sideways, "D", color=_INK, elinewidth=1.2, capsize=3, zorder=5, clip_on=False)
-    axes.annotate(
-        "this policy",
-        (speed, kl),
-        (9, 10 if kl == least else -11),
-        textcoords="offset points",
-        va="center",
-        weight="bold",
-        color=_INK,
-        zorder=6,
-        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
-    )
+    style: _Style = {"textcoords": "offset points", "va": "center", "weight": "bold", "color": _INK, "zorder": 6}
+    box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
+    axes.annotate("this policy", (speed, kl), (9, 10 if kl == least else -11), bbox=box, **style)
     _draw_losses(axes, frontier.kl, frontier.speedup, 1.0)
     return figure
 
@@ -192,19 +186,12 @@ def _name_ends(axes: Axes, ends: dict[str, tuple[float, float, str]]) -> None:
         heights[i] = max(heights[i], heights[i - 1] + _LINE)
     for i in reversed(range(len(heights))):
         heights[i] = min(heights[i], 1 - _LINE * (len(heights) - 1 - i))
+    line = {"arrowstyle": "-", "color": _GREY, "linewidth": 0.6, "shrinkA": 1, "shrinkB": 2}
+    style: _Style = {"textcoords": "axes fraction", "va": "center", "annotation_clip": False, "arrowprops": line}
     for name, height in zip(names, heights, strict=True):
         x, y, colour = ends[name]
-        axes.annotate(
-            name.split(" (")[0],
-            (x, y),
-            (1.04, height),
-            textcoords="axes fraction",
-            va="center",
-            color=_INK if colour == _GREY else colour,
-            weight="bold" if name == MEASURED_ORDER else "normal",
-            annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": _GREY, "linewidth": 0.6, "shrinkA": 1, "shrinkB": 2},
-        )
+        label, weight = name.split(" (")[0], "bold" if name == MEASURED_ORDER else "normal"
+        axes.annotate(label, (x, y), (1.04, height), color=_INK if colour == _GREY else colour, weight=weight, **style)
 
 
 def _log_scale(axes: Axes, bottom: float | None = None) -> None:

@@ -21,16 +21,13 @@ from .baselines import COMPARED, compare_orders
 from .budget import Budget
 from .conditions import Conditions, current_conditions
 from .cost import CostModel, measure_cost, measure_speedup
-from .curves import curves, curves_of_speed
-from .fit import ATTEMPTS, fit_quality, fit_speed
-from .free_running import free_running
-from .loss_table import LossTable
+from .fit import ATTEMPTS, LossTable, curves, curves_of_speed, fit_quality, fit_speed
 from .measure import Measurements, skipping
 from .references import BATCH, builtin_prompts, completions, encode_prompts, split
 from .search import ANSWERS, STEPS, find_order, first_steps, layer_importance
-from .statistics import Losses, loss_by_step, over_steps
+from .statistics import Losses, free_running, loss_by_step, over_steps
 from .store import Store, digest
-from .summary import MEASURED_ORDER, CalibratedModel, Frontier, PromptCounts, Provenance, Speedup, Summary, TimedRuns
+from .summary import MEASURED_ORDER, CalibratedModel, Frontier, PromptCounts, Provenance, Speedup, Summary
 
 REFERENCE_TOKENS = 128  # most tokens of an answer, where no length is planned for
 MAX_PROMPTS = 256
@@ -43,15 +40,10 @@ ReportProgress = Callable[[str, float], None]  # a stage, and what part of it wa
 
 @dataclass(frozen=True)
 class Calibration:
-    """What came out.
+    """What came out."""
 
-    Args:
-        policy: the policy; `policy.to_json()` is what a policy file holds.
-        summary: all that was measured, typed; `summary.to_json()` is plain data.
-    """
-
-    policy: DepthPolicy
-    summary: Summary
+    policy: DepthPolicy  # `policy.to_json()` is what a policy file holds
+    summary: Summary  # all that was measured, typed; `summary.to_json()` is plain data
 
     @property
     def met(self) -> bool:
@@ -111,11 +103,9 @@ def calibrate(
     prompts = builtin_prompts() if prompts is None else prompts
     llm = model if isinstance(model, LLM) else LLM(str(model), max_batch_size=batch_size(len(prompts)))
     calibrator = _Calibrator(llm, seed, progress or (lambda stage, part: None))
-    try:
+    with closing(calibrator.store):
         ids = encode_prompts(llm, prompts, seed, MAX_PROMPTS)
         return calibrator.run(ids, budget, answer_tokens, baselines, name)
-    finally:
-        calibrator.store.close()
 
 
 def batch_size(prompts: int, device: str = "auto") -> int:
@@ -172,7 +162,7 @@ class _Calibrator:
             )
         middle = sorted(prompts, key=len)[len(prompts) // 2]
         cost = self._cost(middle, planned)
-        order = self._order(search, budget, cost, planned)
+        order = self._order(search, budget, cost)
         policy, on_search_prompts = self._curve(budget, order, search, cost, planned)
 
         scores = self._scores("validation on held-out prompts", held_out, policy)
@@ -181,9 +171,7 @@ class _Calibrator:
         judged = self._scores("answers of the policy at full depth", own, full)
         frontier = self._frontier(order, held_out, cost, baselines)
         self._ticks("speed", 1)()
-        ratios = measure_speedup(self.llm.engine, middle, policy, planned)
-        measured = TimedRuns(*(round(x, 5) for x in (float(np.median(ratios)), min(ratios), max(ratios))))
-
+        measured = measure_speedup(self.llm.engine, middle, policy, planned)
         identity = self.llm.config.identity
         provenance = Provenance(
             mean_depth=round(policy.mean_depth(planned), 3),
@@ -237,7 +225,7 @@ class _Calibrator:
         tick()
         return cost
 
-    def _order(self, search: Sequence[Reference], budget: Budget, cost: CostModel, max_tokens: int) -> _Order:
+    def _order(self, search: Sequence[Reference], budget: Budget, cost: CostModel) -> _Order:
         """Importance of each layer, then the order of as many as the budget may need."""
         answers = first_steps(search[:ANSWERS], STEPS)
         steps = [len(reference.answer_ids) - 1 for reference in answers]
@@ -245,19 +233,19 @@ class _Calibrator:
             tick = self._ticks("importance of each layer", (len(answers) + 1) // 2)
             importance = layer_importance(self.layers, steps, partial(measurements.kl_sums, tick=tick))
             flex = [i for i, kl in enumerate(importance) if kl <= CORE * float(np.median(importance))]
-            rounds = min(len(flex), self.layers - 1, self._rounds(budget, cost, max_tokens))
+            rounds = min(len(flex), self.layers - 1, self._rounds(budget, cost))
             tick = self._ticks("order of layers", rounds * len(answers))
             order, losses = find_order(importance, flex, rounds, steps, partial(measurements.kl_sums, tick=tick))
         rest = sorted(set(flex) - set(order), key=lambda layer: importance[layer])
         return _Order(importance, order + rest, len(order), losses)
 
-    def _rounds(self, budget: Budget, cost: CostModel, max_tokens: int) -> int:
+    def _rounds(self, budget: Budget, cost: CostModel) -> int:
         """A third of the layers; more where a speed needs it."""
         rounds = self.layers // 3
         if budget.speedup is not None:
-            fast = (skipping(self.layers, frozenset(range(n))) for n in range(1, self.layers))
-            reached = (n for n, policy in enumerate(fast, 1) if cost.speedup(policy, max_tokens) >= budget.speedup)
-            rounds = max(rounds, next(reached, 0) * 5 // 4)
+            enough = cost.step_ms(self.layers) / budget.speedup
+            needed = (n for n in range(1, self.layers) if cost.step_ms(self.layers - n) <= enough)
+            rounds = max(rounds, next(needed, 0) * 5 // 4)
         return max(1, rounds)
 
     def _curve(
@@ -266,16 +254,14 @@ class _Calibrator:
         """The policy for the budget, and what it costs on the search prompts."""
         counts = sorted({max(1, round(part * order.searched / 3)) for part in (0, 1, 2, 3)})
         probes = range(min(PROBES, len(search)))
-        constant = [skipping(self.layers, frozenset(order.layers[:count])) for count in counts]
+        constant = [skipping(self.layers, order.layers[:count]) for count in counts]
         candidates = (order.layers, order.searched, self.layers, max_tokens)
         with closing(Measurements(self.llm.engine, search[:FITTED], self.store)) as measurements:
             tick = self._ticks("loss by depth and place", len(counts) * len(probes))
-            table = LossTable(
-                {p.min_depth: measurements.scores(p, tick, probes) for p in constant}, self.layers, max_tokens
-            )
-            replay = partial(
-                measurements.scores, tick=self._ticks("curve for the budget", ATTEMPTS * len(measurements))
-            )
+            by_depth = {policy.min_depth: measurements.scores(policy, tick, probes) for policy in constant}
+            table = LossTable(by_depth, self.layers, max_tokens)
+            tick = self._ticks("curve for the budget", ATTEMPTS * len(measurements))
+            replay = partial(measurements.scores, tick=tick)
             if budget.speedup is None:
                 policy = fit_quality(budget, curves(*candidates), table, max_tokens, replay)
             else:
@@ -285,8 +271,7 @@ class _Calibrator:
     def _frontier(self, order: _Order, held_out: Sequence[Reference], cost: CostModel, baselines: bool) -> Frontier:
         """Loss against constant depth: of the order found, on the search prompts; with baselines, of all, held out."""
         depths = list(range(self.layers - 1, self.layers - 1 - order.searched, -1))
-        step_ms = {depth: cost.fixed_ms + cost.layer_ms * depth for depth in (self.layers, *depths)}
-        speedup = {depth: round(step_ms[self.layers] / step_ms[depth], 4) for depth in depths}
+        speedup = {depth: round(cost.step_ms(self.layers) / cost.step_ms(depth), 4) for depth in depths}
         if not baselines:
             return Frontier("search", speedup, {MEASURED_ORDER: dict(zip(depths, order.losses, strict=True))})
         answers = first_steps(held_out, COMPARED)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,9 +23,8 @@ BEAM, NEAR = 2, 0.03  # follow a second order too, where its log KL is this clos
 Measure = Callable[[frozenset[int], Sequence[int], range], np.ndarray]
 
 
-@dataclass(frozen=True, order=True)
-class _Path:
-    """An order so far, the KL at each of its lengths, and the sum of their logarithms."""
+class _Path(NamedTuple):
+    """The sum of the logarithms of `losses`, the KL at each length of an order so far; the lowest path is the best."""
 
     cost: float
     order: tuple[int, ...]
@@ -47,14 +46,9 @@ def layer_importance(num_hidden_layers: int, steps: Sequence[int], measure: Meas
 def find_order(
     importance: Sequence[float], flex: Sequence[int], rounds: int, steps: Sequence[int], measure: Measure
 ) -> tuple[list[int], list[float]]:
-    """The first `rounds` layers to skip, in order, and the mean KL at each length: lowest in log over all lengths.
+    """The first `rounds` of the flex layers to skip, and the mean KL at each length: lowest in log over all lengths.
 
-    Args:
-        importance: mean KL of skipping each layer alone, [L].
-        flex: the layers that may be skipped.
-        rounds: layers to order, at most all of them.
-        steps: tapered steps of each answer, [answers].
-        measure: what skipping costs on those answers.
+    `importance` is the mean KL of skipping each layer alone, [L]; `steps` the tapered steps of each answer, [answers].
     """
     marginal = {layer: importance[layer] for layer in flex}  # what each layer added when it was last tried
     paths = [_Path(0.0, (), ())]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
-from ..replay import Scores
+from ..replay import Reference, Scores
 
 RESAMPLES = 10_000
 LEVEL = 0.95
 MIN_STEPS = 30  # fewer tapered steps than this say nothing
+_GRAM = 4
 
 
 class Estimate(NamedTuple):
@@ -24,17 +26,11 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True)
 class Loss:
-    """What a policy costs over some steps, as plain numbers: a forecast, or one end of measured intervals.
+    """What a policy costs over some steps, as plain numbers: a forecast, or one end of measured intervals."""
 
-    Args:
-        kl: mean KL(full || policy), nats.
-        agreement: share of steps whose likeliest token is that of full depth, 0 to 1.
-        nll_increase: rise of the NLL of full depth's own answers, per cent.
-    """
-
-    kl: float
-    agreement: float
-    nll_increase: float
+    kl: float  # mean KL(full || policy), nats
+    agreement: float  # share of steps whose likeliest token is that of full depth, 0 to 1
+    nll_increase: float  # rise of the NLL of full depth's own answers, per cent
 
 
 @dataclass(frozen=True)
@@ -74,6 +70,23 @@ class LossByStep:
     agreement: list[float]
 
 
+@dataclass(frozen=True)
+class PolicyAndFull:
+    """One figure of a policy's own answers, and of those of full depth."""
+
+    policy: Estimate
+    full: Estimate
+
+
+@dataclass(frozen=True)
+class FreeRunning:
+    """A policy's own answers beside those of full depth to the same prompts; replay only follows the latter."""
+
+    nll: PolicyAndFull  # of the answers at full depth, nats a token
+    length: PolicyAndFull  # tokens of an answer
+    repetition: PolicyAndFull  # share of an answer's 4-grams that occurred in it before, 0 to 1
+
+
 def ratio_estimate(numerator: np.ndarray, denominator: np.ndarray, seed: int = 0) -> Estimate:
     """sum(numerator) / sum(denominator) to six digits, resampled by answer; both are sums within each: [answers]."""
     draws = np.random.default_rng(seed).integers(0, len(numerator), (RESAMPLES, len(numerator)))
@@ -109,3 +122,25 @@ def by_answer(scores: Scores, values: np.ndarray) -> np.ndarray:
     """Sums within each answer: [answers]."""
     _, index = np.unique(scores.reference, return_inverse=True)
     return np.bincount(index, weights=values)
+
+
+def free_running(
+    own: Sequence[Reference], own_scores: Scores, full: Sequence[Reference], full_scores: Scores
+) -> FreeRunning:
+    """Compare a policy's own answers with those of full depth; the scores hold the full model's NLL of either."""
+    policy, whole = _figures(own, own_scores), _figures(full, full_scores)
+    return FreeRunning(*map(PolicyAndFull, policy, whole))
+
+
+def _figures(references: Sequence[Reference], scores: Scores) -> tuple[Estimate, Estimate, Estimate]:
+    """NLL, length and repetition."""
+    ones = np.ones(len(references))
+    lengths = np.array([len(reference.answer_ids) for reference in references], float)
+    repeats = np.array([_repeated(reference.answer_ids) for reference in references])
+    nll = ratio_estimate(by_answer(scores, scores.nll_full), lengths)
+    return nll, ratio_estimate(lengths, ones), ratio_estimate(repeats, ones)
+
+
+def _repeated(ids: Sequence[int]) -> float:
+    grams = [tuple(ids[i : i + _GRAM]) for i in range(len(ids) - _GRAM + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0

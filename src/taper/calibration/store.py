@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,9 +20,7 @@ _TIMEOUT = 60  # seconds to wait for another process that is writing
 class Store:
     """JSON values by what they were made from, in one file that a kill at any moment leaves whole.
 
-    Args:
-        path: the file; made with its folder.
-        common: what every value depends on: the model, the backend and its version.
+    `common` is what every value depends on: the model, the backend and its version. The file is made with its folder.
 
     Raises:
         RequestError: the file cannot be written, or is not such a file.
@@ -66,17 +63,6 @@ class Store:
             reason = getattr(error, "strerror", None) or error
             hint = "free the disk, make it writable, remove it if it is damaged, or set TAPER_CACHE to another folder"
             raise RequestError(f"cannot keep measurements in {self._path}: {reason}", hint) from None
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all, making its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.part")
-    try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def digest(value: Any) -> str:

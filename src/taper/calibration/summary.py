@@ -8,26 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, fields, is_dataclass
 from types import UnionType
-from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ..policy import ModelIdentity
 from .budget import Budget, Verdict
 from .conditions import Conditions
-from .cost import CostModel
-from .free_running import FreeRunning
-from .statistics import Estimate, LossByStep, Losses
+from .cost import CostModel, TimedRuns
+from .statistics import Estimate, FreeRunning, LossByStep, Losses
 
 MEASURED_ORDER = "measured order"  # what a comparison of methods calls the order that calibration found
 LossByDepth = dict[int, Estimate]
 T = TypeVar("T")
-
-
-class TimedRuns(NamedTuple):
-    """Speed in several timed runs, times that of full depth."""
-
-    median: float
-    slowest: float
-    fastest: float
 
 
 @dataclass(frozen=True)
@@ -40,19 +31,12 @@ class Speedup:
 
 @dataclass(frozen=True)
 class Figures:
-    """What a policy saves and costs: what tables of results show.
+    """What a policy saves and costs: what tables of results show."""
 
-    Args:
-        mean_depth: layers run for a token, over steps from 1 on of an answer of the planned length.
-        speedup: predicted and measured.
-        held_out: losses on held-out prompts.
-        free_running: the policy's own answers to those prompts.
-    """
-
-    mean_depth: float
+    mean_depth: float  # layers run for a token, over steps from 1 on of an answer of the planned length
     speedup: Speedup
-    held_out: Losses
-    free_running: FreeRunning
+    held_out: Losses  # on held-out prompts
+    free_running: FreeRunning  # the policy's own answers to those prompts
 
     def to_json(self) -> dict[str, Any]:
         """All fields as plain data."""
@@ -86,27 +70,15 @@ class PromptCounts:
 
 @dataclass(frozen=True)
 class Provenance(Figures):
-    """What a policy file says of its origin.
-
-    Args:
-        model: the model it was calibrated on.
-        prompts: the prompts it was calibrated on.
-        seed: of the split and the samples.
-        budget: what was asked for.
-        tokens: tokens of all prompts and answers.
-        answer_tokens: length of answer that was planned for.
-        policy: name or label of the policy.
-        on_search_prompts: losses on the prompts that the policy was chosen on.
-        conditions: versions, machine, precision.
-    """
+    """What a policy file says of its origin."""
 
     model: CalibratedModel
     prompts: PromptCounts
-    seed: int
+    seed: int  # of the split and the samples
     budget: Budget
-    tokens: int
-    answer_tokens: int
-    policy: str
+    tokens: int  # of all prompts and answers
+    answer_tokens: int  # length of answer that was planned for
+    policy: str  # name or label of the policy
     on_search_prompts: Losses
     conditions: Conditions
 
@@ -127,62 +99,36 @@ class Provenance(Figures):
 
 @dataclass(frozen=True)
 class Comparison:
-    """Loss of several orders of layers on the same steps, at constant depths: method -> depth -> figure.
+    """Loss of several orders of layers on the same steps, at constant depths: method -> depth -> figure."""
 
-    Args:
-        kl: mean KL, nats.
-        agreement: 0 to 1.
-        kl_above_measured_order: the paired difference in KL, of methods that retain other layers at that depth.
-    """
-
-    kl: dict[str, LossByDepth]
-    agreement: dict[str, LossByDepth]
-    kl_above_measured_order: dict[str, LossByDepth]
+    kl: dict[str, LossByDepth]  # mean KL, nats
+    agreement: dict[str, LossByDepth]  # 0 to 1
+    kl_above_measured_order: dict[str, LossByDepth]  # paired; of methods that retain other layers at that depth
 
 
 @dataclass(frozen=True)
 class Frontier:
-    """Loss against constant depth, and predicted speed: of the order found alone, or of a `Comparison`.
-
-    Args:
-        prompts: which ones it was measured on.
-        speedup: by depth.
-        kl: method -> depth -> KL in nats; on search prompts without an interval.
-        agreement: as in `Comparison`, on held-out prompts.
-        kl_above_measured_order: likewise.
-    """
+    """Loss against constant depth, and predicted speed: of the order found alone, or of a `Comparison`."""
 
     prompts: Literal["search", "held out"]
-    speedup: dict[int, float]
-    kl: Mapping[str, Mapping[int, float | Estimate]]
+    speedup: dict[int, float]  # by depth
+    kl: Mapping[str, Mapping[int, float | Estimate]]  # as in `Comparison`; on search prompts without an interval
     agreement: dict[str, LossByDepth] | None = None
     kl_above_measured_order: dict[str, LossByDepth] | None = None
 
 
 @dataclass(frozen=True)
 class Summary(Provenance):
-    """All that was measured.
+    """All that was measured."""
 
-    Args:
-        model_identity: what policies are checked against.
-        cost_ms: time of a step by depth.
-        importance: mean KL of skipping each layer alone, nats: [L].
-        skip_order: the flex layers, in the order in which they are skipped.
-        searched_layers: how many of those were ordered by search; the rest are by importance.
-        core_layers: the layers that always run.
-        curve: the policy's depth at each step: [answer_tokens].
-        by_step: held-out loss along the answer.
-        frontier: loss against depth.
-    """
-
-    model_identity: ModelIdentity
-    cost_ms: CostModel
-    importance: list[float]
-    skip_order: list[int]
-    searched_layers: int
+    model_identity: ModelIdentity  # what policies are checked against
+    cost_ms: CostModel  # time of a step by depth
+    importance: list[float]  # [L], mean KL of skipping each layer alone, nats
+    skip_order: list[int]  # the flex layers
+    searched_layers: int  # how many of those were ordered by search; the rest are by importance
     core_layers: list[int]
-    curve: list[int]
-    by_step: LossByStep
+    curve: list[int]  # [answer_tokens], the policy's depth at each step
+    by_step: LossByStep  # on held-out prompts
     frontier: Frontier
 
 

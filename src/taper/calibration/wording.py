@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 from .statistics import Estimate, Loss
 from .summary import Provenance
@@ -11,30 +10,18 @@ from .summary import Provenance
 HURTS = 0.9  # agreement over tapered steps below which readers are warned
 
 
-class _Limit(NamedTuple):
-    """A quality limit in words, and the figure that it bounds."""
-
-    asked: str
-    figure: str
-    factor: float
-    unit: str
-
-
+# Each quality limit in words, and the figure that it bounds: its name, factor and unit.
 _LIMITS = {
-    "max_kl": _Limit("mean KL at most {:.4g} nats", "kl", 1, "nats"),
-    "min_agreement": _Limit("agreement of {:.4g} % or more", "agreement", 100, "%"),
-    "max_nll_increase": _Limit("NLL rise at most {:.4g} %", "nll_increase", 1, "%"),
+    "max_kl": ("mean KL at most {:.4g} nats", "kl", 1, "nats"),
+    "min_agreement": ("agreement of {:.4g} % or more", "agreement", 100, "%"),
+    "max_nll_increase": ("NLL rise at most {:.4g} %", "nll_increase", 1, "%"),
 }
 
 
 def interval(estimate: Estimate | None, factor: float = 1.0, unit: str = "", digits: int | None = None) -> str:
-    """A figure and its interval, such as "0.052 (0.048 to 0.057)"; a dash for None.
+    """A figure and its interval, times a factor, such as "0.052 (0.048 to 0.057)"; a dash for None.
 
-    Args:
-        estimate: the figure.
-        factor: what it is multiplied by.
-        unit: what follows it, and its interval.
-        digits: decimals; default up to the first one that the interval leaves open.
+    `digits` are decimals, by default up to the first one that the interval leaves open.
     """
     if estimate is None:
         return "–"
@@ -51,7 +38,8 @@ def limits(summary: Provenance) -> list[tuple[str, str]]:
     rows = []
     for name, limit in summary.budget.given.items():
         if name in _LIMITS:
-            rows.append((_LIMITS[name].asked.format(_LIMITS[name].factor * limit), _bounded(name, measured.value)))
+            asked, _, factor, _ = _LIMITS[name]
+            rows.append((asked.format(factor * limit), _bounded(name, measured.value)))
         else:
             speeds = f"{speedup.predicted:.2f} predicted, {speedup.measured.median:.2f} measured"
             rows.append((f"{limit:.4g} times the speed of full depth", speeds))
@@ -90,5 +78,5 @@ def remarks(summary: Provenance) -> list[str]:
 
 def _bounded(name: str, loss: Loss) -> str:
     """The figure that a limit bounds."""
-    limit = _LIMITS[name]
-    return f"{limit.factor * getattr(loss, limit.figure):.3g} {limit.unit}"
+    _, figure, factor, unit = _LIMITS[name]
+    return f"{factor * getattr(loss, figure):.3g} {unit}"

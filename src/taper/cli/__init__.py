@@ -9,13 +9,14 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from typing import NoReturn
 
 import click
 
 from .. import __version__
 from ..errors import TaperError, TaperWarning
-from . import calibrate, generate, models, policy, vllm
+from . import bench, calibrate, generate, models, policy, vllm
 from .common import INTERRUPTED, say
 
 _CLOSED_PIPE, _WRONG = 141, 2
@@ -27,7 +28,7 @@ _ADVICE = {
 }
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=lambda *args: _version(*args))
 def cli() -> None:
     """Language models that run fewer layers per token as the output grows, without retraining.
@@ -40,6 +41,7 @@ cli.add_command(generate.generate)
 cli.add_command(generate.chat)
 cli.add_command(models.pull)
 cli.add_command(calibrate.calibrate)
+cli.add_command(bench.bench)
 cli.add_command(policy.policy)
 cli.add_command(vllm.vllm_args)
 
@@ -48,6 +50,7 @@ def main() -> NoReturn:
     """Run the command line; a user's mistake is one line and exit code 2."""
     _open_standard_streams()
     warnings.showwarning = _show_warning
+    warnings.simplefilter("always", TaperWarning)  # whatever PYTHONWARNINGS says: error would be a traceback
     if isinstance(sys.stderr, io.TextIOWrapper):
         encoding = sys.stderr.encoding
         sys.stderr = _Diagnostics(sys.stderr.detach(), encoding, line_buffering=True)
@@ -88,10 +91,11 @@ def _version(context: click.Context, parameter: click.Parameter, wanted: bool) -
     """Print the versions, and what the CPU's kernels were built with."""
     if not wanted or context.resilient_parsing:
         return
-    from ..backends.ggml.features import features, version
+    from ..backends.ggml.features import features
 
     built = features()
-    click.echo(f"taper {__version__}, ggml-python {version()} with {', '.join(name for name in built if built[name])}")
+    kernels = f"ggml-python {metadata.version('ggml-python')} with {', '.join(name for name in built if built[name])}"
+    click.echo(f"taper {__version__}, {kernels}")
     for name, advice in _ADVICE.items():
         if not built.get(name):
             click.echo(f"without {name}: {advice}")

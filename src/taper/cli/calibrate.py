@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import RequestError, TaperError
+from ..files import check_writable, write_whole
 from .common import load, model_options, say
 
 if TYPE_CHECKING:
@@ -49,12 +49,10 @@ _LIMITS = ("max_kl", "min_agreement", "max_nll_increase", "speedup")
 @click.option(
     "--baselines", is_flag=True, help="Also measure other methods' choices of layers on the same data. Takes long."
 )
-@click.option("--out", type=Path, default=Path("policy.json"), show_default=True, help="Where to write the policy.")
+@click.option("--out", type=Path, default=Path("policy.json"), help="Where to write the policy.")
 @click.option("--report", type=Path, metavar="FOLDER", help="Write a page with pictures into this folder.")
-@click.option("--name", default="", help="What to call the policy.")
-@click.option(
-    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed for splitting the prompts in two."
-)
+@click.option("--name", default="", show_default=False, help="What to call the policy.")
+@click.option("--seed", type=click.IntRange(0), default=0, help="Seed for splitting the prompts in two.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything that was measured as one JSON object.")
 def calibrate(prompts: Path | None, out: Path, report: Path | None, as_json: bool, **options: Any) -> None:
     """Find the layers that a model can spare under a budget, and validate the result on held-out prompts.
@@ -67,13 +65,12 @@ def calibrate(prompts: Path | None, out: Path, report: Path | None, as_json: boo
     from ..calibration.references import builtin_prompts, read_prompts
     from ..calibration.run import batch_size
     from ..calibration.run import calibrate as run
-    from ..calibration.store import write_whole
 
     Budget(**{name: options[name] for name in _LIMITS})  # a mistake is told before the model loads
     given = builtin_prompts() if prompts is None else read_prompts(prompts)
-    _check_writable(out.parent)
-    if out.is_dir():
-        raise RequestError(f"--out {out} is a folder", "name a file")
+    check_writable(out.parent)
+    if out.exists() and not out.is_file():  # it would be replaced, a device too
+        raise RequestError(f"--out {out} is a folder or a device", "name a file")
     if report is not None:
         _check_report(report)
     llm = load(options, max_batch_size=batch_size(len(given), options["device"]))
@@ -82,12 +79,11 @@ def calibrate(prompts: Path | None, out: Path, report: Path | None, as_json: boo
         result = run(llm, given, progress=progress, **{name: options[name] for name in names})
     if result.met:
         write_whole(out, result.policy.to_json().encode())
+    click.echo(json.dumps(result.summary.to_json()) if as_json else _as_text(result))
     if report is not None:
         from ..calibration.report import write_report
 
         write_report(report, result.summary)
-    click.echo(json.dumps(result.summary.to_json()) if as_json else as_text(result))
-    if report is not None:
         say(f"report: {report / 'index.html'}")
     if result.met:
         say(f'policy: {out}; try: taper generate --policy {out} "..."')
@@ -96,12 +92,12 @@ def calibrate(prompts: Path | None, out: Path, report: Path | None, as_json: boo
         sys.exit(_NOT_MET)
 
 
-def as_text(result: Calibration) -> str:
+def _as_text(result: Calibration) -> str:
     """The result in a few lines."""
     from ..calibration.wording import interval, limits, remarks, verdict
 
-    summary = result.summary
-    measured, tapered, all_steps = summary.speedup.measured, summary.held_out.tapered_steps, summary.held_out.all_steps
+    summary, held_out, own = result.summary, result.summary.held_out, result.summary.free_running
+    measured, tapered = summary.speedup.measured, held_out.tapered_steps
     lines = [
         f"{'policy' if result.met else 'nearest policy'} {summary.policy}: mean depth {summary.mean_depth:.1f} of "
         f"{summary.model.num_hidden_layers} over {summary.answer_tokens} tokens",
@@ -111,16 +107,14 @@ def as_text(result: Calibration) -> str:
         "",
         f"{summary.prompts.held_out} held-out prompts, 95 % intervals   tapered steps               all steps",
     ]
-    rows = [("kl", "KL to full depth, nats", 1.0), ("agreement", "same likeliest token, %", 100.0)]
-    rows += [("nll_increase", "NLL of its answers, + %", 1.0)]
-    for figure, title, factor in rows:
-        cells = [interval(getattr(losses, figure, None), factor) for losses in (tapered, all_steps)]
+    rows = [("kl", "KL to full depth, nats", 1), ("agreement", "same likeliest token, %", 100)]
+    for figure, title, factor in [*rows, ("nll_increase", "NLL of its answers, + %", 1)]:
+        cells = [interval(getattr(losses, figure, None), factor) for losses in (tapered, held_out.all_steps)]
         lines.append(f"  {title:<32} {cells[0]:<27} {cells[1]}")
     lines += ["", f"{'its own answers':<34} {'policy':<27} full depth"]
-    rows = [("nll", "NLL at full depth, nats", 1.0), ("length", "tokens", 1.0)]
-    rows += [("repetition", "repeated 4-grams, %", 100.0)]
+    rows = [("nll", "NLL at full depth, nats", 1), ("length", "tokens", 1), ("repetition", "repeated 4-grams, %", 100)]
     for figure, title, factor in rows:
-        pair = getattr(summary.free_running, figure)
+        pair = getattr(own, figure)
         lines.append(f"  {title:<32} {interval(pair.policy, factor):<27} {interval(pair.full, factor)}")
     notes = remarks(summary)
     return "\n".join([*lines, *([""] if notes else []), *notes])
@@ -158,16 +152,4 @@ def _check_report(folder: Path) -> None:
         raise TaperError("--report needs matplotlib", 'pip install "taper-llm[report]"') from None
     if folder.exists() and not folder.is_dir():
         raise RequestError(f"--report {folder} is not a folder")
-    _check_writable(folder)
-
-
-def _check_writable(folder: Path) -> None:
-    """Reject a folder that cannot be written to, leaving nothing there."""
-    existing = folder.absolute()
-    while not existing.exists() and existing != existing.parent:
-        existing = existing.parent
-    try:
-        with tempfile.TemporaryFile(dir=existing):
-            pass
-    except OSError as error:
-        raise RequestError(f"cannot write to {folder}: {error.strerror}", "choose another folder") from None
+    check_writable(folder)

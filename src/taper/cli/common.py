@@ -30,13 +30,9 @@ def model_options(command: Command) -> Command:
         click.option("--model", default=None, metavar="MODEL", help="Name, file, folder or hub id ORG/MODEL."),
         click.option("--threads", type=int, help="CPU threads. Default: the cores this process may use."),
         click.option("--context", type=int, help="Tokens of prompt and output. Default: 4096 or the model's limit."),
-        click.option("--device", type=click.Choice(DEVICES), default="auto", show_default=True),
+        click.option("--device", type=click.Choice(DEVICES), default="auto"),
         click.option(
-            "--dtype",
-            type=click.Choice(DTYPES),
-            default="auto",
-            show_default=True,
-            help="Convert or quantise weights when loading.",
+            "--dtype", type=click.Choice(DTYPES), default="auto", help="Convert or quantise weights when loading."
         ),
         click.option("--no-repack", is_flag=True, help="Use the mapped file as it is: less memory, slower on a CPU."),
     ]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from ..llm import LLM
@@ -28,9 +29,7 @@ class SideBySide:
     outputs: list[Output | None] = field(default_factory=lambda: [None, None])
 
     def __rich__(self) -> Table:
-        grid = Table.grid(expand=True)
-        grid.add_column(ratio=1)
-        grid.add_column(ratio=1)
+        grid = Table.grid(Column(ratio=1), Column(ratio=1), expand=True)
         grid.add_row(*(self._panel(i) for i in (0, 1)))
         return grid
 
@@ -54,11 +53,8 @@ class SideBySide:
         full, tapered = self.outputs
         if full is None or tapered is None or not full.tokens_per_second or not tapered.tokens_per_second:
             return "too short to compare"
-        shared = 0
-        for a, b in zip(full.token_ids, tapered.token_ids, strict=False):
-            if a != b:
-                break
-            shared += 1
+        pairs = zip(full.token_ids, tapered.token_ids, strict=False)
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         same = len(full.token_ids) == len(tapered.token_ids) == shared
         texts = "the same text" if same else f"the first {shared} tokens are the same"
         ratio = tapered.tokens_per_second / full.tokens_per_second

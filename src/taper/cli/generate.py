@@ -15,7 +15,7 @@ from .common import INTERRUPTED, Command, load, model_options, say, with_options
 
 if TYPE_CHECKING:
     from ..llm import LLM
-    from ..loading import Message
+    from ..loading.tokenizer import Message
     from ..output import Chunk, Output
     from ..policy import DepthPolicy
     from ..sampling import SamplingParams
@@ -29,22 +29,14 @@ def _options(command: Command) -> Command:
         click.option("--mode", type=click.Choice(MODES), help="All layers, or fewer as the output grows."),
         click.option("--alpha", type=float, help="Use D3's curve, floor(L * alpha^i) layers at step i; in (0, 1]."),
         click.option("--system", metavar="TEXT", help="System message."),
-        click.option("--max-tokens", type=int, default=512, show_default=True, help="Most tokens to generate."),
-        click.option("--temperature", type=float, default=0.0, show_default=True, help="0 takes the likeliest token."),
+        click.option("--max-tokens", type=int, default=512, help="Most tokens to generate."),
+        click.option("--temperature", type=float, default=0.0, help="0 takes the likeliest token."),
         click.option(
-            "--top-p",
-            type=float,
-            default=1.0,
-            show_default=True,
-            help="Keep the likeliest tokens whose probabilities reach this sum.",
+            "--top-p", type=float, default=1.0, help="Keep the likeliest tokens whose probabilities reach this sum."
         ),
-        click.option("--top-k", type=int, default=0, show_default=True, help="Keep the k likeliest tokens; 0: all."),
+        click.option("--top-k", type=int, default=0, help="Keep the k likeliest tokens; 0: all."),
         click.option(
-            "--min-p",
-            type=float,
-            default=0.0,
-            show_default=True,
-            help="Keep tokens at least this likely, relative to the likeliest.",
+            "--min-p", type=float, default=0.0, help="Keep tokens at least this likely, relative to the likeliest."
         ),
         click.option("--stop", multiple=True, metavar="TEXT", help="End the output before this text; repeatable."),
         click.option("--seed", type=int, help="Make sampling repeatable."),
@@ -67,15 +59,13 @@ def generate(prompt: str, compare: bool, as_json: bool, **options: Any) -> None:
     params = _sampling(options)
     text = _read_prompt(prompt)
     llm = load(options)
-    messages = [*_messages(options["system"]), {"role": "user", "content": text}]
-    given = _prompt(llm, messages)
+    given = _prompt(llm, text, options["system"])
     llm.encode(given)  # a prompt that does not fit is refused before anything else is said
     policy = _policy(llm, options)
     if compare:
         _compare(llm, given, params, policy, options, as_json)
         return
-    chunks = _follow(llm.stream(given, params, policy=policy), echo=not as_json)
-    output = _output(chunks)
+    output, chunks = _follow(llm.stream(given, params, policy=policy), echo=not as_json)
     if as_json:
         click.echo(json.dumps(_as_json(output, llm), ensure_ascii=False))
     else:
@@ -104,13 +94,12 @@ def chat(**options: Any) -> None:
         elif line.strip():
             messages.append({"role": "user", "content": line})
             try:
-                chunks = _follow(llm.stream(messages, params, policy=policy), echo=True)
+                output, chunks = _follow(llm.stream(messages, params, policy=policy), echo=True)
             except TaperError as error:
                 messages.pop()
                 say(f"{error}; /reset starts over")
                 continue
             click.echo()
-            output = _output(chunks)
             _report(output, chunks, options["show_depth"])
             messages.append({"role": "assistant", "content": output.text})
 
@@ -121,10 +110,8 @@ def _sampling(options: dict[str, Any]) -> SamplingParams:
     if options["temperature"] == 0:
         for name, unset in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0), ("seed", None)):
             if options[name] != unset:
-                option = "--" + name.replace("_", "-")
-                raise TaperError(
-                    f"{option} does nothing at temperature 0", "give a --temperature above 0, or leave it out"
-                )
+                option, hint = "--" + name.replace("_", "-"), "give a --temperature above 0, or leave it out"
+                raise TaperError(f"{option} does nothing at temperature 0", hint)
     names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "seed")
     return SamplingParams(**{name: options[name] for name in names})
 
@@ -152,17 +139,17 @@ def _messages(system: str | None) -> list[Message]:
     return [{"role": "system", "content": system}] if system else []
 
 
-def _prompt(llm: LLM, messages: list[Message]) -> Any:
+def _prompt(llm: LLM, text: str, system: str | None) -> Any:
     """Messages for a model with a chat template, else the text alone."""
     if llm.tokenizer.chat_template:
-        return messages
-    if len(messages) > 1:
+        return [*_messages(system), {"role": "user", "content": text}]
+    if system:
         raise TaperError(f"{llm.model} has no chat template, so --system does nothing", "leave it out")
-    return messages[0]["content"]
+    return text
 
 
-def _follow(stream: Stream, echo: bool) -> list[Chunk]:
-    """Take all chunks, writing their text as it comes; Ctrl-C ends the output where it is."""
+def _follow(stream: Stream, echo: bool) -> tuple[Output, list[Chunk]]:
+    """Take all chunks of an output, writing their text as it comes; Ctrl-C ends it where it is."""
     from ..terminal import waiting, without_controls
 
     chunks: list[Chunk] = []
@@ -182,7 +169,9 @@ def _follow(stream: Stream, echo: bool) -> list[Chunk]:
     except KeyboardInterrupt:
         for chunk in stream.abort():
             take(chunk)
-    return chunks
+    output = chunks[-1].output
+    assert output is not None
+    return output, chunks
 
 
 def _compare(
@@ -219,12 +208,6 @@ def _as_json(output: Output, llm: LLM) -> dict[str, Any]:
         "policy": output.policy.label,
         "model": llm.model,
     }
-
-
-def _output(chunks: list[Chunk]) -> Output:
-    output = chunks[-1].output
-    assert output is not None
-    return output
 
 
 def _report(output: Output, chunks: list[Chunk], show_depth: bool) -> None:

@@ -36,7 +36,7 @@ def policy_list() -> None:
 
 @policy.command("show")
 @click.argument("name", metavar="NAME|FILE")
-@click.option("--tokens", type=click.IntRange(1, 100_000), default=128, show_default=True, help="Length of output.")
+@click.option("--tokens", type=click.IntRange(1, 100_000), default=128, help="Length of output.")
 @click.option("--json", "as_json", is_flag=True, help="Print the policy's JSON.")
 def policy_show(name: str, tokens: int, as_json: bool) -> None:
     """Draw the depth of each step of a policy, and the layers it skips."""

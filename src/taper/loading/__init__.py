@@ -6,20 +6,9 @@ import os
 from pathlib import Path
 
 from ..errors import ModelError
-from .folder import load_folder
-from .gguf import load_gguf
 from .model import LoadedModel, ModelConfig, Tensor
-from .tokenizer import Message, TextStream, Tokenizer
 
-__all__ = [
-    "LoadedModel",
-    "Message",
-    "ModelConfig",
-    "Tensor",
-    "TextStream",
-    "Tokenizer",
-    "load_model",
-]
+__all__ = ["LoadedModel", "ModelConfig", "Tensor", "load_model"]
 
 
 def load_model(path: Path) -> LoadedModel:
@@ -28,8 +17,13 @@ def load_model(path: Path) -> LoadedModel:
     Raises:
         ModelError: it is missing, damaged or not supported.
     """
+    # Tokenizers and chat templates need libraries that a benchmark of random weights does without.
     if os.path.isdir(path):
+        from .folder import load_folder
+
         return load_folder(path)
     if os.path.lexists(path):
+        from .gguf import load_gguf
+
         return load_gguf(path)
     raise ModelError(f"no file or folder {path}", "taper pull fetches the default model")

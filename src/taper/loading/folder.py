@@ -13,7 +13,7 @@ import numpy as np
 
 from ..checks import limited_attention, unique_keys
 from ..errors import ModelError
-from .files import open_file, read_json
+from ..files import open_file, read_json
 from .model import LoadedModel, ModelConfig, Tensor, TensorNames, check_architecture, check_config, check_tensors
 from .tokenizer_files import tokenizer_from_folder
 
@@ -22,7 +22,7 @@ _MODEL_TYPES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3":
 _DTYPES = ("F32", "F16", "BF16")
 MAX_HEADER_BYTES = 16 << 20  # of a safetensors file; a thousand tensors take a hundredth of that
 
-_NAMES = TensorNames(
+FOLDER_NAMES = TensorNames(
     "model.layers.",
     {
         "input_layernorm.weight": "input_layernorm",
@@ -50,8 +50,12 @@ def load_folder(path: Path) -> LoadedModel:
     Raises:
         ModelError: a file is missing or damaged, weights are pickled, or the model is not supported.
     """
+    if not os.path.lexists(path / "config.json"):
+        one = next(iter(sorted(path.glob("*.gguf"))), None)
+        hint = f"name a file, such as {one}" if one else "give a complete Hugging Face model folder, or a .gguf file"
+        raise ModelError(f"{path} has no config.json", hint)
     settings = read_json(path / "config.json")
-    tensors = _NAMES.rename({name: t for name, t in _read_weights(path).items() if "rotary_emb" not in name})
+    tensors = FOLDER_NAMES.rename({name: t for name, t in _read_weights(path).items() if "rotary_emb" not in name})
     try:
         config = _read_config(settings, tensors)
     except (TypeError, ValueError, ArithmeticError) as error:  # a value of a kind that no formula expects
@@ -59,7 +63,7 @@ def load_folder(path: Path) -> LoadedModel:
     check_config(config)
     if config.tie_word_embeddings:
         tensors.pop("lm_head", None)
-    check_tensors(config, tensors, _NAMES)
+    check_tensors(config, tensors, FOLDER_NAMES)
     return LoadedModel(config, tensors, tokenizer_from_folder(path, config.vocab_size))
 
 

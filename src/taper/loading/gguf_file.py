@@ -10,6 +10,7 @@ import math
 import mmap
 import struct
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,12 @@ from typing import Any
 import numpy as np
 
 from ..errors import ModelError
-from .files import open_file
+from ..files import open_file
 from .model import WEIGHT_TYPES, Tensor
 
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
+_LENGTH = struct.Struct("<Q")
 _TYPE_NAMES = {type_id: name for name, (type_id, _, _) in WEIGHT_TYPES.items()}
 # Of a header. The largest vocabularies take 15 MB and 900,000 items: tokens, their types, merges.
 MAX_BYTES, MAX_ITEMS, MAX_TENSORS = 64 << 20, 1 << 21, 1 << 16
@@ -108,6 +110,20 @@ class _Reader:
         except UnicodeDecodeError:
             raise self.damaged("text that is not UTF-8") from None
 
+    def strings(self, count: int) -> list[str]:
+        """As many strings, in one tight loop, as vocabularies have hundreds of thousands."""
+        buffer, start, unpack = self.buffer, self.offset, _LENGTH.unpack_from
+        values: list[str] = []
+        with suppress(struct.error, OverflowError, UnicodeDecodeError):
+            for _ in range(count):
+                first = start + _LENGTH.size
+                start = first + unpack(buffer, start)[0]
+                values.append(str(buffer[first:start], "utf-8"))
+            if start <= len(buffer):
+                self.offset = start
+                return values
+        return [self.string() for _ in range(count)]  # raises an error that says what is damaged, and where
+
     def value(self, type_id: int) -> Any:
         if type_id == _STRING:
             return self.string()
@@ -120,7 +136,7 @@ class _Reader:
     def array(self) -> list[Any]:
         type_id = self.scalar("<I")
         if type_id == _STRING:
-            return [self.string() for _ in range(self.count("strings", 8))]
+            return self.strings(self.count("strings", 8))
         if type_id not in _SCALARS:
             raise self.damaged(f"unsupported array type {type_id}")
         dtype = np.dtype(_SCALARS[type_id])

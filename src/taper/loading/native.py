@@ -6,24 +6,18 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 
-from ..errors import TaperError
+from ..errors import ModelError, TaperError
 
 _LOCK = threading.RLock()  # one thread at a time turns standard error aside
 
 
 @contextmanager
-def library_errors(error: Callable[[str], TaperError], *, quiet: bool = False) -> Iterator[None]:
-    """Turn whatever the library raises here into an error of ours; ours and interrupts pass.
-
-    Args:
-        error: makes it from the library's reason.
-        quiet: keep a panic's own lines from standard error; too slow for what is called at every token.
-    """
+def library_errors(error: Callable[[str], TaperError]) -> Iterator[None]:
+    """Turn whatever the library raises here into an error of ours; ours and interrupts pass."""
     try:
-        with _without_panic_lines() if quiet else nullcontext():
-            yield
+        yield
     except (TaperError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as raised:  # a panic is not an Exception
@@ -31,27 +25,31 @@ def library_errors(error: Callable[[str], TaperError], *, quiet: bool = False) -
 
 
 @contextmanager
-def _without_panic_lines() -> Iterator[None]:
-    """Hold back what this process writes to file descriptor 2, and give it out unless it comes from a panic."""
+def loading_tokenizer(source: object) -> Iterator[None]:
+    """Name the file if the library fails on what it describes, and show nothing of a panic."""
+    with library_errors(lambda reason: ModelError(f"{source}: the tokenizer is damaged: {reason}")), _panics_unseen():
+        yield
+
+
+@contextmanager
+def _panics_unseen() -> Iterator[None]:
+    """Hold back what this process writes to file descriptor 2, and give it out unless there was a panic.
+
+    It holds up other threads' lines too, so it is for loading only.
+    """
     with _LOCK, ExitStack() as stack:
         try:
             held = stack.enter_context(tempfile.TemporaryFile())
             standard_error = os.dup(2)
         except OSError:  # there is no folder for temporary files, or standard error is closed
-            held = None
-        if held is None:
             yield
             return
-        panicked = False
+        os.dup2(held.fileno(), 2)
         try:
-            os.dup2(held.fileno(), 2)
             yield
-        except BaseException as raised:
-            panicked = type(raised).__name__ == "PanicException"
-            raise
         finally:
             os.dup2(standard_error, 2)
             os.close(standard_error)
             held.seek(0)
-            if not panicked and (lines := held.read()):
+            if (lines := held.read()) and b" panicked at " not in lines:
                 os.write(2, lines)

@@ -27,6 +27,9 @@ def check_tokenizer(tokenizer: Tokenizer, source: object, vocab_size: int) -> No
         ModelError: it fails, gives a token that the model does not have, or makes far too much of a text.
     """
     fast = tokenizer.fast
+    highest = max(fast.get_vocab(with_added_tokens=True).values(), default=0)
+    if highest >= vocab_size:
+        raise ModelError(f"{source} has token id {highest}, but the model has {vocab_size} embeddings")
     for part in (fast.normalizer, fast.pre_tokenizer, fast.post_processor, fast.decoder):
         if part is not None and (growth := _growth(json.loads(part.__getstate__()))) > MAX_GROWTH:
             raise ModelError(f"{source}: a text could grow {growth} times; at most {MAX_GROWTH} times is allowed")

@@ -45,7 +45,7 @@ class Tokenizer:
         Raises:
             RequestError: the text is not valid Unicode, or the tokenizer fails on it.
         """
-        with library_errors(_cannot_encode, quiet=True):
+        with library_errors(_cannot_encode):
             try:
                 ids: list[int] = self.fast.encode(text, add_special_tokens=add_special_tokens).ids
             except TypeError:  # what the library makes of lone surrogates
@@ -60,12 +60,12 @@ class Tokenizer:
         Raises:
             RequestError: what `render` and `encode` raise.
         """
-        special = [token.content for token in self.fast.get_added_tokens_decoder().values() if token.special]
         texts = [text for message in messages for text in message.values() if isinstance(text, str)]
-        if parse_special or not any(token in text for token in special for text in texts):
+        spelled = any(token in text for token in self._special.values() for text in texts)
+        if parse_special or not (spelled or self._normalises_special):
             return self.encode(self.render(messages), add_special_tokens=False)
         # A mark inside keeps the library from seeing the token; its normaliser takes the mark out again.
-        breakable = sorted((token for token in special if len(token) > 1), key=len, reverse=True)
+        breakable = sorted((token for token in self._special.values() if len(token) > 1), key=len, reverse=True)
 
         def guarded(text: str) -> str:
             for token in breakable:
@@ -73,10 +73,20 @@ class Tokenizer:
             return text
 
         marked = [{key: guarded(text) for key, text in message.items()} for message in messages]
-        return Tokenizer(self._unmarking, self.eos_token_ids, "", {}).encode(self.render(marked), False)
+        return self._unmarking.encode(self.render(marked), add_special_tokens=False)
 
     @cached_property
-    def _unmarking(self) -> FastTokenizer:
+    def _special(self) -> dict[int, str]:
+        """The control tokens by id."""
+        return {i: token.content for i, token in self.fast.get_added_tokens_decoder().items() if token.special}
+
+    @cached_property
+    def _normalises_special(self) -> bool:
+        """Whether other characters, such as wide ones, can spell a control token too."""
+        return any(token.special and token.normalized for token in self.fast.get_added_tokens_decoder().values())
+
+    @cached_property
+    def _unmarking(self) -> Tokenizer:
         """The same pipeline, but for removing marks before anything else is done to the text around control tokens."""
         data = json.loads(self.fast.to_str())
         for token in data["added_tokens"]:
@@ -84,7 +94,7 @@ class Tokenizer:
         unmark = {"type": "Replace", "pattern": {"String": _MARK}, "content": ""}
         steps = [unmark, data["normalizer"]] if data["normalizer"] else [unmark]
         data["normalizer"] = {"type": "Sequence", "normalizers": steps}
-        return FastTokenizer.from_str(json.dumps(data))
+        return Tokenizer(FastTokenizer.from_str(json.dumps(data)), self.eos_token_ids, "", {})
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids; special tokens are left out. Bytes that are no character become U+FFFD.
@@ -97,8 +107,7 @@ class Tokenizer:
             if "\ufffd" not in text or not getattr(self.fast.model, "byte_fallback", False) or not self.fast.decoder:
                 return text
             # One bad byte makes the library spoil its whole run of byte tokens; keep the run's good characters.
-            special = {i for i, token in self.fast.get_added_tokens_decoder().items() if token.special}
-            pieces = [piece for i in ids if i not in special and (piece := self.fast.id_to_token(i)) is not None]
+            pieces = [piece for i in ids if i not in self._special and (piece := self.fast.id_to_token(i)) is not None]
             joined: list[str] = []
             for is_byte, group in groupby(pieces, lambda piece: bool(_BYTE_PIECE.fullmatch(piece))):
                 run = list(group)

@@ -14,8 +14,8 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as FastTokenizer
 
 from ..errors import ModelError
-from .files import read_json, read_text
-from .native import library_errors
+from ..files import read_json, read_text
+from .native import loading_tokenizer
 from .probe import check_tokenizer
 from .tokenizer import Tokenizer
 
@@ -42,22 +42,8 @@ def tokenizer_from_folder(path: Path, vocab_size: int) -> Tokenizer:
         ModelError: the file is missing or damaged, has more tokens than the model, or does not work.
     """
     file = path / "tokenizer.json"
-    with library_errors(lambda reason: ModelError(f"cannot read {file}: {reason}"), quiet=True):
-        fast = FastTokenizer.from_str(read_text(file, MAX_TOKENIZER_BYTES))
-        fast.no_truncation()
-        fast.no_padding()
-        _check_size(fast, vocab_size, str(file))
     settings = read_json(path / "tokenizer_config.json", missing={})
-    template = settings.get("chat_template") or ""
-    if isinstance(template, list):  # several named templates
-        named = [entry for entry in template if isinstance(entry, dict) and isinstance(entry.get("name"), str)]
-        if len(named) != len(template):
-            raise ModelError(f"{path}: a chat template of a list must have a name")
-        template = next((entry.get("template") for entry in named if entry["name"] == "default"), "")
-    if os.path.lexists(path / "chat_template.jinja"):
-        template = read_text(path / "chat_template.jinja")
-    if not isinstance(template, str):
-        raise ModelError(f"{path}: the chat template must be text")
+    template = _folder_template(path, settings)
     tokens = {}
     for name in ("bos_token", "eos_token"):
         value = settings.get(name)
@@ -68,11 +54,28 @@ def tokenizer_from_folder(path: Path, vocab_size: int) -> Tokenizer:
     for name in ("generation_config.json", "config.json"):
         ids = read_json(path / name, missing={}).get("eos_token_id")
         stops.update(i for i in (ids if isinstance(ids, list) else [ids]) if type(i) is int and i >= 0)
-    stops |= _end_of_turn_ids(fast, tokens.get("eos_token"))
-    tokenizer = Tokenizer(fast, frozenset(stops), template, tokens)
-    with library_errors(lambda reason: ModelError(f"{file}: the tokenizer is damaged: {reason}"), quiet=True):
+    with loading_tokenizer(file):
+        fast = FastTokenizer.from_str(read_text(file, MAX_TOKENIZER_BYTES))
+        fast.no_truncation()
+        fast.no_padding()
+        stops |= _end_of_turn_ids(fast, tokens.get("eos_token"))
+        tokenizer = Tokenizer(fast, frozenset(stops), template, tokens)
         check_tokenizer(tokenizer, file, vocab_size)
     return tokenizer
+
+
+def _folder_template(path: Path, settings: dict[str, Any]) -> str:
+    template = settings.get("chat_template") or ""
+    if isinstance(template, list):  # several named templates
+        named = [entry for entry in template if isinstance(entry, dict) and isinstance(entry.get("name"), str)]
+        if len(named) != len(template):
+            raise ModelError(f"{path}: a chat template of a list must have a name")
+        template = next((entry.get("template") for entry in named if entry["name"] == "default"), "")
+    if os.path.lexists(path / "chat_template.jinja"):
+        template = read_text(path / "chat_template.jinja")
+    if not isinstance(template, str):
+        raise ModelError(f"{path}: the chat template must be text")
+    return template
 
 
 def tokenizer_from_gguf(file_name: str, metadata: dict[str, Any], vocab_size: int) -> Tokenizer:
@@ -81,7 +84,7 @@ def tokenizer_from_gguf(file_name: str, metadata: dict[str, Any], vocab_size: in
     Raises:
         ModelError: metadata is missing or damaged, or names a tokenizer that is not supported or does not work.
     """
-    with library_errors(lambda reason: ModelError(f"{file_name}: the tokenizer is damaged: {reason}"), quiet=True):
+    with loading_tokenizer(file_name):
         tokenizer = _rebuild(file_name, metadata, vocab_size)
         check_tokenizer(tokenizer, file_name, vocab_size)
     return tokenizer
@@ -152,8 +155,7 @@ def _byte_level_bpe(file_name: str, pre: str, vocab: dict[str, int], merges: lis
         if not space or " " in right:
             raise ModelError(f"{file_name}: tokenizer merge {merge!r} is not a pair of tokens")
         pairs.append((left, right))
-    with library_errors(lambda reason: ModelError(f"{file_name}: tokenizer merges are damaged: {reason}"), quiet=True):
-        fast = FastTokenizer(models.BPE(vocab, pairs, ignore_merges=pre == "llama-bpe"))
+    fast = FastTokenizer(models.BPE(vocab, pairs, ignore_merges=pre == "llama-bpe"))
     if pre == "qwen2":
         fast.normalizer = normalizers.NFC()
     fast.pre_tokenizer = pre_tokenizers.Sequence(pipelines[pre])
@@ -214,9 +216,3 @@ def _template_piece(token: str) -> str:
 def _end_of_turn_ids(fast: FastTokenizer, eos_token: str | None) -> set[int]:
     names = [*_END_OF_TURN, *([eos_token] if eos_token else [])]
     return {token_id for name in names if (token_id := fast.token_to_id(name)) is not None}
-
-
-def _check_size(fast: FastTokenizer, vocab_size: int, file_name: str) -> None:
-    highest = max(fast.get_vocab(with_added_tokens=True).values(), default=0)
-    if highest >= vocab_size:
-        raise ModelError(f"{file_name} has token id {highest}, but the model has {vocab_size} embeddings")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from fnmatch import fnmatch
 from pathlib import Path
 
 from ..errors import ModelError
@@ -60,25 +59,11 @@ def pull_hub_model(name: str) -> Path:
         raise
     except Exception as error:  # the hub raises its own, its HTTP library's and the system's errors
         if is_full(error):
-            raise no_space(HF_HUB_CACHE, _hub_size(repository, file), "HF_HOME") from None
+            raise no_space(HF_HUB_CACHE, f"all bytes of {name}", "HF_HOME") from None
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(
             f"cannot fetch {name}: {reason[:200]}", "check the name and the network; private models need: hf auth login"
         ) from None
-
-
-def _hub_size(repository: str, file: str | None) -> str:
-    """How large what is fetched of a repository is; in words, where the hub does not say."""
-    from huggingface_hub import HfApi
-
-    patterns = [file] if file else _HUB_FILES
-    try:
-        entries = HfApi().model_info(repository, files_metadata=True).siblings or []
-    except Exception:  # it is asked for the sake of a message only
-        entries = []
-    wanted = [entry for entry in entries if any(fnmatch(entry.rfilename, pattern) for pattern in patterns)]
-    total = sum(entry.size or 0 for entry in wanted)
-    return f"{total / 1e6:.0f} MB" if total else f"all bytes of {file or repository}"
 
 
 def _split_hub_id(name: str) -> tuple[str, str | None]:

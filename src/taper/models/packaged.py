@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ModelError
+from ..files import read_json, write_whole
 from .cache import cache_folder, is_full, no_space, sha256
 
 # Called with the bytes that are there and the bytes expected.
@@ -164,8 +165,8 @@ class PackagedModel:
             status = self.path.stat()
             version = {"sha256": self.sha256, "size": status.st_size, "mtime_ns": status.st_mtime_ns}
             version["inode"] = status.st_ino
-            with suppress(OSError, ValueError, RecursionError):
-                if not read and note.is_file() and json.loads(note.read_bytes()) == version:
+            with suppress(ModelError):  # a note that is missing or damaged is written anew
+                if not read and read_json(note) == version:
                     return True
             if sha256(self.path) != self.sha256:
                 return False
@@ -173,13 +174,8 @@ class PackagedModel:
             raise ModelError(
                 f"cannot read {self.path}: {error.strerror}", f"make it readable, or: {self.command}"
             ) from None
-        temporary = note.with_name(f".{note.name}.{os.getpid()}")
         with suppress(OSError):  # in a cache that cannot be written, the model is read each time
-            try:
-                temporary.write_text(json.dumps(version))
-                os.replace(temporary, note)
-            finally:
-                temporary.unlink(missing_ok=True)
+            write_whole(note, json.dumps(version).encode())
         return True
 
 

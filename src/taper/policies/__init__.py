@@ -6,7 +6,9 @@ import os
 from importlib import resources
 from pathlib import Path
 
+from ..checks import shown
 from ..errors import PolicyError
+from ..files import read_text
 from ..policy import DepthPolicy, ModelIdentity
 
 MAX_FILE_BYTES = 1 << 20
@@ -57,20 +59,10 @@ def load_policy(path: str | Path) -> DepthPolicy:
     Raises:
         PolicyError: the file is missing, not UTF-8, too large, or not a policy.
     """
-    given, path = str(path), Path(path)
+    if not os.path.isfile(path):
+        raise PolicyError(f"no policy {shown(str(path))}: it is neither a shipped one nor a file", _HINT)
+    text = read_text(Path(path), MAX_FILE_BYTES, PolicyError)
     try:
-        if not os.path.isfile(path):
-            reason = "it is not a file" if os.path.exists(path) else "there is no such file"
-            raise PolicyError(f"no policy {given[:200]!r}: {reason}", _HINT)
-        with path.open("rb") as file:
-            raw = file.read(MAX_FILE_BYTES + 1)
-    except (OSError, ValueError) as error:  # a name with a null byte is a ValueError
-        raise PolicyError(f"cannot read policy {path}: {getattr(error, 'strerror', None) or error}", _HINT) from None
-    if len(raw) > MAX_FILE_BYTES:
-        raise PolicyError(f"policy {path} is larger than {MAX_FILE_BYTES} bytes")
-    try:
-        return DepthPolicy.from_json(raw.decode())
-    except UnicodeDecodeError:
-        raise PolicyError(f"policy {path} is not UTF-8 text") from None
+        return DepthPolicy.from_json(text)
     except PolicyError as error:
         raise PolicyError(f"policy {path}: {error.message}", error.hint) from None

@@ -26,9 +26,12 @@ def register() -> None:
             ModelRegistry.register_model(architecture, f"{__name__}.models:{architecture}")
     if vllm_version().startswith(TESTED):
         # Any other vLLM must still serve other models; models.py rejects it when it is asked for one of ours.
-        from .config import register_checks
+        from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
-        register_checks(ARCHITECTURES.values())
+        from .config import TaperConfig
+
+        for architecture in ARCHITECTURES.values():
+            MODELS_CONFIG_MAP.setdefault(architecture, TaperConfig)
 
 
 def vllm_version() -> str:

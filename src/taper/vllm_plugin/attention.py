@@ -18,18 +18,14 @@ BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
 
 
 class Batch(NamedTuple):
-    """Where the tokens of a batch and their keys and values are, as vLLM's runner has it before the forward.
-
-    first_positions, prompt_lengths: [requests] on the host.
-    block_table: [requests, blocks], slot_mapping and positions: [tokens], on the device.
-    """
+    """Where the tokens of a batch and their keys and values are, as vLLM's runner has it before the forward."""
 
     attention_group: Any
-    first_positions: np.ndarray
-    prompt_lengths: np.ndarray
-    block_table: torch.Tensor
-    slot_mapping: torch.Tensor
-    positions: torch.Tensor
+    first_positions: np.ndarray  # [requests], on the host
+    prompt_lengths: np.ndarray  # [requests], on the host
+    block_table: torch.Tensor  # [requests, blocks], on the device
+    slot_mapping: torch.Tensor  # [tokens], on the device
+    positions: torch.Tensor  # [tokens], on the device
 
 
 class TaperedForward:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 from vllm.logger import init_logger
-from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
+from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
 from ..checks import limited_attention
 from ..errors import ModelError
@@ -16,12 +15,6 @@ from .options import Options
 from .requests import RequestCheck
 
 logger = init_logger("vllm.taper")
-
-
-def register_checks(architectures: Iterable[str]) -> None:
-    """Make vLLM call `TaperConfig` for these architectures; can be called again."""
-    for architecture in architectures:
-        MODELS_CONFIG_MAP.setdefault(architecture, TaperConfig)
 
 
 class TaperConfig(VerifyAndUpdateConfig):
@@ -50,11 +43,8 @@ class TaperConfig(VerifyAndUpdateConfig):
             vllm_config.parallel_config.worker_cls = f"{__package__}.runner_v1.Worker"
         RequestCheck.options = options
         model.logits_processors = [*(model.logits_processors or ()), f"{RequestCheck.__module__}:RequestCheck"]
-        logger.info(
-            "Taper: the default policy is %s; requests may name %s",
-            options.default.label,
-            ", ".join(sorted(options.named)),
-        )
+        names = ", ".join(sorted(options.named))
+        logger.info("Taper: the default policy is %s; requests may name %s", options.default.label, names)
 
 
 def read_options(vllm_config: Any) -> Options:
@@ -75,41 +65,20 @@ def read_options(vllm_config: Any) -> Options:
 
 def rejected_features(vllm_config: Any) -> list[tuple[bool, str, str]]:
     """For each feature that is rejected: whether it is on, its name and the reason."""
-    model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
-    attention = limited_attention(model.hf_text_config)
+    config, model, cache = vllm_config, vllm_config.model_config, vllm_config.cache_config
+    parallel, attention = config.parallel_config, limited_attention(model.hf_text_config)
+    prefixes = "prefix caching (--no-enable-prefix-caching turns it off)"
+    splits_context = parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1
+    quantises_cache = cache.cache_dtype not in ("auto", "float32", "float16", "bfloat16")
     return [
-        (
-            cache.enable_prefix_caching,
-            "prefix caching (--no-enable-prefix-caching turns it off)",
-            "it shares blocks by token ids, but blocks of a completion lack the keys and values of skipped layers",
-        ),
-        (
-            vllm_config.speculative_config is not None,
-            "speculative decoding",
-            "rejected drafts would move the step, and so the depth, of the tokens after them",
-        ),
-        (
-            vllm_config.lora_config is not None,
-            "LoRA",
-            "its kernels map the rows of the whole batch to adapters, but here a layer runs only some rows",
-        ),
+        (cache.enable_prefix_caching, prefixes, "blocks of a completion lack the keys and values of skipped layers"),
+        (config.speculative_config is not None, "speculative decoding", "rejected drafts would move later steps"),
+        (config.lora_config is not None, "LoRA", "its kernels expect the whole batch, but a layer runs only some rows"),
         (parallel.use_ubatching, "dual batch overlap (DBO)", "it splits a batch, which has to be planned as a whole"),
-        (
-            parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
-            "context parallelism (DCP, PCP)",
-            "it splits the keys and values of a sequence over ranks, but the rows of a layer are not split that way",
-        ),
-        (
-            vllm_config.kv_transfer_config is not None,
-            "a KV connector",
-            "it would pass on blocks that lack the keys and values of skipped layers as if they were complete",
-        ),
+        (splits_context, "context parallelism (DCP, PCP)", "it splits the keys and values of a sequence over ranks"),
+        (config.kv_transfer_config is not None, "a KV connector", "blocks lack the keys and values of skipped layers"),
         (model.quantization is not None, f"{model.quantization} weights", "quantised weights are not tested yet"),
-        (
-            cache.cache_dtype not in ("auto", "float32", "float16", "bfloat16"),
-            f"a {cache.cache_dtype} key-value cache",
-            "quantised caches are not tested yet",
-        ),
+        (quantises_cache, f"a {cache.cache_dtype} key-value cache", "quantised caches are not tested yet"),
         (bool(attention), f"{attention} attention", "every layer must attend to the whole context"),
         (model.enable_prompt_embeds, "prompt embeddings", "steps are counted from the number of prompt tokens"),
         (model.runner_type != "generate", f"the {model.runner_type} runner", "only generation has steps"),

@@ -25,17 +25,11 @@ _REQUEST_KEYS = ("taper_policy", "taper_alpha")
 
 
 class Options:
-    """The policies that requests of one server may use.
+    """The policies that requests of one server may use: `named`, "full" and "default" too; `default` without a name."""
 
-    Args:
-        default: the policy of requests that name none.
-        named: every policy that requests may name, including "full" and "default".
-    """
-
-    def __init__(self, default: DepthPolicy, named: Mapping[str, DepthPolicy]) -> None:
-        self.default = default
-        self.named = dict(named)
-        self._with_alpha = lru_cache(maxsize=256)(self._policy_with_alpha)
+    def __init__(self, default: DepthPolicy, named: dict[str, DepthPolicy]) -> None:
+        self.default, self.named = default, named
+        self._with_alpha = lru_cache(maxsize=256)(DepthPolicy.with_alpha)
 
     @classmethod
     def read(cls, config: object, num_hidden_layers: int) -> Options:
@@ -83,16 +77,14 @@ class Options:
             raise RequestError(
                 f"taper_policy is {name!r}, which this server does not have", f"it has {', '.join(sorted(self.named))}"
             )
+        policy = self.default if name is None else self.named[name]
         if alpha is None:
-            return self.default if name is None else self.named[name]
+            return policy
         alpha = number("taper_alpha", alpha, 0, 1, above=True)
         try:
-            return self._with_alpha(name, alpha)
+            return self._with_alpha(policy, alpha)
         except PolicyError as error:
             raise RequestError(f"taper_alpha: {error.message}", error.hint) from None
-
-    def _policy_with_alpha(self, name: str | None, alpha: float) -> DepthPolicy:
-        return (self.default if name is None else self.named[name]).with_alpha(alpha)
 
 
 def _policy(source: object) -> DepthPolicy:

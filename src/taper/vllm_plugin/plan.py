@@ -24,17 +24,11 @@ class RequestTokens(NamedTuple):
 
 
 class ActiveTokens(NamedTuple):
-    """The tokens of a batch that run a layer.
+    """The tokens of a batch that run a layer."""
 
-    counts: [requests] how many tokens of each request run it, always the first ones.
-    requests: [active requests] indices of the requests that have any.
-    rows: [active tokens] indices into the batch's tokens, ascending.
-    whole_batch: whether every token runs it.
-    """
-
-    counts: np.ndarray
-    requests: np.ndarray
-    rows: np.ndarray
+    counts: np.ndarray  # [requests] how many tokens of each request run it, always the first ones
+    requests: np.ndarray  # [active requests] indices of the requests that have any
+    rows: np.ndarray  # [active tokens] indices into the batch's tokens, ascending
     whole_batch: bool
 
 
@@ -46,26 +40,18 @@ class LayerRange(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """One forward: what it runs and what that costs.
+    """One forward: what it runs and what that costs."""
 
-    layer_ranges: in order; layers that no token runs are in none of them.
-    full: whether every token runs every layer.
-    completion_tokens: how many tokens are past the prompt, at step 1 or later.
-    layers_run: the sum of their depths over the whole model, even if only some layers were planned for.
-    """
-
-    layer_ranges: tuple[LayerRange, ...]
-    full: bool
-    completion_tokens: int
-    layers_run: int
+    layer_ranges: tuple[LayerRange, ...]  # in order; layers that no token runs are in none of them
+    full: bool  # whether every token runs every layer
+    completion_tokens: int  # how many tokens are past the prompt, at step 1 or later
+    layers_run: int  # the sum of their depths over the whole model, even if only some layers were planned for
 
 
 class Planner:
-    """Plans forwards. Depths seldom change from one forward to the next, so the last plan is kept.
+    """Plans forwards over `layers`, some of the model's in a pipeline stage.
 
-    Args:
-        num_hidden_layers: layers of the whole model.
-        layers: the layers to plan for, ascending; a pipeline stage has only some of the model's.
+    Depths seldom change from one forward to the next, so the last plan is kept.
     """
 
     def __init__(self, num_hidden_layers: int, layers: range) -> None:

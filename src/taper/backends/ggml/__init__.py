@@ -17,7 +17,7 @@ import numpy as np
 
 from ...checks import QUANTISED_DTYPES
 from ...loading import ModelConfig, Tensor
-from .. import ForwardOutput, TokenBatch, runs_by_slot
+from .. import ForwardOutput, TokenBatch, available_threads, runs_by_slot
 from .cache import KeyValueCache
 from .graph import Graph, GraphKey, Model
 from .interrupt import Interrupt
@@ -29,23 +29,11 @@ MAX_SHORT_FORWARD = 8  # tokens; a forward over more of them can be interrupted
 
 
 class GgmlBackend:
-    """A model on the CPU.
+    """A model on the CPU; the options are those of `LLM`.
 
     Args:
-        config: facts of the model.
-        tensors: its weights, by our names.
-        num_slots: sequences the key-value cache holds.
-        context_length: tokens of each. Memory is used as cells are written, not before.
-        dtype: one of `DTYPES` to convert or quantise the weights when loading; None uses them as they are, but bf16 as
-            f16 if all values fit.
-        kv_dtype: "f16" or "f32"; f32 in any case for weights that do not fit f16.
-        threads: threads to compute with; None takes the cores this process may use.
-        repack: copy matrices into the layout that this processor multiplies fastest; False uses the mapped file only.
-        progress: called with the part of the weights that is loaded, 0 to 1.
-
-    Raises:
-        ModelError: a value that `dtype` cannot hold.
-        RequestError: `dtype` would quantise weights that are quantised already.
+        dtype: None uses the weights as they are, but bf16 as f16 if all values fit.
+        kv_dtype: of the cache, "f16" or "f32"; f32 in any case for weights that do not fit f16.
     """
 
     def __init__(
@@ -68,6 +56,7 @@ class GgmlBackend:
         threads = threads or available_threads()
         weights = Weights(tensors, dtype, repack, threads, progress)
         self.config = replace(config, quantization=weights.quantization) if dtype in QUANTISED_DTYPES else config
+        self.weight_bytes = weights.num_bytes
         cache = KeyValueCache(config, num_slots, context_length, "f32" if weights.beyond_f16 else kv_dtype)
         self._model = Model(config, weights, cache, rope_factors)
         self._graphs: OrderedDict[GraphKey, Graph] = OrderedDict()
@@ -136,11 +125,6 @@ class GgmlBackend:
         if len(self._graphs) > MAX_GRAPHS:
             self._graphs.popitem(last=False)
         return graph
-
-
-def available_threads() -> int:
-    """The cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _greedy(logits: np.ndarray) -> np.ndarray:

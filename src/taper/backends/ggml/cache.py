@@ -9,8 +9,8 @@ from typing import Any
 import ggml
 import numpy as np
 
-from ...errors import RequestError
 from ...loading import ModelConfig
+from .. import no_room
 from .tensors import TensorContext
 
 # A forked process must not write into its parent's cells.
@@ -29,7 +29,10 @@ class KeyValueCache:
         self._config, self._context_length = config, context_length
         width = config.num_key_value_heads * config.head_dim
         shape = (config.num_hidden_layers, 2, num_slots * context_length, width)
-        cells = _lazy_zeros(shape, np.dtype(np.float32 if dtype == "f32" else np.float16))
+        try:
+            cells = _lazy_zeros(shape, np.dtype(np.float32 if dtype == "f32" else np.float16))
+        except (OSError, OverflowError):
+            raise no_room(num_slots, context_length) from None
         self._context = TensorContext(2 * config.num_hidden_layers)
         self._layers = [(self._context.over(keys), self._context.over(values)) for keys, values in cells]
 
@@ -57,13 +60,7 @@ class KeyValueCache:
 def _lazy_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
     """Zeros that take memory as they are written, in small pages; numpy's own ask for pages of 2 MiB."""
     size = math.prod(shape) * dtype.itemsize
-    try:
-        pages = mmap.mmap(-1, size, **_PRIVATE)
-    except (OSError, OverflowError):
-        raise RequestError(
-            f"the key-value cache would take {size / 2**30:.1f} GiB, more than there is",
-            "lower --context, or max_batch_size in Python",
-        ) from None
+    pages = mmap.mmap(-1, size, **_PRIVATE)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         pages.madvise(mmap.MADV_NOHUGEPAGE)
     return np.frombuffer(pages, dtype).reshape(shape)

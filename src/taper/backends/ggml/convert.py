@@ -24,11 +24,7 @@ _TOO_LARGE = {"F16": _INFINITE, "BF16": 3.3961775e38} | {
 
 
 class OutOfRangeError(ValueError):
-    """A value that a type cannot hold."""
-
-    def __init__(self, value: float) -> None:
-        super().__init__(value)
-        self.value = value
+    """A value that a type cannot hold; it is the only argument."""
 
 
 def convert(tensor: Tensor, dtype: str, pool: Executor | None = None) -> np.ndarray:

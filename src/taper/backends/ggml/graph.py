@@ -50,6 +50,7 @@ class Graph:
     """
 
     def __init__(self, model: Model, key: GraphKey, allocator: Any) -> None:
+        self._model, self._key = model, key
         config, count = model.config, key.runs[-1][2]
         shapes: dict[str, tuple[tuple[int, ...], type]] = {
             "tokens": ((count,), np.int32),
@@ -64,16 +65,15 @@ class Graph:
             shapes["rows"] = ((key.num_outputs,), np.int32)
         nodes = config.num_hidden_layers * (_NODES_PER_LAYER + _NODES_PER_RUN * len(key.runs)) + _OTHER_NODES
         self._context = TensorContext(nodes, graph_nodes=nodes)
-        tensors = {name: new_input(self._context, shape, dtype) for name, (shape, dtype) in shapes.items()}
-        builder = _Builder(model, key, self._context.pointer, nodes, tensors)
-        logits, hidden_states = builder.build()
-        self.pointer = builder.graph
+        self._inputs = {name: new_input(self._context, shape, dtype) for name, (shape, dtype) in shapes.items()}
+        self.pointer = ggml.ggml_new_graph_custom(self._context.pointer, nodes, False)
+        logits, hidden_states = self._build()
         if not ggml.ggml_gallocr_alloc_graph(allocator, self.pointer):
             raise ModelError("there is not enough memory for this many tokens", "lower --context or shorten the prompt")
         # An input that no retained layer reads has no memory; what is written to it goes nowhere.
         self.inputs = {
             name: view(tensor, *shapes[name]) if tensor.contents.data else np.empty(*shapes[name])
-            for name, tensor in tensors.items()
+            for name, tensor in self._inputs.items()
         }
         self.hidden_states = {
             layer: view(tensor, (count, config.hidden_size), np.float32) for layer, tensor in hidden_states.items()
@@ -81,23 +81,19 @@ class Graph:
         shape = (key.num_outputs, config.vocab_size)
         self.logits = np.empty(shape, np.float32) if logits is None else view(logits, shape, np.float32)
 
+    def _build(self) -> tuple[Any, dict[int, Any]]:
+        """Add the nodes in the order in which they run.
 
-class _Builder:
-    """Adds the nodes of one graph, in the order in which they run."""
-
-    def __init__(self, model: Model, key: GraphKey, context: Any, nodes: int, inputs: dict[str, Any]) -> None:
-        self._config, self._weights, self._cache = model.config, model.weights, model.cache
-        self._rope_factors, self._key, self._context, self._inputs = model.rope_factors, key, context, inputs
-        self.graph = ggml.ggml_new_graph_custom(context, nodes, False)
-
-    def build(self) -> tuple[Any, dict[int, Any]]:
-        """Logits [vocab_size, outputs] (None without outputs), and the hidden states that were asked for, by layer."""
-        key, context, layers = self._key, self._context, self._config.num_hidden_layers
+        Returns:
+            Logits [vocab_size, outputs] (None without outputs), and the hidden states that were asked for, by layer.
+        """
+        key, context, weights = self._key, self._context.pointer, self._model.weights
         if key.first_layer:
             x = self._inputs["hidden_states"]  # [hidden_size, tokens]
         else:
-            x = ggml.ggml_get_rows(context, self._weights["embed_tokens"], self._inputs["tokens"])
+            x = ggml.ggml_get_rows(context, weights["embed_tokens"], self._inputs["tokens"])
         hidden_states = {}
+        layers = self._model.config.num_hidden_layers
         for layer in range(key.first_layer, layers + 1):
             if layer in key.output_hidden_states:
                 # A copy, made before a later layer updates x in place.
@@ -106,12 +102,12 @@ class _Builder:
                 x = self._layer(x, layer, key.num_active[layer])
         if not key.num_outputs:
             return None, hidden_states
-        rows = self._norm(ggml.ggml_get_rows(context, x, self._inputs["rows"]), self._weights["norm"])
-        head = self._weights.get("lm_head") or self._weights["embed_tokens"]
+        rows = self._norm(ggml.ggml_get_rows(context, x, self._inputs["rows"]), weights["norm"])
+        head = weights.get("lm_head") or weights["embed_tokens"]
         return self._output(ggml.ggml_mul_mat(context, head, rows)), hidden_states
 
     def _run(self, tensor: Any) -> None:
-        ggml.ggml_build_forward_expand(self.graph, tensor)
+        ggml.ggml_build_forward_expand(self.pointer, tensor)
 
     def _output(self, tensor: Any) -> Any:
         ggml.ggml_set_output(tensor)
@@ -119,15 +115,16 @@ class _Builder:
         return tensor
 
     def _norm(self, x: Any, weight: Any) -> Any:
-        return ggml.ggml_mul(self._context, ggml.ggml_rms_norm(self._context, x, self._config.rms_norm_eps), weight)
+        context = self._context.pointer
+        return ggml.ggml_mul(context, ggml.ggml_rms_norm(context, x, self._model.config.rms_norm_eps), weight)
 
     def _layer(self, x: Any, layer: int, active: int) -> Any:
         """Run a layer on the first `active` tokens of x [hidden_size, tokens]."""
-        context, count = self._context, self._key.runs[-1][2]
+        context, count = self._context.pointer, self._key.runs[-1][2]
         prefix = x if active == count else ggml.ggml_view_2d(context, x, x.contents.ne[0], active, x.contents.nb[1], 0)
         # A part of x is updated in place: the rest keeps its value, and a token may re-enter at a later layer.
         add = ggml.ggml_add if active == count else ggml.ggml_add_inplace
-        weights = {name: self._weights[f"layers.{layer}.{name}"] for name in _LAYER_WEIGHTS}
+        weights = {name: self._model.weights[f"layers.{layer}.{name}"] for name in _LAYER_WEIGHTS}
         attended = self._attention(self._norm(prefix, weights["input_layernorm"]), layer, active)
         prefix = add(context, prefix, ggml.ggml_mul_mat(context, weights["o_proj"], attended))
         h = self._norm(prefix, weights["post_attention_layernorm"])
@@ -140,8 +137,8 @@ class _Builder:
 
     def _attention(self, h: Any, layer: int, active: int) -> Any:
         """Write keys and values of the active tokens, then attend; returns [heads * head_dim, active]."""
-        context, config, length = self._context, self._config, self._key.kv_length
-        keys, values = self._cache[layer]
+        context, config, length = self._context.pointer, self._model.config, self._key.kv_length
+        keys, values = self._model.cache[layer]
         q = self._rotated(self._project(h, layer, "q", config.num_attention_heads, active), active)
         k = self._rotated(self._project(h, layer, "k", config.num_key_value_heads, active), active)
         v = self._project(h, layer, "v", config.num_key_value_heads, active)
@@ -159,7 +156,7 @@ class _Builder:
             )
             stride = mask.contents.nb[1]
             mask_rows = ggml.ggml_view_2d(context, mask, length, rows, stride, first * stride)
-            cached = (self._cache.slot(context, tensor, slot, length) for tensor in (keys, values))
+            cached = (self._model.cache.slot(context, tensor, slot, length) for tensor in (keys, values))
             queries = ggml.ggml_permute(context, q_rows, 0, 2, 1, 3)
             out = ggml.ggml_flash_attn_ext(context, queries, *cached, mask_rows, scale, 0.0, 0.0)
             outputs = out if outputs is None else ggml.ggml_concat(context, outputs, out, 2)
@@ -167,21 +164,21 @@ class _Builder:
 
     def _project(self, h: Any, layer: int, name: str, heads: int, active: int) -> Any:
         """One of q, k, v as [head_dim, heads, active]."""
-        context, weights = self._context, self._weights
+        context, weights = self._context.pointer, self._model.weights
         out = ggml.ggml_mul_mat(context, weights[f"layers.{layer}.{name}_proj"], h)
         if (bias := weights.get(f"layers.{layer}.{name}_bias")) is not None:
             out = ggml.ggml_add(context, out, bias)
-        out = ggml.ggml_reshape_3d(context, out, self._config.head_dim, heads, active)
+        out = ggml.ggml_reshape_3d(context, out, self._model.config.head_dim, heads, active)
         if (norm := weights.get(f"layers.{layer}.{name}_norm")) is not None:
             out = self._norm(out, norm)
         return out
 
     def _rotated(self, x: Any, active: int) -> Any:
-        config = self._config
+        context, config, factors = self._context.pointer, self._model.config, self._model.rope_factors
         mode = _ROPE_NEIGHBOURS if config.rope_interleaved else _ROPE_HALVES
-        positions = ggml.ggml_view_1d(self._context, self._inputs["positions"], active, 0)
+        positions = ggml.ggml_view_1d(context, self._inputs["positions"], active, 0)
         scaling = (config.rope_theta, config.rope_scale, 0.0, 1.0, 0.0, 0.0)
-        return ggml.ggml_rope_ext(self._context, x, positions, self._rope_factors, config.head_dim, mode, 0, *scaling)
+        return ggml.ggml_rope_ext(context, x, positions, factors, config.head_dim, mode, 0, *scaling)
 
 
 _LAYER_WEIGHTS = ("input_layernorm", "o_proj", "post_attention_layernorm", "gate_proj", "up_proj", "down_proj")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,11 +12,11 @@ import ggml
 import numpy as np
 
 from ...loading.model import WEIGHT_TYPES
+from .features import repacking_buffer_types
 from .tensors import TensorContext
 
 _SILENT = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(lambda level, text, data: None)
 Kind = tuple[str, tuple[int, ...]]  # type and shape of a matrix
-_GetBufferTypes = ctypes.CFUNCTYPE(ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p)
 
 
 class RepackedMatrices:
@@ -69,20 +68,6 @@ class RepackedMatrices:
         self.tensors |= new
 
 
-def repacking_buffer_types() -> list[Any]:
-    """The buffer types of ggml's CPU device that repack what is put into them; none on a processor without such."""
-    registry = ggml.ggml_backend_cpu_reg()
-    device = ggml.ggml_backend_reg_dev_get(registry, 0)
-    address = ggml.ggml_backend_reg_get_proc_address(registry, b"ggml_backend_dev_get_extra_bufts")
-    if not address:
-        return []
-    pointers = _GetBufferTypes(ctypes.cast(address, ctypes.c_void_p).value or 0)(ctypes.cast(device, ctypes.c_void_p))
-    types: list[Any] = []
-    while pointers and pointers[len(types)]:
-        types.append(pointers[len(types)])
-    return types
-
-
 def _takes(buffer_type: Any, dtype: str, shape: tuple[int, ...]) -> bool:
     """Whether a buffer type has a layout for matrices of this type and shape, as a trial shows."""
     context = TensorContext(1)
@@ -103,8 +88,5 @@ def give_back(data: np.ndarray) -> None:
         return
     first = -(-data.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
     size = (data.ctypes.data + data.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
-    if size > 0 and os.name == "posix":
-        _C.madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
-
-
-_C: Any = ctypes.CDLL(None) if os.name == "posix" else None
+    if size > 0:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_DONTNEED)

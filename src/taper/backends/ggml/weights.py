@@ -14,7 +14,7 @@ import numpy as np
 from ...checks import QUANTISED_DTYPES
 from ...errors import ModelError, TaperWarning
 from ...loading import Tensor
-from ...loading.model import WEIGHT_TYPES
+from ...loading.model import WEIGHT_TYPES, row_bytes
 from .convert import OutOfRangeError, convert
 from .repack import RepackedMatrices, give_back
 from .tensors import ALIGNMENT, TensorContext, aligned
@@ -26,8 +26,8 @@ ReportProgress = Callable[[float], None]  # told what part is loaded, 0 to 1
 class Weights:
     """Tensors by our names. What a tensor is used for, its role, decides how it is stored.
 
-    `quantization`: type of most matrices. `beyond_f16`: bf16 weights have values that f16 does not, and what is
-    computed from them will too.
+    `quantization`: type of most matrices. `num_bytes`: of each tensor, as stored. `beyond_f16`: bf16 weights have
+    values that f16 does not, and what is computed from them will too.
 
     Args:
         tensors: the model's weights.
@@ -62,6 +62,8 @@ class Weights:
             types = stored_types(tensors, dtype, bf16="BF16")
             load(types)
         self.quantization = most_common(tensors, types)
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        self.num_bytes = {name: math.prod(s[:-1]) * row_bytes(types[name], s[-1]) for name, s in shapes.items()}
         if dtype in QUANTISED_DTYPES and (message := fallbacks(tensors, dtype, types)):
             warnings.warn(message, TaperWarning, stacklevel=2)
 
@@ -104,7 +106,7 @@ def _as_type(name: str, tensor: Tensor, dtype: str, pool: Executor) -> np.ndarra
         try:
             data = convert(tensor, dtype, pool)
         except OutOfRangeError as error:
-            message = f"tensor {name} has the value {error.value:g}, which {dtype.lower()} cannot hold"
+            message = f"tensor {name} has the value {error.args[0]:g}, which {dtype.lower()} cannot hold"
             raise ModelError(message, "leave out --dtype, or use --dtype f32") from None
         give_back(tensor.data)
         return data

@@ -1,0 +1,210 @@
+"""Times of prompts and completions on an engine, and taking turns. Knows no model files and no other programs."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from ..backends import Backend, TokenBatch
+from ..engine import Engine
+from ..policy import DepthPolicy, active_prefixes
+from ..sampling import SamplingParams
+from ..sequence import Request
+
+WARM_UP = 3  # forwards of each depth before any is timed
+T = TypeVar("T")
+
+
+class OutOfTimeError(Exception):
+    """The time budget is spent."""
+
+
+class Clock:
+    """A time budget that begins now.
+
+    Args:
+        budget_s: seconds; None is without end.
+    """
+
+    def __init__(self, budget_s: float | None = None) -> None:
+        self._started, self._budget_s = time.perf_counter(), budget_s
+
+    @property
+    def left_s(self) -> float:
+        """Seconds left, at least 0."""
+        if self._budget_s is None:
+            return float("inf")
+        return max(0.0, self._started + self._budget_s - time.perf_counter())
+
+    def check(self) -> None:
+        """Return while time is left.
+
+        Raises:
+            OutOfTimeError: none is.
+        """
+        if not self.left_s:
+            raise OutOfTimeError
+
+
+@dataclass(frozen=True)
+class Run:
+    """Times of sequences completed side by side.
+
+    Args:
+        batch: how many sequences.
+        prompt_tokens: of each.
+        completion_tokens: of each.
+        ttft_s: seconds until each has its first token.
+        decode_s: seconds from then to the last token.
+    """
+
+    batch: int
+    prompt_tokens: int
+    completion_tokens: int
+    ttft_s: float
+    decode_s: float
+
+    @property
+    def prefill_tokens_per_second(self) -> float:
+        """Prompt tokens of all sequences, over the time to first token."""
+        return self.batch * self.prompt_tokens / self.ttft_s
+
+    @property
+    def tpot_s(self) -> float:
+        """Seconds for each token after the first, of which there must be one."""
+        return self.decode_s / (self.completion_tokens - 1)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of all sequences while decoding."""
+        return self.batch / self.tpot_s
+
+
+def measure(
+    engine: Engine,
+    policy: DepthPolicy,
+    *,
+    prompt_tokens: int = 1,
+    max_tokens: int = 1,
+    batch: int = 1,
+    seed: int = 0,
+    clock: Clock | None = None,
+) -> Run:
+    """Complete random prompts greedily, side by side, and time it.
+
+    Decoding after so many tokens of context is decoding after a prompt of that length. The same seed gives the same
+    prompts: a second run finds them in the slots of the key-value cache, so that only its decoding means anything. For
+    the time of a prompt, give each run a seed of its own.
+
+    Args:
+        engine: its backend has at least `batch` slots, of `prompt_tokens` + `max_tokens` each.
+        policy: layers by step.
+        prompt_tokens: of each sequence.
+        max_tokens: of each sequence; 1 measures the prompt alone.
+        batch: sequences.
+        seed: of the prompts.
+        clock: the time budget to keep to.
+
+    Raises:
+        OutOfTimeError: the budget ended first.
+        RequestError: prompt and output do not fit into the context.
+    """
+    clock = clock or Clock()
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    prompts = [random_prompt(engine, prompt_tokens, seed, row) for row in range(batch)]
+    started = time.perf_counter()
+    sequences = [engine.add(Request(prompt, params, policy)) for prompt in prompts]
+    try:
+        for sequence in sequences:  # prompts one after another, so that all rows begin to decode together
+            while sequence.step == 0:
+                clock.check()
+                engine.step([sequence])
+        first = time.perf_counter()
+        for _ in range(max_tokens - 1):
+            clock.check()
+            engine.step(sequences)
+        last = time.perf_counter()
+    finally:
+        for sequence in sequences:
+            engine.abort(sequence)
+    assert all(sequence.finish_reason == "length" and sequence.step == max_tokens for sequence in sequences)
+    return Run(batch, prompt_tokens, max_tokens, first - started, last - first)
+
+
+def random_prompt(engine: Engine, length: int, seed: int, row: int = 0) -> list[int]:
+    """Token ids, the same for the same numbers; a longer one begins like a shorter one."""
+    rng = np.random.default_rng([seed, row])
+    return rng.integers(0, engine.backend.config.vocab_size, length).tolist()  # type: ignore[no-any-return]
+
+
+def step_ms_by_depth(
+    backend: Backend,
+    skip_order: Sequence[int],
+    depths: Sequence[int],
+    steps: int,
+    first_position: int = 0,
+    clock: Clock | None = None,
+) -> dict[int, float]:
+    """The median milliseconds of a forward of one token at each depth, a forward of each in turn.
+
+    Positions rise from `first_position`, up to the end of the context.
+
+    Raises:
+        OutOfTimeError: the time budget ended first.
+    """
+    clock = clock or Clock()
+    layers = backend.config.num_hidden_layers
+    times: dict[int, list[float]] = {depth: [] for depth in depths}
+    for step in range(steps + WARM_UP):
+        for depth in depths:
+            clock.check()
+            position = min(first_position + step, backend.context_length - 1)
+            tokens, positions, slots = (np.array([value], np.int32) for value in (1, position, 0))
+            active = active_prefixes(tuple(skip_order), layers, [depth])
+            started = time.perf_counter()
+            backend.forward(TokenBatch(tokens, positions, slots, active, greedy_rows=(0,)))
+            times[depth].append((time.perf_counter() - started) * 1e3)
+    return {depth: statistics.median(row[WARM_UP:]) for depth, row in times.items()}
+
+
+def alternate(runs: Mapping[str, Callable[[], T]], rounds: int, clock: Clock | None = None) -> dict[str, list[T]]:
+    """What each run returns, in rounds that all take part in, after a warm-up: what slows the machine slows all alike.
+
+    When the time budget ends, the rounds that are complete count; there may be none.
+    """
+    clock = clock or Clock()
+    results: dict[str, list[T]] = {name: [] for name in runs}
+    try:
+        for number in range(rounds + 1):
+            round_results = {}
+            for name, run in runs.items():
+                clock.check()
+                round_results[name] = run()
+            if number:
+                for name, result in round_results.items():
+                    results[name].append(result)
+    except OutOfTimeError:
+        pass
+    return results
+
+
+def step_bytes(weight_bytes: Mapping[str, int], layers: Collection[int]) -> int:
+    """Bytes of weights that a step reads which runs these layers: theirs, and lm_head once, tied or not."""
+    head = weight_bytes.get("lm_head", weight_bytes["embed_tokens"])
+    prefixes = tuple(f"layers.{layer}." for layer in layers)
+    return head + weight_bytes["norm"] + sum(size for name, size in weight_bytes.items() if name.startswith(prefixes))
+
+
+def mean_step_bytes(weight_bytes: Mapping[str, int], policy: DepthPolicy, max_tokens: int) -> float:
+    """Mean bytes over the steps after the first of an output of `max_tokens` tokens, at least 2."""
+    by_depth = {depth: step_bytes(weight_bytes, policy.retained_at(depth)) for depth in _depths(policy, max_tokens)}
+    return statistics.fmean(by_depth[policy.depth(step)] for step in range(1, max_tokens))
+
+
+def _depths(policy: DepthPolicy, max_tokens: int) -> set[int]:
+    return {policy.depth(step) for step in range(1, max_tokens)}

@@ -1,0 +1,236 @@
+"""Times: what is run for them, what counts, and other programs beside it. Their values are the machine's own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import formats
+import pytest
+from tiny import BACKENDS, make_backend
+
+from taper.bench.llama_cpp import LlamaBench, find_llama_bench
+from taper.bench.measure import (
+    Clock,
+    OutOfTimeError,
+    alternate,
+    mean_step_bytes,
+    measure,
+    random_prompt,
+    step_bytes,
+    step_ms_by_depth,
+)
+from taper.engine import Engine
+from taper.errors import RequestError
+from taper.policy import DepthPolicy
+
+FULL = DepthPolicy.full(6)
+PROGRAM = """#!{python}
+import json, sys
+arguments = sys.argv[1:]
+with open({log!r}, "a") as log:
+    print(json.dumps(arguments), file=log)
+value = lambda name: int(arguments[arguments.index(name) + 1]) if name in arguments else 0
+if "--output-format" in arguments:
+    print("n_kv_max = 1")
+    print(json.dumps({{"pl": value("-npl"), "speed_pp": 100.0 * value("-npl"), "speed_tg": 10.0 * value("-npl")}}))
+elif "-o" in arguments:
+    print(json.dumps([{{"n_prompt": value("-p"), "n_depth": value("-d"), "avg_ts": 1000.0 - value("-d")}}]))
+else:
+    import shutil
+    shutil.copy(*arguments[1:3])
+"""
+
+
+@pytest.fixture
+def llama_bin(tmp_path) -> Path:
+    """A folder of programs that print what llama.cpp's print, and keep a log of their arguments in `log`."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("llama-bench", "llama-batched-bench", "llama-quantize"):
+        (folder / name).write_text(PROGRAM.format(python=sys.executable, log=str(folder / "log")))
+        (folder / name).chmod(0o755)
+    return folder
+
+
+def log(folder: Path) -> list[list[str]]:
+    return [json.loads(line) for line in (folder / "log").read_text().splitlines()]
+
+
+class Counting:
+    """A backend that notes the tokens and active layers of each forward."""
+
+    def __init__(self, backend):
+        self.backend, self.forwards = backend, []
+
+    def __getattr__(self, name):
+        return getattr(self.backend, name)
+
+    def forward(self, batch):
+        self.forwards.append((len(batch.tokens), sum(n > 0 for n in batch.num_active)))
+        return self.backend.forward(batch)
+
+
+@pytest.fixture
+def backend(tiny_llama) -> Counting:
+    return Counting(make_backend("torch", tiny_llama.load(), num_slots=2))
+
+
+# Measuring
+
+
+def test_a_run_computes_the_prompt_and_a_token_a_step(backend):
+    run = measure(Engine(backend), FULL, prompt_tokens=40, max_tokens=5)
+    assert [count for count, _ in backend.forwards] == [40, 1, 1, 1, 1]
+    assert (run.batch, run.prompt_tokens, run.completion_tokens) == (1, 40, 5)
+    assert run.tpot_s == run.decode_s / 4
+    assert run.tokens_per_second == pytest.approx(4 / run.decode_s)
+    assert run.prefill_tokens_per_second == pytest.approx(40 / run.ttft_s)
+
+
+def test_a_batch_decodes_all_rows_together(backend):
+    run = measure(Engine(backend), FULL, prompt_tokens=10, max_tokens=4, batch=2)
+    assert [count for count, _ in backend.forwards] == [10, 10, 2, 2, 2]
+    assert run.tokens_per_second == pytest.approx(2 * 3 / run.decode_s)
+    assert run.prefill_tokens_per_second == pytest.approx(20 / run.ttft_s)
+
+
+def test_the_same_seed_finds_its_context_in_the_cache_and_another_does_not(backend):
+    engine = Engine(backend)
+    for seed, computed in ((0, 40), (0, 1), (1, 40)):
+        backend.forwards.clear()
+        measure(engine, FULL, prompt_tokens=40, max_tokens=2, seed=seed)
+        assert [count for count, _ in backend.forwards] == [computed, 1]
+    assert random_prompt(engine, 9, seed=3) == random_prompt(engine, 30, seed=3)[:9]
+    assert random_prompt(engine, 9, seed=3) != random_prompt(engine, 9, seed=3, row=1)
+
+
+def test_a_run_follows_its_policy(backend):
+    policy = DepthPolicy.skipdecode(6, min_depth=2, span=4)
+    measure(Engine(backend), policy, prompt_tokens=3, max_tokens=6)
+    assert [depth for _, depth in backend.forwards] == [policy.depth(step) for step in range(6)]
+
+
+def test_a_run_that_is_out_of_time_ends_and_frees_its_slots(backend):
+    engine = Engine(backend)
+    with pytest.raises(OutOfTimeError):
+        measure(engine, FULL, max_tokens=4, batch=2, clock=Clock(0))
+    assert engine.num_free_slots == 2
+
+
+def test_steps_by_depth_take_turns_and_run_their_layers(backend):
+    times = step_ms_by_depth(backend, (4, 1, 2), (6, 5, 3), steps=2, first_position=7)
+    assert list(times) == [6, 5, 3]
+    assert all(ms > 0 for ms in times.values())
+    assert backend.forwards == [(1, 6), (1, 5), (1, 3)] * 5
+    step_ms_by_depth(backend, (), (6,), steps=1, first_position=backend.context_length - 2)
+
+
+def test_runs_take_turns_and_the_warm_up_does_not_count():
+    calls = []
+
+    def run(name):
+        return lambda: calls.append(name) or len(calls)
+
+    assert alternate({"a": run("a"), "b": run("b")}, rounds=2) == {"a": [3, 5], "b": [4, 6]}
+    assert calls == ["a", "b"] * 3
+
+
+def test_only_whole_rounds_count_when_time_is_over():
+    calls = []
+
+    def run():
+        calls.append(1)
+        if len(calls) == 6:  # the second of the third round: warm-up, 1, 2
+            raise OutOfTimeError
+        return len(calls)
+
+    assert alternate({"a": run, "b": run}, rounds=5, clock=Clock(60)) == {"a": [3], "b": [4]}
+    assert alternate({"a": run}, rounds=5, clock=Clock(0)) == {"a": []}
+
+
+# Bytes
+
+
+@BACKENDS
+def test_bytes_of_a_step_are_retained_layers_and_lm_head(kind, tiny_llama):
+    backend = make_backend(kind, tiny_llama.load())
+    state = tiny_llama.hf.state_dict()
+
+    def size(*prefixes):
+        return sum(4 * value.numel() for name, value in state.items() if name.startswith(prefixes))
+
+    always = size("model.norm", "lm_head")
+    assert step_bytes(backend.weight_bytes, range(6)) == always + size("model.layers.")
+    assert step_bytes(backend.weight_bytes, (0, 4)) == always + size("model.layers.0.", "model.layers.4.")
+    policy = DepthPolicy.static(6, 4, [2, 3])
+    retained = step_bytes(backend.weight_bytes, (0, 1, 4, 5))
+    assert mean_step_bytes(backend.weight_bytes, policy, 7) == retained
+
+
+def test_layer_1_is_not_taken_for_layer_10():
+    sizes = {"embed_tokens": 1000, "norm": 100, "layers.1.q_proj": 10, "layers.10.q_proj": 1}
+    assert step_bytes(sizes, (1,)) == 1110
+    assert step_bytes(sizes | {"lm_head": 5000}, (10,)) == 5101
+
+
+# llama.cpp
+
+
+def test_llama_bench_is_asked_for_what_is_measured(llama_bin):
+    bench = LlamaBench(llama_bin, Path("model.gguf"), threads=3)
+    assert bench.measure(prompt_tokens=512) == 1000
+    assert bench.measure(max_tokens=64, context=24) == 976
+    assert bench.measure_batch(prompt_tokens=16, max_tokens=8, batch=4) == (400, 40)
+    common = ["-m", "model.gguf", "-t", "3", "-ngl", "0"]
+    rest = ["-fa", "1", "-r", "1", "-o", "json"]
+    assert log(llama_bin) == [
+        [*common, "-p", "512", "-n", "0", *rest],
+        [*common, "-p", "0", "-n", "64", *rest, "-d", "24"],
+        [*common, *["-npp", "16", "-ntg", "8", "-npl", "4", "-c", "1120", "-fa", "on", "--output-format", "jsonl"]],
+    ]
+
+
+def test_a_failure_of_llama_bench_is_one_line(llama_bin):
+    bench = LlamaBench(llama_bin, Path("model.gguf"), threads=1)
+    (llama_bin / "llama-bench").write_text("#!/bin/sh\necho 'loading' >&2\necho 'error: no such model' >&2\nexit 1\n")
+    with pytest.raises(RequestError, match="llama-bench failed: error: no such model"):
+        bench.measure(max_tokens=1)
+    (llama_bin / "llama-bench").write_text("#!/bin/sh\nsleep 60\n")
+    with pytest.raises(subprocess.TimeoutExpired):
+        bench.measure(max_tokens=1, timeout_s=0.2)
+    (llama_bin / "llama-bench").unlink()
+    with pytest.raises(RequestError, match=r"cannot run .*llama-bench: No such file"):
+        bench.measure(max_tokens=1)
+
+
+def test_llama_bench_is_found_on_the_path_or_where_it_is_said_to_be(llama_bin, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_llama_bench() is None
+    assert find_llama_bench(llama_bin) == llama_bin
+    with pytest.raises(RequestError, match="no program llama-bench in"):
+        find_llama_bench(tmp_path)
+    monkeypatch.setenv("PATH", str(llama_bin))
+    assert find_llama_bench() == llama_bin
+
+
+def test_formats_are_made_measured_and_written_one_by_one(tiny_gguf, llama_bin, tmp_path, monkeypatch, capsys):
+    for name, value in {"PREFILLS": (8, 20), "CONTEXTS": (0, 9), "BATCHES": (1, 2), "ROUNDS": 1, "TOKENS": 3}.items():
+        monkeypatch.setattr(formats, name, value)
+    folder, out = tmp_path / "formats", tmp_path / "formats.json"
+    arguments = ["formats.py", f"--source={tiny_gguf}", f"--folder={folder}", f"--llama-bin={llama_bin}"]
+    monkeypatch.setattr(sys, "argv", [*arguments, "--format=Q8_0", "--format=F16", f"--out={out}"])
+    formats.main()
+    result = json.loads(out.read_text())
+    assert result == json.loads(capsys.readouterr().out)
+    assert list(result["formats"]) == ["Q8_0", "F16"]
+    assert sorted(path.name for path in folder.iterdir()) == ["tiny.f16.gguf", "tiny.q8_0.gguf"]
+    figures = result["formats"]["F16"]
+    assert set(figures["prefill"]) == {"8", "20"}
+    assert set(figures["decode_after_context"]) == {"0", "9"}
+    assert figures["decode_after_context"]["9"]["llama_bench"] == 991
+    assert figures["decode_in_batch"]["2"]["llama_batched_bench"] == 20
+    one = figures["prefill"]["20"]
+    assert one["ratio"] == pytest.approx(one["taper_tokens_per_second"] / 1000, rel=1e-3)
