@@ -1,9 +1,10 @@
-"""One model in many formats on a CPU, against llama.cpp: prompts, decoding after some context, and batches.
+"""One model in many formats on a CPU, against llama.cpp: decoding after some context, prompts, and batches.
 
-    python benchmarks/formats.py --source MODEL.gguf --folder FOLDER --llama-bin DIR --out FILE
+    python benchmarks/formats.py --source MODEL.gguf --folder FOLDER --llama NAME=DIR --out FILE
 
 llama-quantize makes a file of each format in FOLDER, unless it is there already. Everything is alternated; figures are
-medians. This takes hours: results are written after each format. Leave the machine alone meanwhile.
+medians. All of it takes hours. Results are written one by one, and a second run measures only what FILE lacks. Leave
+the machine alone meanwhile.
 """
 
 from __future__ import annotations
@@ -12,66 +13,62 @@ import argparse
 import json
 import subprocess
 import sys
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from decode import THREADS, conditions, side_by_side, write
+from decode import THREADS, conditions, median, write
 
 from taper import DepthPolicy
 from taper.backends.ggml import GgmlBackend
-from taper.bench.llama_cpp import LlamaBench, find_llama_bench
-from taper.bench.measure import measure
+from taper.bench.llama_cpp import LlamaBench
+from taper.bench.measure import alternate, measure
 from taper.engine import Engine
 from taper.loading import load_model
 
-FORMATS = ("Q4_0", "Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0", "IQ4_NL", "F16")
-PREFILLS, CONTEXTS, BATCHES = (128, 512, 2048), (0, 1024, 4096), (1, 4, 8)
+FORMATS = ("Q4_K_M", "Q4_0", "Q8_0", "Q6_K", "Q5_K_M", "IQ4_NL", "F16")
+# The most telling ones first.
+TESTS = [
+    *(("decode", 0), ("prefill", 512), ("batch", 4), ("prefill", 128), ("batch", 8), ("batch", 1)),
+    *(("decode", 1024), ("prefill", 2048), ("decode", 4096)),
+]
 ROUNDS, TOKENS, BATCH_PROMPT = 5, 64, 16
+TAPER = "Taper"
 
 
-def against_llama_cpp(path: Path, llama: LlamaBench) -> dict[str, Any]:
-    """One file against llama-bench and llama-batched-bench: prompts, decoding after some context, and batches."""
+def compare(path: Path, programs: dict[str, Path], kind: str, size: int) -> dict[str, Any]:
+    """Tokens per second of one file on Taper and on each llama.cpp, and Taper's over theirs.
+
+    `size` is the tokens of a prompt ("prefill"), the tokens of context before decoding ("decode") or the sequences
+    that are decoded side by side ("batch").
+    """
     loaded = load_model(path)
     full = DepthPolicy.full(loaded.config.num_hidden_layers)
-    context_length = max(*PREFILLS, *CONTEXTS) + TOKENS + 1
-    backend = GgmlBackend(
-        loaded.config, loaded.tensors, context_length=context_length, num_slots=max(BATCHES), threads=THREADS
-    )
-    engine, seeds = Engine(backend), iter(range(1, 1 << 30))
+    batch = size if kind == "batch" else 1
+    length = (BATCH_PROMPT if kind == "batch" else size) + TOKENS + 1
+    config, tensors = loaded.config, loaded.tensors
+    engine = Engine(GgmlBackend(config, tensors, context_length=length, num_slots=batch, threads=THREADS))
+    seeds = count(1)
 
-    def prefill(tokens: int) -> dict[str, Any]:
-        def ours() -> float:  # a new prompt each time, or the cache would hold it
-            return measure(engine, full, prompt_tokens=tokens, seed=next(seeds)).prefill_tokens_per_second
+    def ours() -> float:
+        if kind == "prefill":  # a new prompt each time, or the cache would hold it
+            return measure(engine, full, prompt_tokens=size, seed=next(seeds)).prefill_tokens_per_second
+        prompt = BATCH_PROMPT if kind == "batch" else size + 1
+        return measure(engine, full, prompt_tokens=prompt, max_tokens=TOKENS, batch=batch).tokens_per_second
 
-        return side_by_side(ours, "llama_bench", lambda: llama.measure(prompt_tokens=tokens), ROUNDS)
+    def theirs(folder: Path) -> float:
+        llama = LlamaBench(folder, path, THREADS)
+        if kind == "prefill":
+            return llama.measure(prompt_tokens=size)
+        if kind == "decode":
+            return llama.measure(max_tokens=TOKENS, context=size)
+        return llama.measure_batch(prompt_tokens=BATCH_PROMPT, max_tokens=TOKENS, batch=batch)[1]
 
-    def decode(context: int) -> dict[str, Any]:
-        def ours() -> float:
-            run = measure(engine, full, prompt_tokens=context + 1, max_tokens=TOKENS)
-            return run.tokens_per_second
-
-        def theirs() -> float:
-            return llama.measure(max_tokens=TOKENS, context=context)
-
-        return side_by_side(ours, "llama_bench", theirs, ROUNDS)
-
-    def batched(batch: int) -> dict[str, Any]:
-        def ours() -> float:
-            run = measure(engine, full, prompt_tokens=BATCH_PROMPT, max_tokens=TOKENS, batch=batch)
-            return run.tokens_per_second
-
-        def theirs() -> float:
-            lengths = {"prompt_tokens": BATCH_PROMPT, "max_tokens": TOKENS}
-            return llama.measure_batch(**lengths, batch=batch)[1]
-
-        return side_by_side(ours, "llama_batched_bench", theirs, ROUNDS)
-
-    return {
-        "file_mib": round(path.stat().st_size / 2**20),
-        "prefill": {str(tokens): prefill(tokens) for tokens in PREFILLS},
-        "decode_after_context": {str(context): decode(context) for context in CONTEXTS},
-        "decode_in_batch": {str(batch): batched(batch) for batch in BATCHES},
-    }
+    runs = {TAPER: ours} | {name: partial(theirs, folder) for name, folder in programs.items()}
+    speeds = alternate(runs, ROUNDS)
+    ratios = {name: median([a / b for a, b in zip(speeds[TAPER], speeds[name], strict=True)]) for name in programs}
+    return {"tokens_per_second": {name: median(values) for name, values in speeds.items()}, "ratio": ratios}
 
 
 def quantised(folder: Path, source: Path, name: str, programs: Path) -> Path:
@@ -91,21 +88,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", type=Path, required=True, metavar="FILE", help="the model to convert")
     parser.add_argument("--folder", type=Path, required=True, help="where the files of all formats are kept")
-    parser.add_argument("--llama-bin", type=Path, metavar="DIR", help="folder of llama.cpp's programs; default: PATH")
-    parser.add_argument("--format", action="append", metavar="NAME", help="one format; may be repeated; default: all")
-    parser.add_argument("--out", type=Path, help="also write the document to this file, format by format")
+    parser.add_argument(
+        "--llama",
+        action="append",
+        required=True,
+        metavar="NAME=DIR",
+        help="a llama.cpp and its programs; the last makes files",
+    )
+    parser.add_argument("--out", type=Path, required=True, help="the file of results; it grows")
     options = parser.parse_args()
-    programs = find_llama_bench(options.llama_bin)
-    if programs is None:
-        parser.error("llama.cpp's programs are neither in --llama-bin nor on PATH")
-    lengths = {"answer_tokens": TOKENS, "batch_prompt_tokens": BATCH_PROMPT, "rounds": ROUNDS, "batch": BATCHES}
-    result: dict[str, Any] = {"conditions": conditions(options.source) | lengths, "formats": {}}
-    for name in options.format or FORMATS:
-        print(f"{name} ...", file=sys.stderr)
-        path = quantised(options.folder, options.source, name, programs)
-        result["formats"][name] = against_llama_cpp(path, LlamaBench(programs, path, THREADS))
-        write(options.out, result)
-    print(json.dumps(result))
+    programs = {name: Path(folder) for name, _, folder in (text.partition("=") for text in options.llama)}
+    about = conditions(options.source) | {
+        "answer_tokens": TOKENS,
+        "batch_prompt_tokens": BATCH_PROMPT,
+        "rounds": ROUNDS,
+    }
+    result: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {"formats": {}}
+    result["conditions"] = about
+    for kind, size in TESTS:
+        for name in FORMATS:
+            path = quantised(options.folder, options.source, name, list(programs.values())[-1])
+            cells = result["formats"].setdefault(name, {"file_mib": round(path.stat().st_size / 2**20)})
+            test = f"{kind} {size}"
+            if not programs.keys() <= cells.get(test, {"ratio": {}})["ratio"].keys():
+                print(f"{name} {test} ...", file=sys.stderr, end=" ", flush=True)
+                cells[test] = compare(path, programs, kind, size) | {"commit": about["commit"], "cpu": about["cpu"]}
+                print(cells[test]["tokens_per_second"], file=sys.stderr)
+                write(options.out, result)
 
 
 if __name__ == "__main__":

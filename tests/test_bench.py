@@ -216,21 +216,25 @@ def test_llama_bench_is_found_on_the_path_or_where_it_is_said_to_be(llama_bin, t
     assert find_llama_bench() == llama_bin
 
 
-def test_formats_are_made_measured_and_written_one_by_one(tiny_gguf, llama_bin, tmp_path, monkeypatch, capsys):
-    for name, value in {"PREFILLS": (8, 20), "CONTEXTS": (0, 9), "BATCHES": (1, 2), "ROUNDS": 1, "TOKENS": 3}.items():
+def test_formats_are_made_measured_and_written_one_by_one(tiny_gguf, llama_bin, tmp_path, monkeypatch):
+    tests = [("decode", 9), ("prefill", 8), ("batch", 2)]
+    for name, value in {"FORMATS": ("Q8_0", "F16"), "TESTS": tests, "ROUNDS": 1, "TOKENS": 3}.items():
         monkeypatch.setattr(formats, name, value)
     folder, out = tmp_path / "formats", tmp_path / "formats.json"
-    arguments = ["formats.py", f"--source={tiny_gguf}", f"--folder={folder}", f"--llama-bin={llama_bin}"]
-    monkeypatch.setattr(sys, "argv", [*arguments, "--format=Q8_0", "--format=F16", f"--out={out}"])
-    formats.main()
-    result = json.loads(out.read_text())
-    assert result == json.loads(capsys.readouterr().out)
-    assert list(result["formats"]) == ["Q8_0", "F16"]
+    arguments = ["formats.py", f"--source={tiny_gguf}", f"--folder={folder}", f"--out={out}"]
+
+    def measured(*names: str) -> dict:
+        monkeypatch.setattr(sys, "argv", [*arguments, *(f"--llama={name}={llama_bin}" for name in names)])
+        formats.main()
+        return json.loads(out.read_text())["formats"]
+
+    first = measured("old")
     assert sorted(path.name for path in folder.iterdir()) == ["tiny.f16.gguf", "tiny.q8_0.gguf"]
-    figures = result["formats"]["F16"]
-    assert set(figures["prefill"]) == {"8", "20"}
-    assert set(figures["decode_after_context"]) == {"0", "9"}
-    assert figures["decode_after_context"]["9"]["llama_bench"] == 991
-    assert figures["decode_in_batch"]["2"]["llama_batched_bench"] == 20
-    one = figures["prefill"]["20"]
-    assert one["ratio"] == pytest.approx(one["taper_tokens_per_second"] / 1000, rel=1e-3)
+    assert list(first) == ["Q8_0", "F16"]
+    assert set(first["Q8_0"]) == {"file_mib", "decode 9", "prefill 8", "batch 2"}
+    decode, prefill, batch = (first["F16"][test] for test in ("decode 9", "prefill 8", "batch 2"))
+    assert decode["tokens_per_second"]["old"] == 991
+    assert batch["tokens_per_second"]["old"] == 20
+    assert prefill["ratio"]["old"] == pytest.approx(prefill["tokens_per_second"]["Taper"] / 1000, rel=1e-3)
+    assert measured("old") == first  # nothing lacks
+    assert set(measured("old", "new")["Q8_0"]["batch 2"]["ratio"]) == {"old", "new"}

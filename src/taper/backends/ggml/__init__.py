@@ -19,13 +19,12 @@ from ...checks import QUANTISED_DTYPES
 from ...loading import ModelConfig, Tensor
 from .. import ForwardOutput, TokenBatch, available_threads, runs_by_slot
 from .cache import KeyValueCache
+from .compute import ComputeThread
 from .graph import Graph, GraphKey, Model
-from .interrupt import Interrupt
 from .tensors import TensorContext
 from .weights import ReportProgress, Weights
 
 MAX_GRAPHS = 64
-MAX_SHORT_FORWARD = 8  # tokens; a forward over more of them can be interrupted
 
 
 class GgmlBackend:
@@ -65,7 +64,7 @@ class GgmlBackend:
         self._threadpool = ggml.ggml_threadpool_new(ctypes.byref(params))
         ggml.ggml_backend_cpu_set_n_threads(self._backend, threads)
         ggml.ggml_backend_cpu_set_threadpool(self._backend, self._threadpool)
-        self._interrupt = Interrupt(self._backend)
+        self._thread = ComputeThread(self._backend)
         self._pid = os.getpid()  # threads and their locks do not survive a fork
         self._allocator = ggml.ggml_gallocr_new(ggml.ggml_backend_get_default_buffer_type(self._backend))
 
@@ -92,7 +91,7 @@ class GgmlBackend:
             inputs["tokens"][:] = batch.tokens
         if key.num_outputs:
             inputs["rows"][:] = (*batch.logits_rows, *batch.greedy_rows)
-        self._interrupt.compute(graph.pointer, may_take_long=len(batch.tokens) > MAX_SHORT_FORWARD)
+        self._thread.compute(graph.pointer)
         wanted = len(batch.logits_rows)
         return ForwardOutput(
             logits=graph.logits[:wanted].copy(),
@@ -104,6 +103,7 @@ class GgmlBackend:
         """Give back ggml's memory; the backend cannot be used afterwards."""
         self._graphs.clear()
         if self._backend is not None and os.getpid() == self._pid:
+            self._thread.close()
             ggml.ggml_gallocr_free(self._allocator)
             ggml.ggml_backend_free(self._backend)
             ggml.ggml_threadpool_free(self._threadpool)
