@@ -74,7 +74,7 @@ HEAVY = {
     },
     "ggml": {
         f"backends/ggml/{name}.py"
-        for name in ("__init__", "cache", "graph", "tensors", "weights", "compute", "repack", "features")
+        for name in ("__init__", "cache", "graph", "tensors", "convert", "compute", "repack", "features")
     },
     "transformers": {"hf.py", "bench/transformers_model.py"},
     "matplotlib": {"calibration/report.py", "cli/calibrate.py", "bench/plot.py"},

@@ -13,7 +13,7 @@ from gguf.quants import dequantize
 from tiny import one_slot
 
 from taper.backends.ggml import GgmlBackend
-from taper.backends.ggml.weights import convert
+from taper.backends.ggml.convert import convert
 from taper.loading.model import WEIGHT_TYPES, ModelConfig, Tensor, expected_shapes, row_bytes
 
 CONFIG = ModelConfig(

@@ -14,7 +14,8 @@ from tiny import one_slot, random_prompt
 from transformers import AutoModelForCausalLM
 
 from taper.backends import open_backend
-from taper.backends.ggml.weights import Weights, convert
+from taper.backends.ggml.convert import convert
+from taper.backends.ggml.weights import Weights
 from taper.backends.torch import TorchBackend
 from taper.errors import ModelError, TaperWarning
 from taper.loading import load_model
@@ -81,6 +82,10 @@ def test_command_line_names_the_tensor_and_the_value(bf16_folder, value):
     assert f"layers.1.q_proj has the value {float(torch.tensor(value, dtype=torch.bfloat16)):g}, which f16" in line
 
 
+# How much larger than f16's largest value the largest of a quantised type is: its scale is f16.
+SCALES = {"q8_0": 127, "q6_k": 4000, "q4_k": 60, "iq4_nl": 112, "q4_0": 8}
+
+
 def matrix(*values: float, columns: int = 64) -> dict[str, Tensor]:
     floats = np.zeros((2, columns), np.float32)
     floats[0, : len(values)] = values
@@ -91,18 +96,23 @@ def matrix(*values: float, columns: int = 64) -> dict[str, Tensor]:
     ("dtype", "largest", "too_large"),
     [
         ("f16", 65_519.0, 65_520.0),
-        ("q8_0", 127 * 65_519.0, 127 * 65_521.0),
+        *((dtype, factor * 65_519.0, factor * 65_521.0) for dtype, factor in SCALES.items()),
         ("bf16", 3.396e38, 3.3962e38),
     ],
 )
 def test_limits_are_those_at_which_ggml_makes_infinity(dtype, largest, too_large):
     for value in (largest, -largest):
-        (tensor,) = matrix(1.0, value).values()
+        (tensor,) = matrix(1.0, value, columns=256).values()
         stored = Tensor(dtype.upper(), tensor.shape, convert(tensor, dtype.upper()))
         assert np.isfinite(convert(stored, "F32").view(np.float32)).all()
     for value in (too_large, -too_large, np.inf, np.nan):
         with pytest.raises(ModelError, match=r"layers\.0\.q_proj has the value"):
-            Weights(matrix(1.0, value), dtype)
+            Weights(matrix(1.0, value, columns=256), dtype)
+
+
+def test_a_type_that_takes_the_place_of_another_has_its_own_limit():
+    with pytest.raises(ModelError, match="which q5_0"):
+        Weights(matrix(16 * 65_521.0), "q4_k")
 
 
 def test_rows_that_are_not_blocks_of_q8_0_have_the_limit_of_f16():

@@ -110,23 +110,21 @@ def tokenizers() -> dict[str, FastTokenizer]:
 
 
 def make_tiny(folder: Path, architecture: str = "llama", *, tied: bool = True, layers: int = 5, **more) -> TinyModel:
-    """Build, randomise and save a tiny model: hidden 64, 4 heads to 2."""
+    """Build, randomise and save a tiny model: hidden 64, 4 heads to 2, unless `more` says otherwise."""
     config_class, model_class = _CLASSES[architecture]
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
     config = config_class(
         vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        intermediate_size=128,
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
         max_position_embeddings=1024,
         tie_word_embeddings=tied,
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=0,
         attn_implementation="eager",
-        **more,
+        **(sizes | more),
     )
     torch.manual_seed(len(architecture) + layers + 10 * tied)
     model = model_class(config).eval()
@@ -141,8 +139,11 @@ def make_tiny(folder: Path, architecture: str = "llama", *, tied: bool = True, l
     return TinyModel(model, folder)
 
 
-def write_gguf(path: Path, tiny: TinyModel, dtype=np.float32, vocabulary: str = "byte-level") -> None:
-    """Convert a tiny model with the gguf package, independently of our reader."""
+def write_gguf(path: Path, tiny: TinyModel, dtype=np.float32, vocabulary: str = "byte-level", quantise=None) -> None:
+    """Convert a tiny model with the gguf package, independently of our reader.
+
+    `quantise`: type and bytes, by rows, of a matrix of the file's name; None writes all in `dtype`.
+    """
     import gguf
 
     config = tiny.hf.config
@@ -207,7 +208,11 @@ def write_gguf(path: Path, tiny: TinyModel, dtype=np.float32, vocabulary: str = 
         target = f"{names[parts[-2]]}.{parts[-1]}"
         if "layers" in parts:
             target = f"blk.{parts[parts.index('layers') + 1]}.{target}"
-        writer.add_tensor(target, array.astype(np.float32 if array.ndim == 1 else dtype))
+        if quantise is not None and array.ndim == 2:
+            stored, rows = quantise(target, array)
+            writer.add_tensor(target, rows, raw_dtype=gguf.GGMLQuantizationType[stored])
+        else:
+            writer.add_tensor(target, array.astype(np.float32 if array.ndim == 1 else dtype))
     if config.rope_parameters["rope_type"] == "llama3":
         plain = config.rope_parameters["rope_theta"] ** (-np.arange(0, config.head_dim, 2) / config.head_dim)
         factors = plain / tiny.hf.model.rotary_emb.inv_freq.numpy()

@@ -10,7 +10,8 @@ from typing import Any
 from .errors import RequestError, TaperError
 
 DEVICES = ("auto", "cpu", "cuda")
-DTYPES = ("auto", "f32", "f16", "bf16", "q8_0")
+QUANTISED_DTYPES = ("q8_0", "q6_k", "q4_k", "iq4_nl", "q4_0")
+DTYPES = ("auto", "f32", "f16", "bf16", *QUANTISED_DTYPES)
 MODES = ("full", "taper")
 
 

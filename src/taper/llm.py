@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -35,12 +35,14 @@ class LLM:
     Args:
         model: a name, a hub id that was pulled, a GGUF file or a Hugging Face folder.
         device: "cpu" (ggml), "cuda" (PyTorch), or "auto": cuda if PyTorch and a GPU are there.
-        dtype: "f32", "f16", "bf16", "q8_0" to convert the weights; "auto" uses them as they are (bf16 as f16 on a CPU).
+        dtype: "f32", "f16", "bf16" to convert the weights; on a CPU "q8_0", "q6_k", "q4_k", "iq4_nl", "q4_0" to
+            quantise them; "auto" uses them as they are (bf16 as f16 on a CPU).
         context: tokens that prompt and output may have together; default 4096, or the model's limit if lower.
         threads: CPU threads; default the cores this process may use.
         max_batch_size: outputs generated at a time.
         repack: on a CPU, copy matrices into the layout that it multiplies fastest, where their type has one; False uses
             the mapped file alone, which processes share.
+        progress: on a CPU, called with the part of the weights that is loaded, 0 to 1.
 
     Raises:
         ModelError: the model is missing, damaged or not supported.
@@ -57,6 +59,7 @@ class LLM:
         threads: int | None = None,
         max_batch_size: int = 8,
         repack: bool = True,
+        progress: Callable[[float], None] | None = None,
     ) -> None:
         repack = flag("repack", repack)
         threads = None if threads is None else whole_number("threads", threads, 1, 512)
@@ -78,14 +81,15 @@ class LLM:
             num_slots=num_slots,
             threads=threads,
             repack=repack,
+            progress=progress,
         )
         self.config, self.tokenizer, self.engine = backend.config, loaded.tokenizer, Engine(backend)
 
     @classmethod
-    def from_backend(cls, backend: Backend, tokenizer: Tokenizer, path: Path) -> LLM:
-        """An LLM on a backend that is open already; `path` is where the model's files are."""
+    def from_backend(cls, backend: Backend, tokenizer: Tokenizer, path: Path, dtype: str = "auto") -> LLM:
+        """An LLM on a backend that is open already, with weights of this `dtype`; the model's files are at `path`."""
         llm = cls.__new__(cls)
-        llm.model, llm.path, llm.dtype, llm.threads = str(path), path, "auto", None
+        llm.model, llm.path, llm.dtype, llm.threads = str(path), path, dtype, None
         llm.config, llm.tokenizer, llm.engine = backend.config, tokenizer, Engine(backend)
         return llm
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ _BARS = " ▁▂▃▄▅▆▇█"
 _COLOURS = ("green", "cyan", "blue", "magenta", "red")
 _CHART_HEIGHT, _CHART_WIDTH = 5, 72
 _CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])  # all but tab and newline
+_LONG = 2  # seconds of loading
 _MIN_WIDTH = 60  # columns; in fewer, or in COLUMNS=0, nothing could be read
 
 
@@ -92,6 +94,22 @@ def waiting(message: str) -> AbstractContextManager[object]:
     """Show on a terminal that something is going on."""
     screen = console()
     return screen.status(message) if screen.is_terminal else nullcontext()
+
+
+@contextmanager
+def loading(model: str) -> Generator[Callable[[float], None], None, None]:
+    """Show on a terminal that a model loads, and which part of it has been where that takes long."""
+    screen, started = console(), time.monotonic()
+    if not screen.is_terminal:
+        yield lambda part: None
+        return
+    with screen.status(f"loading {model}") as status:
+
+        def show(part: float) -> None:
+            if time.monotonic() - started > _LONG:
+                status.update(f"loading {model}, {part:.0%}")
+
+        yield show
 
 
 def console(stderr: bool = True) -> Console:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -75,13 +76,15 @@ def open_backend(
     num_slots: int = 1,
     threads: int | None = None,
     repack: bool = True,
+    progress: Callable[[float], None] | None = None,
 ) -> Backend:
     """The backend of a device with a model's weights; each is imported only where it is used.
 
     The options are those of `LLM`; the key-value cache holds `num_slots` sequences of up to `context_length` tokens.
 
     Raises:
-        RequestError: an option that is out of range, not available on this device, or takes more memory than there is.
+        RequestError: an option that is out of range, not available on this device or for these weights, or takes more
+            memory than there is.
         ModelError: weights that `dtype` cannot hold.
     """
     one_of("dtype", dtype, DTYPES)
@@ -97,6 +100,7 @@ def open_backend(
             kv_dtype="f32" if dtype in ("f32", "bf16") else "f16",  # f16 has not the range of bf16
             threads=threads,
             repack=repack,
+            progress=progress,
         )
     if not repack:
         raise RequestError("repacking is for CPUs; leaving it out does nothing on cuda", "leave out the option")

@@ -31,7 +31,9 @@ def model_options(command: Command) -> Command:
         click.option("--threads", type=int, help="CPU threads. Default: the cores this process may use."),
         click.option("--context", type=int, help="Tokens of prompt and output. Default: 4096 or the model's limit."),
         click.option("--device", type=click.Choice(DEVICES), default="auto"),
-        click.option("--dtype", type=click.Choice(DTYPES), default="auto", help="Convert weights when loading."),
+        click.option(
+            "--dtype", type=click.Choice(DTYPES), default="auto", help="Convert or quantise weights when loading."
+        ),
         click.option("--no-repack", is_flag=True, help="Use the mapped file as it is: less memory, slower on a CPU."),
     ]
     return with_options(options, command)
@@ -41,12 +43,12 @@ def load(options: dict[str, Any], **more: Any) -> LLM:
     """The model that the options ask for."""
     from ..llm import LLM
     from ..models import DEFAULT_MODEL
-    from ..terminal import waiting
+    from ..terminal import loading
 
     model = DEFAULT_MODEL if options["model"] is None else options["model"]
-    with waiting(f"loading {model}"):
+    with loading(model) as progress:
         given = {name: options[name] for name in ("device", "dtype", "context", "threads")}
-        return LLM(model, **given, repack=not options["no_repack"], **more)
+        return LLM(model, **given, repack=not options["no_repack"], progress=progress, **more)
 
 
 def say(line: str) -> None:

@@ -10,17 +10,19 @@ import ctypes
 import math
 import os
 from collections import OrderedDict
+from dataclasses import replace
 
 import ggml
 import numpy as np
 
+from ...checks import QUANTISED_DTYPES
 from ...loading import ModelConfig, Tensor
 from .. import ForwardOutput, TokenBatch, available_threads, runs_by_slot
 from .cache import KeyValueCache
 from .compute import ComputeThread
 from .graph import Graph, GraphKey, Model
 from .tensors import TensorContext
-from .weights import Weights
+from .weights import ReportProgress, Weights
 
 MAX_GRAPHS = 64
 
@@ -44,13 +46,15 @@ class GgmlBackend:
         kv_dtype: str = "f16",
         threads: int | None = None,
         repack: bool = True,
+        progress: ReportProgress | None = None,
     ) -> None:
-        self.config, self.num_slots, self.context_length = config, num_slots, context_length
+        self.num_slots, self.context_length = num_slots, context_length
         self._constants = TensorContext(1)
         factors = config.rope_factors
         rope_factors = self._constants.over(np.array(factors, np.float32)) if factors else None
         threads = threads or available_threads()
-        weights = Weights(tensors, dtype, repack, threads)
+        weights = Weights(tensors, dtype, repack, threads, progress)
+        self.config = replace(config, quantization=weights.quantization) if dtype in QUANTISED_DTYPES else config
         self.weight_bytes = weights.num_bytes
         cache = KeyValueCache(config, num_slots, context_length, "f32" if weights.beyond_f16 else kv_dtype)
         self._model = Model(config, weights, cache, rope_factors)
