@@ -11,13 +11,16 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import render_quantise
+
 from taper.calibration.statistics import Estimate, LossEstimate
 from taper.calibration.summary import MEASURED_ORDER, Comparison, Figures, Summary, from_plain
 from taper.calibration.wording import interval, limits, verdict
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-MARKS = ("<!-- numbers: python benchmarks/render.py -->\n", "<!-- end of numbers -->\n")
+NUMBERS, QUANTISING = (f"<!-- {name}: python benchmarks/render.py -->\n" for name in ("numbers", "quantising"))
+END = "<!-- end of numbers -->\n"
 
 
 def prose(text: str) -> str:
@@ -291,7 +294,7 @@ def model_page(data: dict[str, Any]) -> str:
     return "\n".join([*lines, ""])
 
 
-def page(result: dict[str, Any], calibrated: dict[str, Any]) -> str:
+def page(result: dict[str, Any], calibrated: dict[str, Any], quantised: dict[str, Any]) -> str:
     """docs/results.md."""
     depth, memory, start = result["depth"], result["memory"], result["start_up"]
     steps = [
@@ -353,6 +356,7 @@ def page(result: dict[str, Any], calibrated: dict[str, Any]) -> str:
         "",
         *quality(calibrated),
         "",
+        *render_quantise.section(quantised, table, prose),
         "## Conditions",
         "",
         conditions(result["conditions"]),
@@ -397,21 +401,23 @@ def fuzzed(report: dict[str, Any]) -> list[str]:
     ]
 
 
-def between_marks(path: Path, lines: Sequence[str]) -> str:
-    """The text of a page with these lines between its marks."""
-    before, rest = path.read_text().split(MARKS[0])
-    return before + MARKS[0] + "\n".join(lines) + "\n" + MARKS[1] + rest.split(MARKS[1])[1]
+def between_marks(text: str, lines: Sequence[str], mark: str = NUMBERS) -> str:
+    """A page with these lines between a mark and the next end."""
+    before, rest = text.split(mark)
+    _, end, after = rest.partition(END)
+    return "".join((before, mark, *(f"{line}\n" for line in lines), end, after))
 
 
 def rendered() -> dict[Path, str]:
     """The files as they should be."""
-    names = ("decode", "calibration", "fuzz")
-    result, calibrated, report = (json.loads((RESULTS / f"{name}.json").read_text()) for name in names)
+    names = ("decode", "calibration", "quantise", "fuzz")
+    result, calibrated, quantised, report = (json.loads((RESULTS / f"{name}.json").read_text()) for name in names)
     readme, reliability = ROOT / "README.md", ROOT / "docs" / "reliability.md"
+    text = between_marks(readme.read_text(), summary(result, calibrated))
     pages = {
-        ROOT / "docs" / "results.md": page(result, calibrated),
-        readme: between_marks(readme, summary(result, calibrated)),
-        reliability: between_marks(reliability, fuzzed(report)),
+        ROOT / "docs" / "results.md": page(result, calibrated, quantised),
+        readme: between_marks(text, render_quantise.adding_up(quantised, table), QUANTISING),
+        reliability: between_marks(reliability.read_text(), fuzzed(report)),
     }
     for file in sorted((ROOT / "docs" / "results").glob("*/summary.json")):
         pages[file.with_name("README.md")] = model_page(json.loads(file.read_text()))
