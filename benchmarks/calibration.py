@@ -1,10 +1,11 @@
-"""What calibration takes and what comes out of it, on the default model: one JSON file, part by part.
+"""What calibration takes and what comes out of it: one JSON file for a model, part by part.
 
     python benchmarks/calibration.py --cache EMPTY_FOLDER policies orders growth
+    python benchmarks/calibration.py --cache EMPTY_FOLDER --model qwen2.5-coder-1.5b-instruct policies
 
-`policies` makes the shipped policies from an empty cache (about ten minutes), `orders` compares the order found with
-every baseline on held-out prompts (about fifteen more), `growth` times whole calibrations on more and more prompts.
-Leave the machine alone while it runs.
+`policies` makes the shipped policies from an empty cache (about ten minutes for the default model), `orders` compares
+the order found with every baseline on held-out prompts (about fifteen more), `growth` times whole calibrations on more
+and more prompts. The last two are of the default model. Leave the machine alone while it runs.
 """
 
 from __future__ import annotations
@@ -24,12 +25,15 @@ import numpy as np
 
 from taper.calibration.references import builtin_prompts
 from taper.calibration.summary import Summary, to_plain
+from taper.llm import DEFAULT_POLICY
+from taper.models import DEFAULT_MODEL, PACKAGED_MODELS
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "calibration.json"
-SHIPPED = ROOT / "src" / "taper" / "policies" / "smollm2-135m-instruct"
+RESULTS = ROOT / "benchmarks" / "results"
+SHIPPED = ROOT / "src" / "taper" / "policies"
+PAGES = ROOT / "docs" / "results"
 SPEEDS = {"fast": 1.20, "balanced": 1.10, "gentle": 1.05}  # the first finds the cache empty
-ANSWER_TOKENS, THREADS = 128, 2
+ANSWER_TOKENS, CONTEXT, THREADS = 128, 1024, 2
 # The order that a first sketch found on other answers of the same model, with other code.
 FIRST_SKETCH = [3, 5, 17, 16, 25, 7, 6, 4, 18, 26]
 
@@ -47,21 +51,31 @@ def run_cli(cache: Path, *options: str) -> tuple[Summary, dict[str, Any]]:
     }
 
 
-def policies(cache: Path) -> dict[str, Any]:
+def policies(cache: Path, model: str) -> dict[str, Any]:
     """The shipped policies: time, memory, predicted and measured speed, quality on held-out prompts."""
+    (SHIPPED / model).mkdir(exist_ok=True)
     results = {}
     for name, speed in SPEEDS.items():
-        options = ["--speedup", str(speed), "--answer-tokens", str(ANSWER_TOKENS), "--name", name]
-        options += ["--threads", str(THREADS)]
-        summary, took = run_cli(cache, *options, "--out", str(SHIPPED / f"{name}.json"))
-        keys = ("mean_depth", "speedup", "held_out", "free_running", "cost_ms", "skip_order", "conditions")
+        options = ["--model", model, "--speedup", str(speed), "--answer-tokens", str(ANSWER_TOKENS), "--name", name]
+        options += [
+            "--threads",
+            str(THREADS),
+            "--context",
+            str(CONTEXT),
+            "--out",
+            str(SHIPPED / model / f"{name}.json"),
+        ]
+        if model != DEFAULT_MODEL and name == DEFAULT_POLICY:
+            options += ["--report", str(PAGES / model / "report")]
+        summary, took = run_cli(cache, *options)
+        keys = ("mean_depth", "speedup", "held_out", "free_running", "cost_ms", "skip_order", "frontier", "conditions")
         ratio = round(summary.speedup.predicted / summary.speedup.measured.median, 4)
         figures = {key: to_plain(getattr(summary, key)) for key in keys}
         results[name] = {**took, "predicted_over_measured": ratio, **figures}
     return results
 
 
-def orders(cache: Path) -> dict[str, Any]:
+def orders(cache: Path, model: str) -> dict[str, Any]:
     """KL of the order found, every baseline and the first sketch's order on held-out prompts, by depth."""
     os.environ["TAPER_CACHE"] = str(cache)
     from taper import LLM
@@ -75,13 +89,13 @@ def orders(cache: Path) -> dict[str, Any]:
     from taper.policies import load_policy
     from taper.policy import DepthPolicy
 
-    llm = LLM(threads=THREADS, max_batch_size=64)
+    llm = LLM(model, threads=THREADS, max_batch_size=64)
     store = open_store(content_hash(llm.path), current_conditions(llm))
     full = DepthPolicy.full(llm.config.num_hidden_layers)
     prompts = encode_prompts(llm, builtin_prompts(), 0, 256)
     _, held_out = split(completions(llm, prompts, full, ANSWER_TOKENS, store, lambda: None))
     measurements = Measurements(llm.engine, first_steps(held_out, COMPARED), store)
-    order = load_policy(SHIPPED / "fast.json").skip_order
+    order = load_policy(SHIPPED / model / "fast.json").skip_order
     more = {"first sketch": FIRST_SKETCH}
     started = time.perf_counter()
     comparison = compare_orders(measurements, order, range(29, 19, -1), lambda count: lambda: None, more)
@@ -100,12 +114,12 @@ def orders(cache: Path) -> dict[str, Any]:
     }
 
 
-def growth(cache: Path) -> dict[str, Any]:
+def growth(cache: Path, model: str) -> dict[str, Any]:
     """Seconds of whole calibrations from empty caches, by the tokens of prompts and answers; and a line."""
     rows = []
     for count in (8, 14, 20, 26):  # above 72 the search has all it takes, and only the rest grows
         folder = cache / f"growth-{count}"
-        with_model(folder)
+        with_model(folder, model)
         file = folder / "prompts.jsonl"
         file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in builtin_prompts()[:count]))
         options = ["--prompts", str(file), "--speedup", "1.1", "--answer-tokens", "24"]
@@ -120,28 +134,30 @@ def growth(cache: Path) -> dict[str, Any]:
     return {"rows": rows, "seconds_per_1000_tokens": round(1000 * slope, 2), "r_squared": round(r_squared, 4)}
 
 
-def with_model(cache: Path) -> None:
-    """A cache folder that holds the default model and nothing else."""
-    from taper.models import DEFAULT_MODEL, PACKAGED_MODELS
-
+def with_model(cache: Path, model: str) -> None:
+    """A cache folder that holds a model and nothing else."""
     (cache / "models").mkdir(parents=True, exist_ok=True)
-    link = cache / "models" / PACKAGED_MODELS[DEFAULT_MODEL].path.name
+    link = cache / "models" / PACKAGED_MODELS[model].path.name
     if not link.exists():
-        link.symlink_to(PACKAGED_MODELS[DEFAULT_MODEL].path)
+        link.symlink_to(PACKAGED_MODELS[model].path)
 
 
 def main() -> None:
     """Run the parts asked for; each is written as it ends."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cache", type=Path, required=True, help="folder for what is measured; empty at first")
+    parser.add_argument("--model", choices=PACKAGED_MODELS, default=DEFAULT_MODEL, help="default %(default)s")
     parser.add_argument("parts", nargs="+", choices=["policies", "orders", "growth"])
     options = parser.parse_args()
-    with_model(options.cache)
+    if options.model != DEFAULT_MODEL and options.parts != ["policies"]:
+        parser.error(f"orders and growth are of {DEFAULT_MODEL}")
+    with_model(options.cache, options.model)
+    path = RESULTS / f"calibration-{options.model}.json"
     for part in options.parts:
         print(f"{part} ...", file=sys.stderr)
-        result = globals()[part](options.cache)
-        results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-        RESULTS.write_text(json.dumps(results | {part: result}, indent=1) + "\n")
+        result = globals()[part](options.cache, options.model)
+        results = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(results | {part: result}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

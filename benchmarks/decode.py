@@ -2,7 +2,7 @@
 
     python benchmarks/decode.py --out benchmarks/results/decode.json
 
-Leave the machine alone while it runs (about five minutes). llama-bench is used where --llama-bin or PATH has it.
+Leave the machine alone while it runs (about five minutes). `taper bench` compares it with llama.cpp.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,11 @@ import numpy as np
 
 from taper import DepthPolicy
 from taper.backends.ggml import GgmlBackend
-from taper.bench.llama_cpp import LlamaBench, find_llama_bench
 from taper.bench.measure import alternate, measure, step_bytes, step_ms_by_depth
 from taper.engine import Engine
 from taper.loading import LoadedModel, load_model
 from taper.models import DEFAULT_MODEL, find_model
-from taper.policies import shipped_policies
+from taper.policies import find_policy
 
 THREADS, ROUNDS, TOKENS = 2, 7, 128
 DEPTHS = (30, 28, 26, 24, 22, 20, 15, 10)
@@ -38,32 +37,8 @@ STEPS = 120  # of each depth
 QUESTION = "Why is the sky blue? Explain it to a child of 7."
 
 
-def side_by_side(taper: Callable[[], float], other: str, theirs: Callable[[], float], rounds: int) -> dict[str, Any]:
-    """Medians of two speeds that take turns, and of their ratios."""
-    speeds = alternate({"taper": taper, other: theirs}, rounds)
-    ratios = [a / b for a, b in zip(speeds["taper"], speeds[other], strict=True)]
-    return {
-        "taper_tokens_per_second": median(speeds["taper"]),
-        other: median(speeds[other]),
-        "ratio": median(ratios),
-    }
-
-
-def against_llama_bench(loaded: LoadedModel, llama: LlamaBench | None) -> dict[str, Any]:
-    """(a) Decoding at full depth from an empty context against llama-bench."""
-    if llama is None:
-        return {"skipped": "llama-bench is not installed"}
-    engine = Engine(GgmlBackend(loaded.config, loaded.tensors, context_length=512, threads=THREADS))
-    full = DepthPolicy.full(loaded.config.num_hidden_layers)
-
-    def ours() -> float:
-        return measure(engine, full, max_tokens=TOKENS).tokens_per_second
-
-    return side_by_side(ours, "llama_bench", lambda: llama.measure(max_tokens=TOKENS), ROUNDS)
-
-
 def against_transformers(loaded: LoadedModel, path: Path, prompt_tokens: int) -> dict[str, Any]:
-    """(b) Full depth against transformers' generate in f32."""
+    """(a) Full depth against transformers' generate in f32."""
     import torch
     from reference import transformers_from_gguf
 
@@ -85,14 +60,16 @@ def against_transformers(loaded: LoadedModel, path: Path, prompt_tokens: int) ->
         first = seconds(1)
         return 32 / (seconds(33) - first)
 
-    return side_by_side(ours, "transformers_f32", theirs, ROUNDS)
+    speeds = alternate({"taper_tokens_per_second": ours, "transformers_f32": theirs}, ROUNDS)
+    ratios = [a / b for a, b in zip(*speeds.values(), strict=True)]
+    return {name: median(values) for name, values in speeds.items()} | {"ratio": median(ratios)}
 
 
 def against_depth(loaded: LoadedModel, prompt_tokens: int) -> dict[str, Any]:
-    """(c) One decode step at each depth in turn: a straight line? And whole answers, full against depth 20."""
+    """(b) One decode step at each depth in turn: a straight line? And whole answers, full against depth 20."""
     layers = loaded.config.num_hidden_layers
     backend = GgmlBackend(loaded.config, loaded.tensors, context_length=512, threads=THREADS)
-    order = next(iter(shipped_policies().values()))[0].skip_order
+    order = find_policy("fast").skip_order
     step_ms = step_ms_by_depth(backend, order, DEPTHS, STEPS, prompt_tokens)
     slope, fixed = np.polyfit(DEPTHS, list(step_ms.values()), 1)
     left = np.array([step_ms[d] - (fixed + slope * d) for d in DEPTHS])
@@ -150,7 +127,7 @@ print(first, peak())
 
 
 def start_up() -> dict[str, Any]:
-    """(d), (e) Load, first token and --help, each in a fresh process."""
+    """(c), (d) Load, first token and --help, each in a fresh process."""
     rows = [run_python(_START % THREADS) for _ in range(ROUNDS)]
     helps = []
     for _ in range(ROUNDS):
@@ -167,7 +144,7 @@ def start_up() -> dict[str, Any]:
 
 
 def memory(loaded: LoadedModel, path: Path) -> dict[str, Any]:
-    """(f) Peak resident memory, mapped weights included, in MiB."""
+    """(e) Peak resident memory, mapped weights included, in MiB."""
     context, c = 2048, loaded.config
     first, later = run_python(_MEMORY % (THREADS, context))
     cache = c.num_hidden_layers * 2 * c.num_key_value_heads * c.head_dim * 2 * context / 2**20
@@ -228,21 +205,17 @@ def conditions(path: Path) -> dict[str, Any]:
 def main() -> None:
     """Run all parts and print the document."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--llama-bin", type=Path, metavar="DIR", help="folder of llama.cpp's programs")
     parser.add_argument("--out", type=Path, help="also write the document to this file, part by part")
     options = parser.parse_args()
     path = find_model(DEFAULT_MODEL)
     loaded = load_model(path)
     text = loaded.tokenizer.render([{"role": "user", "content": QUESTION}])
     prompt_tokens = len(loaded.tokenizer.encode(text, add_special_tokens=False))
-    programs = find_llama_bench(options.llama_bin)
-    llama = LlamaBench(programs, path, THREADS) if programs else None
     result: dict[str, Any] = {"conditions": conditions(path) | {"prompt_tokens": prompt_tokens}}
     for name, part in [
         ("start_up", start_up),
         ("memory", lambda: memory(loaded, path)),
         ("depth", lambda: against_depth(loaded, prompt_tokens)),
-        ("llama_bench", lambda: against_llama_bench(loaded, llama)),
         ("transformers", lambda: against_transformers(loaded, path, prompt_tokens)),
     ]:
         print(f"{name} ...", file=sys.stderr)

@@ -11,14 +11,18 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import render_bench
+import render_formats
 import render_quantise
 
 from taper.calibration.statistics import Estimate, LossEstimate
-from taper.calibration.summary import MEASURED_ORDER, Comparison, Figures, Summary, from_plain
-from taper.calibration.wording import interval, limits, verdict
+from taper.calibration.summary import MEASURED_ORDER, Comparison, Figures, Provenance, from_plain
+from taper.calibration.wording import interval
+from taper.models import DEFAULT_MODEL
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+LARGER: tuple[str, ...] = ()  # besides the default model
 NUMBERS, QUANTISING = (f"<!-- {name}: python benchmarks/render.py -->\n" for name in ("numbers", "quantising"))
 END = "<!-- end of numbers -->\n"
 
@@ -33,36 +37,37 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return ["| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows)]
 
 
-def summary(result: dict[str, Any], calibrated: dict[str, Any]) -> list[str]:
+def summary(result: dict[str, Any], benches: dict[str, dict[str, Any]]) -> list[str]:
     """The tables of the README."""
-    depth, start, tokens = result["depth"], result["start_up"], result["conditions"]["answer_tokens"]
-    policies = []
-    for name, policy in deepest_first(calibrated):
-        value, low, high = (f"{100 * share:.0f}" for share in tapered(policy).agreement)
-        policies.append((f"`{name}`", f"{policy.mean_depth:.1f}", speed(policy), f"{value} %", f"{low} to {high} %"))
-    ratios = [("transformers `generate` in f32", f"{result['transformers']['ratio']:.1f}x")]
-    if "ratio" in result["llama_bench"]:
-        ratios.insert(0, ("llama.cpp's llama-bench, same file and threads", f"{result['llama_bench']['ratio']:.2f}x"))
+    depth, start = result["depth"], result["start_up"]
     first_token = f"first token of a {start['prompt_tokens']}-token prompt, once loaded"
     times = [("loading the model and its tokenizer", start["load_with_tokenizer_s"])]
     times.append((first_token, start["first_token_s"]))
+    lines = []
+    for name, bench in benches.items():
+        layers = bench["conditions"]["num_hidden_layers"]
+        lines += [f"{name}, {layers} layers:", "", *render_bench.speeds(bench, shipped(name), table), ""]
     return [
-        *table(("policy", "mean depth of 30", "speed", "same likeliest token", "95 % interval"), policies),
-        "",
+        *lines,
         prose(
             f"""
-            Depth and speed are over outputs of {tokens} tokens; full depth is 1x. *Same likeliest token* says how
-            often, at the steps that run fewer layers, greedy decoding would choose the token that full depth
-            chooses. It was measured on prompts that had no part in choosing the policies. For comparison, skipping
-            10 of the 30 layers at every step after the first makes such an output
-            {depth["answers_of_128_speedup_at_20"]:.2f}x as fast.
+            Speed and depth are over outputs of {render_bench.TOKENS} tokens, one at a time; llama.cpp runs the same
+            file with the same threads. *Same likeliest token* says how often, at the steps that run fewer layers,
+            greedy decoding would choose the token that full depth chooses. It was measured on prompts that had no part
+            in choosing the policies. For comparison, skipping 10 of the 30 layers of the default model at every step
+            after the first makes such an output {depth["answers_of_128_speedup_at_20"]:.2f}x as fast. transformers'
+            `generate` in f32 takes {result["transformers"]["ratio"]:.1f} times as long as Taper's full depth.
             """
         ),
         "",
-        *table(("full depth, compared with", "speed"), ratios),
-        "",
-        *table(("start", "time"), [(title, f"{seconds:.2f} s") for title, seconds in times]),
+        *table(("start of the default model", "time"), [(title, f"{seconds:.2f} s") for title, seconds in times]),
     ]
+
+
+def shipped(model: str) -> dict[str, Provenance]:
+    """What the policies that come with Taper for a model say of their origin."""
+    files = sorted((ROOT / "src" / "taper" / "policies" / model).glob("*.json"))
+    return {file.stem: Provenance.from_json(json.loads(file.read_text())["provenance"]) for file in files}
 
 
 def tapered(figures: Figures) -> LossEstimate:
@@ -119,10 +124,7 @@ def quality(calibrated: dict[str, Any]) -> list[str]:
         "",
         "    python benchmarks/calibration.py --cache FOLDER policies orders growth",
         "",
-        *table(
-            ("figure", *(f"`{name}`" for name, _ in policies)),
-            [(title, *(cell(policy) for _, policy in policies)) for title, cell in FIGURES],
-        ),
+        *figures_table(policies),
         "",
         LEGEND,
         "",
@@ -241,60 +243,68 @@ def _difference(estimate: Estimate | None) -> str:
     return "" if estimate is None else f"{estimate.low:+.2f} to {estimate.high:+.2f}"
 
 
-def model_page(data: dict[str, Any]) -> str:
-    """The page of a model that was calibrated once: its summary, and the command and commit that it comes from."""
-    summary = Summary.from_json(data)
-    model, prompts, c, frontier = summary.model, summary.prompts, summary.conditions, summary.frontier
-    budget = ", ".join(asked for asked, _ in limits(summary))
+def model_page(model: str, calibrated: dict[str, Any]) -> str:
+    """The page of a larger model: what its shipped policies cost, and in which order layers are skipped."""
+    policies, measured = deepest_first(calibrated), calibrated["policies"]
+    some = shipped(model)["balanced"]
+    order, kls = measured["fast"]["skip_order"], measured["fast"]["frontier"]["kl"][MEASURED_ORDER].values()
+    minutes = {name: f"{data['seconds'] / 60:.0f}" for name, data in measured.items()}
+    c = some.conditions
     lines = [
-        f"# {model.name}",
-        "",
-        prose(f"This model was calibrated once. The budget: {budget}. The verdict: {verdict(summary)}."),
-        "",
-        "- [The report](report/index.html) explains the result, with pictures.",
-        "- [`policy.json`](policy.json) is the policy.",
-        "- [`summary.json`](summary.json) has every figure.",
-        "",
-        "All of this was made by",
-        "",
-        f"    {data['command']}",
+        f"# {model}",
         "",
         prose(
             f"""
-            on {c.date}, with Taper {c.taper} (commit {data["commit"]}), on an {c.machine}, with {c.threads} threads.
-            The weights were used as they are in the file (sha256 {model.sha256[:16]}...).
+            What the policies that come with Taper for this model save and cost. Full depth is
+            {some.model.num_hidden_layers} layers. The search used {some.prompts.search} of the built-in prompts. The
+            figures below are from {some.prompts.held_out} held-out ones, with outputs of up to {some.answer_tokens}
+            tokens; [calibration](../../calibration.md) explains how they are measured. [The report](report/index.html)
+            explains `balanced`, with pictures. This command made all of it:
             """
         ),
         "",
-        prose(
-            f"""
-            The search used {prompts.search} prompts. The figures below are from {prompts.held_out} held-out ones,
-            with outputs of up to {summary.answer_tokens} tokens. Full depth is {model.num_hidden_layers} layers.
-            """
-        ),
+        f"    python benchmarks/calibration.py --cache FOLDER --model {model} policies",
         "",
-        *table(("figure", "value"), [(title, cell(summary)) for title, cell in FIGURES]),
+        *figures_table(policies),
         "",
         LEGEND,
+        "",
+        "## Which layers are skipped first",
+        "",
+        "The mean KL to full depth as one layer after another is skipped, on the prompts of the search:",
+        "",
+        *table(
+            ("layers skipped", "the last of them", "KL, nats"),
+            [(str(n), str(layer), f"{kl:.2f}") for n, (layer, kl) in enumerate(zip(order, kls, strict=False), 1)],
+        ),
+        "",
+        prose(
+            f"""
+            Measured on {c.date}, on an {c.machine}, with {c.threads} threads, Taper {c.taper} and Python {c.python}.
+            `fast` took {minutes["fast"]} minutes from an empty cache, `balanced` {minutes["balanced"]} and `gentle`
+            {minutes["gentle"]} after it. The weights were used as they are in the file (sha256
+            {some.model.sha256[:16]}...).
+            """
+        ),
     ]
-    if frontier.prompts == "search":
-        order, kls = summary.skip_order[: summary.searched_layers], frontier.kl[MEASURED_ORDER].values()
-        skipped = enumerate(zip(order, kls, strict=True), 1)
-        lines += [
-            "",
-            "## Which layers are skipped first",
-            "",
-            "The mean KL to full depth as one layer after another is skipped, on the prompts of the search:",
-            "",
-            *table(
-                ("layers skipped", "the last of them", "KL, nats"),
-                [(str(count), str(layer), f"{kl:.2f}") for count, (layer, kl) in skipped],
-            ),
-        ]
     return "\n".join([*lines, ""])
 
 
-def page(result: dict[str, Any], calibrated: dict[str, Any], quantised: dict[str, Any]) -> str:
+def figures_table(policies: Sequence[tuple[str, Figures]]) -> list[str]:
+    """What policies save and cost, a column for each."""
+    return table(
+        ("figure", *(f"`{name}`" for name, _ in policies)),
+        [(title, *(cell(policy) for _, policy in policies)) for title, cell in FIGURES],
+    )
+
+
+def page(
+    result: dict[str, Any],
+    benches: dict[str, dict[str, Any]],
+    calibrated: dict[str, Any],
+    quantised: dict[str, Any],
+    formats: dict[str, Any],
+) -> str:
     """docs/results.md."""
     depth, memory, start = result["depth"], result["memory"], result["start_up"]
     steps = [
@@ -314,19 +324,25 @@ def page(result: dict[str, Any], calibrated: dict[str, Any], quantised: dict[str
         "",
         prose(
             """
-            This page is written by `python benchmarks/render.py`. Its figures are of the default model on two CPU
-            cores. Those of quality come from `benchmarks/results/calibration.json`, and those of speed from
-            `benchmarks/results/decode.json`, which this command makes:
+            This page is written by `python benchmarks/render.py`, from the files in `benchmarks/results/`. Unless it
+            says otherwise, figures are of the default model on two CPU cores.
             """
         ),
         "",
-        "    python benchmarks/decode.py --out benchmarks/results/decode.json",
-        "",
         "## In short",
         "",
-        *summary(result, calibrated),
+        *summary(result, benches),
+        "The speeds of this table come from:",
+        "",
+        *(f"    {render_bench.command(name)}" for name in benches),
+        "",
+        *(line for bench in benches.values() for line in (prose(render_bench.conditions(bench)), "")),
         "",
         "## One decode step by depth",
+        "",
+        "This and what follows, up to quality, comes from:",
+        "",
+        "    python benchmarks/decode.py --out benchmarks/results/decode.json",
         "",
         *table(("layers run", "ms", "speedup", "ideal by bytes read"), steps),
         "",
@@ -357,6 +373,7 @@ def page(result: dict[str, Any], calibrated: dict[str, Any], quantised: dict[str
         *quality(calibrated),
         "",
         *render_quantise.section(quantised, table, prose),
+        *render_formats.section(formats, table, prose),
         "## Conditions",
         "",
         conditions(result["conditions"]),
@@ -408,19 +425,25 @@ def between_marks(text: str, lines: Sequence[str], mark: str = NUMBERS) -> str:
     return "".join((before, mark, *(f"{line}\n" for line in lines), end, after))
 
 
+def _read(name: str) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return data
+
+
 def rendered() -> dict[Path, str]:
     """The files as they should be."""
-    names = ("decode", "calibration", "quantise", "fuzz")
-    result, calibrated, quantised, report = (json.loads((RESULTS / f"{name}.json").read_text()) for name in names)
+    names = ("decode", f"calibration-{DEFAULT_MODEL}", "quantise", "formats", "fuzz")
+    result, calibrated, quantised, formats, report = (_read(name) for name in names)
+    benches = {name: _read(f"bench-{name}") for name in (DEFAULT_MODEL, *LARGER)}
     readme, reliability = ROOT / "README.md", ROOT / "docs" / "reliability.md"
-    text = between_marks(readme.read_text(), summary(result, calibrated))
+    text = between_marks(readme.read_text(), summary(result, benches))
     pages = {
-        ROOT / "docs" / "results.md": page(result, calibrated, quantised),
+        ROOT / "docs" / "results.md": page(result, benches, calibrated, quantised, formats),
         readme: between_marks(text, render_quantise.adding_up(quantised, table), QUANTISING),
         reliability: between_marks(reliability.read_text(), fuzzed(report)),
     }
-    for file in sorted((ROOT / "docs" / "results").glob("*/summary.json")):
-        pages[file.with_name("README.md")] = model_page(json.loads(file.read_text()))
+    for model in LARGER:
+        pages[ROOT / "docs" / "results" / model / "README.md"] = model_page(model, _read(f"calibration-{model}"))
     return pages
 
 

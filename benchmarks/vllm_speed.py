@@ -36,7 +36,7 @@ from vllm import LLM, SamplingParams
 from taper import DepthPolicy
 from taper.loading import load_model
 from taper.models import DEFAULT_MODEL, PACKAGED_MODELS
-from taper.policies import shipped_policies
+from taper.policies import find_policy
 
 THREADS = 1
 LAYERS, DEPTH, PROMPT_TOKENS, WARM_UP, STEPS = 30, 20, 32, 8, 60
@@ -52,7 +52,7 @@ def engine(folder: str, **more: Any) -> LLM:
 
 def tapered(folder: str) -> LLM:
     """An engine with a policy of constant depth for each depth."""
-    order = next(iter(shipped_policies().values()))[0].skip_order
+    order = find_policy("fast").skip_order
     policies = {f"depth {d}": json.loads(DepthPolicy.static(LAYERS, d, order).to_json()) for d in range(4, LAYERS)}
     config = {"taper": {"policies": policies}}
     overrides = {"architectures": ["TaperLlamaForCausalLM"]}
