@@ -1,0 +1,187 @@
+"""One evaluation: problems answered under each policy through one engine, scored and recorded one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..calibration.conditions import current_conditions
+from ..calibration.measure import numbers
+from ..checks import flag, whole_number
+from ..errors import RequestError
+from ..llm import LLM
+from ..models import content_hash
+from ..output import Output
+from ..policy import DepthPolicy
+from ..sequence import Request
+from .records import Answer, Record, RecordFile
+from .tasks import EvalTask, Problem, Selection
+
+ReportProgress = Callable[[Record, int, bool], None]  # a record, how many there will be, and whether it was there
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What came out: the records that were asked for, and what they were made under."""
+
+    settings: Mapping[str, Any]
+    selection: Selection
+    policies: dict[str, DepthPolicy]  # by label
+    records: list[Record]
+    num_truncated: int  # prompts, each counted once, of which the beginning was cut off
+
+
+def evaluate(
+    llm: LLM,
+    selection: Selection,
+    policies: Sequence[DepthPolicy | str | Path],
+    *,
+    limit: int | None = None,
+    chat: bool = False,
+    max_tokens: int | None = None,
+    seed: int = 0,
+    out: Path | None = None,
+    progress: ReportProgress | None = None,
+) -> Evaluation:
+    """Answer and score the problems of tasks under several policies, as many at a time as the engine has slots.
+
+    Args:
+        llm: the model; its `max_batch_size` is the number of outputs at a time.
+        selection: what `load_tasks` returned.
+        policies: policies, names of shipped ones or files; "full" is full depth.
+        limit: problems of each task, the first ones; default all.
+        chat: ask by the model's chat template, with examples as earlier turns.
+        max_tokens: most tokens of an output; default the task's own limit, or 256 where it has none.
+        seed: of tasks that sample; a problem has the same seed under every policy.
+        out: a file for the records; those that it has already are not computed again.
+        progress: called with each record, the number of records there will be, and whether it was in the file.
+
+    Raises:
+        RequestError: an argument out of its range, or a file of another evaluation.
+        PolicyError: a policy is damaged or made for another model.
+        ModelError: the model's output is not a number.
+    """
+    limit = None if limit is None else whole_number("limit", limit, 1)
+    max_tokens = None if max_tokens is None else whole_number("max_tokens", max_tokens, 1)
+    seed, chat = whole_number("seed", seed, 0), flag("chat", chat)
+    resolved = [llm.resolve_policy(**_chosen(policy)) for policy in policies]
+    by_label = {policy.label: policy for policy in resolved}
+    if not by_label or any(numbers(by_label[policy.label]) != numbers(policy) for policy in resolved):
+        raise RequestError("policies are missing, or two have the same name", "give each its own name")
+    conditions = {"model": llm.model, "batch_size": llm.engine.backend.num_slots, **vars(current_conditions(llm))}
+    settings = {
+        "model": content_hash(llm.path),
+        "backend": conditions["backend"],
+        "dtype": llm.dtype,
+        "context": llm.engine.backend.context_length,
+        "tasks": {task.name: {"version": task.version, "fewshot": task.num_fewshot} for task in selection.tasks},
+        "chat": chat,
+        "max_tokens": max_tokens,
+        "seed": seed,
+    }
+    evaluator = _Evaluator(llm, by_label, limit, chat, max_tokens, seed)
+    problems = [(task, problem) for task in selection.tasks for problem in evaluator.problems(task)]
+    records = RecordFile(out, settings, {label: numbers(policy) for label, policy in by_label.items()}, conditions)
+    total = len(problems) * len(by_label)
+    report = progress or (lambda record, total, was_there: None)
+    try:
+        jobs = []
+        for task, problem in problems:
+            missing = []
+            for label, policy in by_label.items():
+                if (record := records.find(problem, label)) is None:
+                    missing.append(policy)
+                else:
+                    report(record, total, True)
+            if missing:
+                jobs.append(_Job(task, problem, missing))
+        for record in evaluator.run(jobs):
+            records.append(record)
+            report(record, total, False)
+    finally:
+        records.close()
+    wanted = [records.find(problem, label) for _, problem in problems for label in by_label]
+    return Evaluation(settings, selection, by_label, [record for record in wanted if record], evaluator.num_truncated)
+
+
+@dataclass
+class _Job:
+    """A problem, the policies under which it is still to be answered, and the outputs that came so far."""
+
+    task: EvalTask
+    problem: Problem
+    policies: list[DepthPolicy]
+    outputs: list[Output] = field(default_factory=list)
+
+
+class _Evaluator:
+    """The model as the harness sees it, and how it is asked."""
+
+    def __init__(
+        self,
+        llm: LLM,
+        policies: Mapping[str, DepthPolicy],
+        limit: int | None,
+        chat: bool,
+        max_tokens: int | None,
+        seed: int,
+    ) -> None:
+        from .harness import TaperLM  # the harness takes seconds to import
+
+        self._lm = TaperLM(llm, next(iter(policies.values())))
+        self._limit, self._chat, self._seed = limit, chat, seed
+        self._options = {} if max_tokens is None else {"max_gen_toks": max_tokens}
+        self.num_truncated = 0
+
+    def problems(self, task: EvalTask) -> list[Problem]:
+        """The problems of a task as this model is asked them."""
+        return task.problems(self._limit, self._lm.apply_chat_template if self._chat else None)
+
+    def run(self, jobs: Sequence[_Job]) -> Iterator[Record]:
+        """The records of some jobs, as their problems are answered."""
+        from .harness import complete
+
+        chains = [
+            [request for policy in job.policies for request in self._requests(job.problem, policy)] for job in jobs
+        ]
+        for number, _, output in complete(self._lm.llm, chains):
+            job = jobs[number]
+            job.outputs.append(output)
+            wanted = len(job.problem.requests) * job.problem.repeats
+            if len(job.outputs) == wanted:  # those of a policy come one after the other
+                yield self._record(job, job.outputs)
+                job.outputs = []
+
+    def _requests(self, problem: Problem, policy: DepthPolicy) -> list[Request]:
+        """What a problem asks of the engine under a policy: each request as often as the task wants."""
+        from .harness import request_seed
+
+        requests = []
+        for instance in problem.requests:
+            context, gen_kwargs = instance.args[:2]
+            for repeat in range(problem.repeats):
+                seed = request_seed(self._seed, instance, repeat)
+                requests.append(self._lm.request(context, {**gen_kwargs, **self._options}, policy, seed))
+        return requests
+
+    def _record(self, job: _Job, outputs: list[Output]) -> Record:
+        """A problem's outputs under one policy, scored."""
+        repeats, policy = job.problem.repeats, outputs[0].policy
+        texts = [output.text for output in outputs]
+        by_request = [texts[first : first + repeats] for first in range(0, len(texts), repeats)]
+        return Record(
+            task=job.task.name,
+            problem=job.problem.index,
+            mode="full" if policy.min_depth == policy.num_hidden_layers else "taper",
+            policy=policy.label,
+            prompt_hash=job.problem.prompt_hash,
+            metrics=job.task.score(job.problem, by_request),
+            answers=tuple(Answer(o.text, o.completion_tokens, o.mean_depth, o.finish_reason) for o in outputs),
+        )
+
+
+def _chosen(policy: DepthPolicy | str | Path) -> dict[str, Any]:
+    """The arguments of `LLM.resolve_policy`."""
+    return {"mode": "full"} if policy == "full" else {"policy": policy}
