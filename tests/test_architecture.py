@@ -34,6 +34,7 @@ ALLOWED = {
     "llm": {*ENGINE, "policies", "output", "models", "stream"},
     "calibration": {*ENGINE, "files", "llm", "replay", "models", "__init__"},
     "bench": {*ENGINE, "files", "policies", "models", "hf", "calibration", "__init__"},
+    "evals": {"errors", "checks", "policy", "calibration"},
     "hf": {"errors", "checks", "policy"},
     "vllm_plugin": {*POLICY, "policies"},
     "terminal": {"policy", "output"},
