@@ -17,7 +17,7 @@ _GRAM = 4
 
 
 class Estimate(NamedTuple):
-    """A figure and its 95 % bootstrap interval (percentiles; whole answers are resampled)."""
+    """A figure and its 95 % interval; where nothing else is said, a bootstrap's percentiles."""
 
     value: float
     low: float
@@ -88,7 +88,7 @@ class FreeRunning:
 
 
 def ratio_estimate(numerator: np.ndarray, denominator: np.ndarray, seed: int = 0) -> Estimate:
-    """sum(numerator) / sum(denominator) to six digits, resampled by answer; both are sums within each: [answers]."""
+    """sum(numerator) / sum(denominator) to six digits; answers are resampled. Both: sums within each, [answers]."""
     draws = np.random.default_rng(seed).integers(0, len(numerator), (RESAMPLES, len(numerator)))
     below = denominator[draws].sum(-1)
     ratios = numerator[draws].sum(-1)[below > 0] / below[below > 0]
