@@ -40,6 +40,7 @@ class Record:
     mode: str  # "full" or "taper"
     policy: str  # its label
     prompt_hash: str  # of its prompts and generation options
+    truncated: bool  # whether the beginning of a prompt was cut off to fit the context
     metrics: Metrics  # filter, metric, value
     answers: tuple[Answer, ...]  # one, unless the task asks for more
 

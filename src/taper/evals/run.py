@@ -30,7 +30,6 @@ class Evaluation:
     selection: Selection
     policies: dict[str, DepthPolicy]  # by label
     records: list[Record]
-    num_truncated: int  # prompts, each counted once, of which the beginning was cut off
 
 
 def evaluate(
@@ -66,6 +65,8 @@ def evaluate(
     limit = None if limit is None else whole_number("limit", limit, 1)
     max_tokens = None if max_tokens is None else whole_number("max_tokens", max_tokens, 1)
     seed, chat = whole_number("seed", seed, 0), flag("chat", chat)
+    if chat and not llm.tokenizer.chat_template:
+        raise RequestError("this model has no chat template", "leave out --chat")
     resolved = [llm.resolve_policy(**_chosen(policy)) for policy in policies]
     by_label = {policy.label: policy for policy in resolved}
     if not by_label or any(numbers(by_label[policy.label]) != numbers(policy) for policy in resolved):
@@ -103,7 +104,7 @@ def evaluate(
     finally:
         records.close()
     wanted = [records.find(problem, label) for _, problem in problems for label in by_label]
-    return Evaluation(settings, selection, by_label, [record for record in wanted if record], evaluator.num_truncated)
+    return Evaluation(settings, selection, by_label, [record for record in wanted if record])
 
 
 @dataclass
@@ -113,6 +114,7 @@ class _Job:
     task: EvalTask
     problem: Problem
     policies: list[DepthPolicy]
+    truncated: bool = False  # whether the beginning of a prompt was cut off
     outputs: list[Output] = field(default_factory=list)
 
 
@@ -133,7 +135,6 @@ class _Evaluator:
         self._lm = TaperLM(llm, next(iter(policies.values())))
         self._limit, self._chat, self._seed = limit, chat, seed
         self._options = {} if max_tokens is None else {"max_gen_toks": max_tokens}
-        self.num_truncated = 0
 
     def problems(self, task: EvalTask) -> list[Problem]:
         """The problems of a task as this model is asked them."""
@@ -143,9 +144,7 @@ class _Evaluator:
         """The records of some jobs, as their problems are answered."""
         from .harness import complete
 
-        chains = [
-            [request for policy in job.policies for request in self._requests(job.problem, policy)] for job in jobs
-        ]
+        chains = [[request for policy in job.policies for request in self._requests(job, policy)] for job in jobs]
         for number, _, output in complete(self._lm.llm, chains):
             job = jobs[number]
             job.outputs.append(output)
@@ -154,16 +153,17 @@ class _Evaluator:
                 yield self._record(job, job.outputs)
                 job.outputs = []
 
-    def _requests(self, problem: Problem, policy: DepthPolicy) -> list[Request]:
+    def _requests(self, job: _Job, policy: DepthPolicy) -> list[Request]:
         """What a problem asks of the engine under a policy: each request as often as the task wants."""
         from .harness import request_seed
 
-        requests = []
-        for instance in problem.requests:
+        requests, cut_before = [], self._lm.num_truncated
+        for instance in job.problem.requests:
             context, gen_kwargs = instance.args[:2]
-            for repeat in range(problem.repeats):
+            for repeat in range(job.problem.repeats):
                 seed = request_seed(self._seed, instance, repeat)
                 requests.append(self._lm.request(context, {**gen_kwargs, **self._options}, policy, seed))
+        job.truncated = self._lm.num_truncated > cut_before
         return requests
 
     def _record(self, job: _Job, outputs: list[Output]) -> Record:
@@ -177,6 +177,7 @@ class _Evaluator:
             mode="full" if policy.min_depth == policy.num_hidden_layers else "taper",
             policy=policy.label,
             prompt_hash=job.problem.prompt_hash,
+            truncated=job.truncated,
             metrics=job.task.score(job.problem, by_request),
             answers=tuple(Answer(o.text, o.completion_tokens, o.mean_depth, o.finish_reason) for o in outputs),
         )
