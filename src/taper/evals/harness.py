@@ -120,7 +120,7 @@ class TaperLM(LM):  # type: ignore[misc]  # the harness has no types
         if len(ids) > room - params.max_tokens:
             ids = ids[params.max_tokens - room :]
             self.num_truncated += 1
-        return Request(ids, params, policy, tokenizer.eos_token_ids)
+        return Request(ids, params, policy, tokenizer.declared_eos_token_ids)
 
     def sampling_params(self, gen_kwargs: Mapping[str, Any], seed: int) -> SamplingParams:
         """How to sample and when to stop, from the `generation_kwargs` of a task.
@@ -139,7 +139,7 @@ class TaperLM(LM):  # type: ignore[misc]  # the harness has no types
         # The harness's models stop at a control token by its text, which the text of an output never has.
         special = self.llm.tokenizer.special_tokens
         stop_ids = [i for i, text in special.items() if any(text in stop for stop in until)]
-        eos = [special[i] for i in sorted(self.llm.tokenizer.eos_token_ids) if i in special]
+        eos = [special[i] for i in sorted(self.llm.tokenizer.declared_eos_token_ids) if i in special]
         stop = dict.fromkeys(text for text in [*until, *eos] if text)
         sampling = {name: given[name] for name in _SAMPLING if name in given}
         return SamplingParams(max_tokens=max_tokens, seed=seed, stop=list(stop), stop_token_ids=stop_ids, **sampling)

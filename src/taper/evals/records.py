@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +52,13 @@ class Record:
 
 
 class RecordFile:
-    """The records of one evaluation, and their file if it has one.
+    """The records of one evaluation, and their file if it has one, which is first written with the first new record.
 
     `settings` are what records depend on, `policies` those that they may be of, by label. A file may gain problems and
     policies; its settings stay, and so does the policy of a label. A last line that is not whole is dropped.
 
     Raises:
-        RequestError: the file cannot be read or written, is damaged, or belongs to an evaluation with other settings.
+        RequestError: the file cannot be read, is damaged, or belongs to an evaluation with other settings.
     """
 
     def __init__(
@@ -65,27 +66,21 @@ class RecordFile:
     ) -> None:
         self.records: dict[tuple[str, int, str], Record] = {}
         self._path = path
-        if path is None:
-            return
+        self._file: FileIO | None = None
         header = {"format": FORMAT, "settings": dict(settings), "policies": dict(policies), "conditions": [conditions]}
-        lines = _read(path)
-        if lines:
+        lines = [] if path is None else _read(path)
+        if path is not None and lines:
             header = _merged(path, _header(path, lines[0]), header)
-        kept = []
+        self._lines = [json.dumps(header)]  # what the file holds when it is opened
         for number, line in enumerate(lines[1:], 2):
             try:
                 record = _record(json.loads(line))
-            except (ValueError, TypeError, KeyError, RecursionError):
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 if number == len(lines):  # the evaluation was killed while it wrote
                     break
                 raise RequestError(f"line {number} of {path} is not a record", _OTHER_FILE) from None
             self.records.setdefault(record.key, record)
-            kept.append(line)
-        try:
-            write_whole(path, "".join(f"{line}\n" for line in [json.dumps(header), *kept]).encode())
-            self._file = path.open("a", encoding="utf-8")
-        except OSError as error:
-            raise _cannot_write(path, error) from None
+            self._lines.append(line)
 
     def find(self, problem: Problem, policy: str) -> Record | None:
         """The record of a problem under a policy, by its label.
@@ -106,16 +101,22 @@ class RecordFile:
             RequestError: it cannot be written; those before it are kept.
         """
         self.records[record.key] = record
-        if self._path is not None:
-            try:
-                self._file.write(json.dumps(asdict(record)) + "\n")
-                self._file.flush()
-            except OSError as error:
-                raise _cannot_write(self._path, error) from None
+        if self._path is None:
+            return
+        try:
+            if self._file is None:
+                write_whole(self._path, "".join(f"{line}\n" for line in self._lines).encode())
+                self._file = self._path.open("ab", buffering=0)
+            rest = f"{json.dumps(asdict(record))}\n".encode()
+            while rest:  # a disk that fills up may take a part
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            reason = f"cannot write {self._path}: {error.strerror or error}"
+            raise RequestError(reason, "what was written before is kept; make room, and run the same again") from None
 
     def close(self) -> None:
         """Close the file."""
-        if self._path is not None:
+        if self._file is not None:
             self._file.close()
 
 
@@ -181,7 +182,3 @@ def _record(data: dict[str, Any]) -> Record:
 
 def _not_ours(path: Path) -> RequestError:
     return RequestError(f"{path} exists and holds no records of an evaluation", _OTHER_FILE)
-
-
-def _cannot_write(path: Path, error: OSError) -> RequestError:
-    return RequestError(f"cannot write {path}: {error.strerror or error}", "choose another file with --out")

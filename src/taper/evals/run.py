@@ -17,7 +17,7 @@ from ..output import Output
 from ..policy import DepthPolicy
 from ..sequence import Request
 from .records import Answer, Record, RecordFile
-from .tasks import EvalTask, Problem, Selection
+from .tasks import EvalTask, Problem, Selection, quiet
 
 ReportProgress = Callable[[Record, int, bool], None]  # a record, how many there will be, and whether it was there
 
@@ -144,7 +144,8 @@ class _Evaluator:
         """The records of some jobs, as their problems are answered."""
         from .harness import complete
 
-        chains = [[request for policy in job.policies for request in self._requests(job, policy)] for job in jobs]
+        with quiet():
+            chains = [[request for policy in job.policies for request in self._requests(job, policy)] for job in jobs]
         for number, _, output in complete(self._lm.llm, chains):
             job = jobs[number]
             job.outputs.append(output)

@@ -67,8 +67,9 @@ class EvalTask:
             RequestError: the task has too few examples for its prompts, or asks for log-likelihoods.
             TaperError: what `render_chat` raises.
         """
+        self._task.set_fewshot_seed(FEWSHOT_SEED)  # the same examples each time
         try:
-            with _quiet():
+            with quiet():
                 self._task.build_all_requests(
                     limit=limit,
                     apply_chat_template=render_chat is not None,
@@ -125,7 +126,7 @@ def load_tasks(names: Sequence[str], *, fewshot: int | None = None, data_dir: Pa
             defined without examples, or data that is missing or damaged.
         TaperError: the harness is not installed.
     """
-    with _quiet():
+    with quiet():
         manager = _manager(names)
         leaves = {name: _leaves(manager, {"task": name}) for name in names}
         missing: list[str] = []
@@ -232,7 +233,6 @@ def _set_fewshot(task: Task, fewshot: int | None) -> None:
     if fewshot and own == 0:
         raise RequestError(f"task {task.config.task} is defined without examples", "leave out --fewshot, or give 0")
     task.set_config("num_fewshot", (own or 0) if fewshot is None else fewshot)
-    task.set_fewshot_seed(FEWSHOT_SEED)
 
 
 def _plain(value: Any) -> Any:
@@ -245,7 +245,7 @@ def _plain(value: Any) -> Any:
 
 
 @contextmanager
-def _quiet() -> Generator[None, None, None]:
+def quiet() -> Generator[None, None, None]:
     """Without the harness's bars, log lines and prints."""
     logger = logging.getLogger("lm_eval")
     level = logger.level

@@ -28,13 +28,20 @@ class Tokenizer:
         eos_token_ids: ids that end a completion.
         chat_template: jinja2 source, "" where the model has none.
         template_tokens: special tokens by the names templates use (`bos_token`, `eos_token`).
+        declared_eos_token_ids: those of `eos_token_ids` that the model's files name as such; default all.
     """
 
     def __init__(
-        self, fast: FastTokenizer, eos_token_ids: frozenset[int], chat_template: str, template_tokens: dict[str, str]
+        self,
+        fast: FastTokenizer,
+        eos_token_ids: frozenset[int],
+        chat_template: str,
+        template_tokens: dict[str, str],
+        declared_eos_token_ids: frozenset[int] | None = None,
     ) -> None:
         self.fast = fast
         self.eos_token_ids = eos_token_ids
+        self.declared_eos_token_ids = eos_token_ids if declared_eos_token_ids is None else declared_eos_token_ids
         self.chat_template = chat_template
         self._compiled_template = ChatTemplate(chat_template)
         self.template_tokens = template_tokens
