@@ -78,6 +78,7 @@ def evaluate(
         "dtype": llm.dtype,
         "context": llm.engine.backend.context_length,
         "tasks": {task.name: {"version": task.version, "fewshot": task.num_fewshot} for task in selection.tasks},
+        "split": selection.split,
         "chat": chat,
         "max_tokens": max_tokens,
         "seed": seed,
@@ -180,7 +181,7 @@ class _Evaluator:
             prompt_hash=job.problem.prompt_hash,
             truncated=job.truncated,
             metrics=job.task.score(job.problem, by_request),
-            answers=tuple(Answer(o.text, o.completion_tokens, o.mean_depth, o.finish_reason) for o in outputs),
+            answers=tuple(Answer(o.text, tuple(o.token_ids), o.mean_depth, o.finish_reason) for o in outputs),
         )
 
 

@@ -19,8 +19,9 @@ from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..checks import shown
 from ..errors import RequestError, TaperError
-from .local_data import has_data, load_data
+from .local_data import SPLITS, has_data, load_data
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -111,15 +112,19 @@ class Selection:
     tasks: list[EvalTask]
     groups: dict[str, list[str]]  # the tasks of each name that stands for several
     missing: list[str]  # tasks of groups that have no local data
+    split: str | None  # of the data sets; None: the one that each task is tested on
 
 
-def load_tasks(names: Sequence[str], *, fewshot: int | None = None, data_dir: Path | None = None) -> Selection:
+def load_tasks(
+    names: Sequence[str], *, fewshot: int | None = None, data_dir: Path | None = None, split: str | None = None
+) -> Selection:
     """The tasks of the harness by name; a group or tag stands for all of its tasks.
 
     Args:
         names: tasks, groups and tags.
         fewshot: examples before each problem; default the task's own number.
         data_dir: a folder with the data of GSM8K and BBH; default the Hugging Face hub.
+        split: ask the problems of this part of the data sets, such as "train"; default the one for testing.
 
     Raises:
         RequestError: an unknown name, a task that does not generate or cannot be run here, `fewshot` for a task that is
@@ -133,6 +138,8 @@ def load_tasks(names: Sequence[str], *, fewshot: int | None = None, data_dir: Pa
         for name, members in leaves.items():
             for member in members:
                 _check_generates(member)
+                if split is not None:
+                    member["test_split"] = _checked_split(member, split)
             if data_dir is not None:
                 there = [member for member in members if has_data(member, data_dir)]
                 if not there:
@@ -143,7 +150,7 @@ def load_tasks(names: Sequence[str], *, fewshot: int | None = None, data_dir: Pa
         if data_dir is not None:
             specs: Sequence[Any] = [_with_data(config, load_data(config, data_dir)) for config in configs]
         else:
-            specs = names
+            specs = names if split is None else configs
         try:
             loaded = manager.load(list(specs))["tasks"]
         except TaperError:
@@ -155,7 +162,7 @@ def load_tasks(names: Sequence[str], *, fewshot: int | None = None, data_dir: Pa
     for task in loaded.values():
         _set_fewshot(task, fewshot)
     groups = {name: [member["task"] for member in members] for name, members in leaves.items() if len(members) > 1}
-    return Selection([EvalTask(task) for task in loaded.values()], groups, missing)
+    return Selection([EvalTask(task) for task in loaded.values()], groups, missing, split)
 
 
 def _manager(names: Sequence[str]) -> TaskManager:
@@ -213,6 +220,14 @@ def _check_generates(config: Mapping[str, Any]) -> None:
         )
     if config.get("doc_to_image") or config.get("doc_to_audio"):
         raise RequestError(f"task {name} asks about pictures or sound, and only text is supported")
+
+
+def _checked_split(config: Mapping[str, Any], split: str) -> str:
+    """The split, if the task names it as one of its own."""
+    known = sorted({config[name] for name in SPLITS if config.get(name)})
+    if split not in known:
+        raise RequestError(f"task {config['task']} has no split {shown(split)}", f"it has {' and '.join(known)}")
+    return split
 
 
 def _scores_given_answers(name: str, kind: str) -> RequestError:
