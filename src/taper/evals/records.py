@@ -43,6 +43,7 @@ class Record:
     prompt_hash: str  # of its prompts and generation options
     truncated: bool  # whether the beginning of a prompt was cut off to fit the context
     metrics: Metrics  # filter, metric, value
+    extracted: dict[str, str]  # by filter: what it took for the answer
     answers: tuple[Answer, ...]  # one, unless the task asks for more
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ def evaluate(
     policies: Sequence[DepthPolicy | str | Path],
     *,
     limit: int | None = None,
+    indices: Collection[int] | None = None,
     chat: bool = False,
     max_tokens: int | None = None,
     seed: int = 0,
@@ -51,6 +52,7 @@ def evaluate(
         selection: what `load_tasks` returned.
         policies: policies, names of shipped ones or files; "full" is full depth.
         limit: problems of each task, the first ones; default all.
+        indices: which problems of each task, instead.
         chat: ask by the model's chat template, with examples as earlier turns.
         max_tokens: most tokens of an output; default the task's own limit, or 256 where it has none.
         seed: of tasks that sample; a problem has the same seed under every policy.
@@ -83,8 +85,8 @@ def evaluate(
         "max_tokens": max_tokens,
         "seed": seed,
     }
-    evaluator = _Evaluator(llm, by_label, limit, chat, max_tokens, seed)
-    problems = [(task, problem) for task in selection.tasks for problem in evaluator.problems(task)]
+    evaluator = _Evaluator(llm, by_label, chat, max_tokens, seed)
+    problems = [(task, problem) for task in selection.tasks for problem in evaluator.problems(task, limit, indices)]
     records = RecordFile(out, settings, {label: numbers(policy) for label, policy in by_label.items()}, conditions)
     total = len(problems) * len(by_label)
     report = progress or (lambda record, total, was_there: None)
@@ -126,7 +128,6 @@ class _Evaluator:
         self,
         llm: LLM,
         policies: Mapping[str, DepthPolicy],
-        limit: int | None,
         chat: bool,
         max_tokens: int | None,
         seed: int,
@@ -134,12 +135,17 @@ class _Evaluator:
         from .harness import TaperLM  # the harness takes seconds to import
 
         self._lm = TaperLM(llm, next(iter(policies.values())))
-        self._limit, self._chat, self._seed = limit, chat, seed
+        self._chat, self._seed = chat, seed
         self._options = {} if max_tokens is None else {"max_gen_toks": max_tokens}
 
-    def problems(self, task: EvalTask) -> list[Problem]:
+    def problems(self, task: EvalTask, limit: int | None, indices: Collection[int] | None) -> list[Problem]:
         """The problems of a task as this model is asked them."""
-        return task.problems(self._limit, self._lm.apply_chat_template if self._chat else None)
+        return task.problems(limit, self._lm.apply_chat_template if self._chat else None, indices)
+
+    def prompt_ids(self, problem: Problem) -> tuple[int, ...]:
+        """The token ids of a problem's first prompt."""
+        context, gen_kwargs = problem.requests[0].args[:2]
+        return tuple(self._lm.request(context, {**gen_kwargs, **self._options}, self._lm.policy, 0).prompt_ids)
 
     def run(self, jobs: Sequence[_Job]) -> Iterator[Record]:
         """The records of some jobs, as their problems are answered."""
@@ -173,6 +179,7 @@ class _Evaluator:
         repeats, policy = job.problem.repeats, outputs[0].policy
         texts = [output.text for output in outputs]
         by_request = [texts[first : first + repeats] for first in range(0, len(texts), repeats)]
+        metrics, extracted = job.task.score(job.problem, by_request)
         return Record(
             task=job.task.name,
             problem=job.problem.index,
@@ -180,7 +187,8 @@ class _Evaluator:
             policy=policy.label,
             prompt_hash=job.problem.prompt_hash,
             truncated=job.truncated,
-            metrics=job.task.score(job.problem, by_request),
+            metrics=metrics,
+            extracted=extracted,
             answers=tuple(Answer(o.text, tuple(o.token_ids), o.mean_depth, o.finish_reason) for o in outputs),
         )
 

@@ -12,7 +12,7 @@ import io
 import json
 import logging
 import re
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from numbers import Real
@@ -61,8 +61,18 @@ class EvalTask:
         self.num_fewshot: int = task.config.num_fewshot
         self.filters: list[str] = [ensemble.name for ensemble in task._filters]
 
-    def problems(self, limit: int | None = None, render_chat: RenderChat | None = None) -> list[Problem]:
-        """The first `limit` problems; as conversations, if `render_chat` makes prompts of them.
+    @property
+    def num_problems(self) -> int:
+        """How many there are."""
+        return len(self._task.eval_docs)
+
+    def problems(
+        self,
+        limit: int | None = None,
+        render_chat: RenderChat | None = None,
+        indices: Collection[int] | None = None,
+    ) -> list[Problem]:
+        """The first `limit` problems, or those with these indices; as conversations, if `render_chat` makes prompts.
 
         Raises:
             RequestError: the task has too few examples for its prompts, or asks for log-likelihoods.
@@ -73,6 +83,7 @@ class EvalTask:
             with quiet():
                 self._task.build_all_requests(
                     limit=limit,
+                    samples=None if indices is None else set(indices),
                     apply_chat_template=render_chat is not None,
                     fewshot_as_multiturn=render_chat is not None,
                     chat_template=render_chat,
@@ -86,23 +97,27 @@ class EvalTask:
             if request.request_type != "generate_until":
                 raise _scores_given_answers(self.name, request.request_type)
             requests.setdefault(request.doc_id, []).append(request)
-        repeats = self._task.config.repeats
-        return [Problem(self.name, index, tuple(asked), repeats) for index, asked in requests.items()]
+        repeats, numbered = self._task.config.repeats, sorted(indices or ())  # it counts the chosen ones from 0
+        return [
+            Problem(self.name, numbered[number] if numbered else number, tuple(asked), repeats)
+            for number, asked in requests.items()
+        ]
 
-    def score(self, problem: Problem, texts: Sequence[Sequence[str]]) -> Metrics:
-        """Every metric under every filter, by the outputs for each request of a problem."""
+    def score(self, problem: Problem, texts: Sequence[Sequence[str]]) -> tuple[Metrics, dict[str, str]]:
+        """Every metric under every filter, and what each took for the answer, by the outputs for each request."""
         answered = [
             replace(request, resps=list(outputs), filtered_resps={})
             for request, outputs in zip(problem.requests, texts, strict=True)
         ]
         for ensemble in self._task._filters:
             ensemble.apply(answered)
-        scores = {}
+        scores, extracted = {}, {}
         for name in self.filters:
             filtered = [request.filtered_resps[name] for request in answered]
             metrics = self._task.process_results(problem.requests[0].doc, filtered)
             scores[name] = {metric: _plain(value) for metric, value in metrics.items()}
-        return scores
+            extracted[name] = str(filtered[0] if len(filtered) == 1 else filtered)
+        return scores, extracted
 
 
 @dataclass(frozen=True)
