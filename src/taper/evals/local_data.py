@@ -38,7 +38,7 @@ def load_data(config: Mapping[str, Any], folder: Path) -> DatasetDict:
     if not folder.is_dir():
         raise RequestError(f"--data-dir {folder} is not a folder")
     is_gsm8k = config.get("dataset_path") == _GSM8K
-    read, keys = (_read_lines, ("question", "answer")) if is_gsm8k else (_read_examples, ("input", "target"))
+    read, keys = (read_lines, ("question", "answer")) if is_gsm8k else (_read_examples, ("input", "target"))
     splits = {}
     for split, path in _paths(config, folder).items():
         rows = read(path)
@@ -64,7 +64,7 @@ def _paths(config: Mapping[str, Any], folder: Path) -> dict[str, Path]:
     )
 
 
-def _read_lines(path: Path) -> list[Any]:
+def read_lines(path: Path) -> list[Any]:
     """JSON lines."""
     rows = []
     for number, line in enumerate(read_text(path, _MAX_BYTES, RequestError).split("\n"), 1):

@@ -110,6 +110,14 @@ def evaluate(
     return Evaluation(settings, selection, by_label, [record for record in wanted if record])
 
 
+def prompt_ids(
+    llm: LLM, task: EvalTask, indices: Collection[int], chat: bool = False, max_tokens: int | None = None
+) -> dict[int, tuple[int, ...]]:
+    """The token ids of the prompts of some problems of a task, as `evaluate` asks them."""
+    evaluator = _Evaluator(llm, {"full": DepthPolicy.full(llm.config.num_hidden_layers)}, chat, max_tokens, 0)
+    return {problem.index: evaluator.prompt_ids(problem) for problem in evaluator.problems(task, None, indices)}
+
+
 @dataclass
 class _Job:
     """A problem, the policies under which it is still to be answered, and the outputs that came so far."""

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from ..checks import shown
 from ..errors import RequestError, TaperError
 from .local_data import SPLITS, has_data, load_data
+from .own_task import SUFFIX, own_task
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -133,22 +134,24 @@ class Selection:
 def load_tasks(
     names: Sequence[str], *, fewshot: int | None = None, data_dir: Path | None = None, split: str | None = None
 ) -> Selection:
-    """The tasks of the harness by name; a group or tag stands for all of its tasks.
+    """Tasks of the harness, where a group or tag stands for all of its tasks, and of your own, from files.
 
     Args:
-        names: tasks, groups and tags.
+        names: tasks, groups and tags of the harness, and files of JSON lines (.jsonl) with "prompt" and "answer".
         fewshot: examples before each problem; default the task's own number.
         data_dir: a folder with the data of GSM8K and BBH; default the Hugging Face hub.
         split: ask the problems of this part of the data sets, such as "train"; default the one for testing.
 
     Raises:
         RequestError: an unknown name, a task that does not generate or cannot be run here, `fewshot` for a task that is
-            defined without examples, or data that is missing or damaged.
+            defined without examples, a split that a task does not have, or data that is missing or damaged.
         TaperError: the harness is not installed.
     """
     with quiet():
-        manager = _manager(names)
-        leaves = {name: _leaves(manager, {"task": name}) for name in names}
+        own = [own_task(Path(name)) for name in names if name.endswith(SUFFIX)]
+        named = [name for name in names if not name.endswith(SUFFIX)]
+        manager = _manager(named)
+        leaves = {name: _leaves(manager, {"task": name}) for name in named}
         missing: list[str] = []
         for name, members in leaves.items():
             for member in members:
@@ -165,9 +168,9 @@ def load_tasks(
         if data_dir is not None:
             specs: Sequence[Any] = [_with_data(config, load_data(config, data_dir)) for config in configs]
         else:
-            specs = names if split is None else configs
+            specs = named if split is None else configs
         try:
-            loaded = manager.load(list(specs))["tasks"]
+            loaded = manager.load([*specs, *own])["tasks"]
         except TaperError:
             raise
         except Exception as error:  # it may raise anything
