@@ -65,11 +65,9 @@ class TaskProvenance:
     task: str
     version: str
     fewshot: int
-    chat: bool
     split: str | None
+    asked: dict[str, Any]  # how: chat, max_tokens, seed
     figure: str  # the filter whose figure counts
-    max_tokens: int | None
-    seed: int
     margin: float
     problems: dict[str, int]  # searched on, and validated on
     comparison: PairedComparison
@@ -243,11 +241,9 @@ class _TaskCalibrator:
             task=self.task.name,
             version=self.task.version,
             fewshot=self.task.num_fewshot,
-            chat=self.asked["chat"],
             split=self.selection.split,
+            asked=self.asked,
             figure=self.filter,
-            max_tokens=self.asked["max_tokens"],
-            seed=self.seed,
             margin=self.margin,
             problems={"search": SEARCH_PROBLEMS, "validation": trial.comparison.problems},
             comparison=trial.comparison,
