@@ -34,6 +34,7 @@ ALLOWED = {
     "llm": {*ENGINE, "policies", "output", "models", "stream"},
     "calibration": {*ENGINE, "files", "llm", "replay", "models", "__init__"},
     "bench": {*ENGINE, "files", "policies", "models", "hf", "calibration", "__init__"},
+    "evals": {*ENGINE, "files", "llm", "models", "output", "stream", "replay", "calibration"},
     "hf": {"errors", "checks", "policy"},
     "vllm_plugin": {*POLICY, "policies"},
     "terminal": {"policy", "output"},
@@ -48,6 +49,7 @@ ALLOWED = {
             "llm",
             "terminal",
             "calibration",
+            "evals",
             "bench",
             "vllm_plugin",
             "__init__",
@@ -78,6 +80,8 @@ HEAVY = {
     },
     "transformers": {"hf.py", "bench/transformers_model.py"},
     "matplotlib": {"calibration/report.py", "cli/calibrate.py", "bench/plot.py"},
+    "lm_eval": {f"evals/{name}.py" for name in ("__main__", "harness", "tasks")},
+    "datasets": {"evals/local_data.py", "evals/own_task.py"},
     "vllm": {
         *(*INSIDE_VLLM, "bench/peers.py"),
         *("vllm_plugin/__init__.py", "vllm_plugin/config.py", "vllm_plugin/requests.py"),
@@ -152,6 +156,7 @@ def test_files_stay_small():
 @pytest.mark.parametrize(
     ("code", "unwanted"),
     [
+        ("import taper.cli, taper.evals", {"lm_eval", "datasets", "torch"}),
         ("import taper", {"numpy", "torch", "click", "ggml", "rich"}),
         ("import taper.cli", {"numpy", "torch", "ggml", "rich", "jinja2", "tokenizers"}),
         ("import taper.models, taper.policies, taper.terminal", {"numpy", "torch", "ggml", "jinja2", "tokenizers"}),

@@ -17,10 +17,13 @@ import click
 import pytest
 import render
 import transformers
+from eval_data import write_data
+from lm_eval._cli import HarnessCLI
 from test_architecture import ALLOWED
 from tiny import DEFAULT_MODEL_FILE, TinyModel
 
 import taper
+import taper.evals
 from taper import LLM, DepthPolicy, SamplingParams
 from taper.bench.options import parse
 from taper.calibration.run import Calibration
@@ -110,6 +113,8 @@ def check_command(words: list[str]) -> bool:
         check_script(*arguments)
     elif program in ("python", "python3") and arguments[:2] == ["-m", "taper.bench"]:
         parse(arguments[2:])
+    elif program in ("python", "python3") and arguments[:2] == ["-m", "taper.evals"]:
+        check_harness(arguments[2:])
     elif program == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
         assert set(arguments) <= set(targets), words
@@ -134,6 +139,14 @@ def check_taper(arguments: list[str]) -> None:
         command = command.commands[name]
     with suppress(click.exceptions.Exit):  # --help and --version
         command.make_context("taper", arguments)
+
+
+def check_harness(arguments: list[str]) -> None:
+    """Parse as lm-evaluation-harness does."""
+    try:
+        HarnessCLI()._parser.parse_args(arguments)
+    except SystemExit:
+        raise AssertionError(arguments) from None
 
 
 def check_begun_command(words: list[str]) -> None:
@@ -187,6 +200,7 @@ def test_commands_within_sentences_exist_and_know_their_options(page):
         "TAPER_CACHE=/tmp taper pul  # a comment",
         "python benchmarks/none.py",
         "PYTHONPATH=src python -m taper.bench --shap 34b",
+        "python -m taper.evals run --modell taper",
         "python benchmarks/decode.py --outt x.json",
         "python benchmarks/render.py x",
         "make tests",
@@ -221,6 +235,9 @@ def short_outputs(tmp_path, monkeypatch):
         return stream(self, prompts, replace(params, max_tokens=min(params.max_tokens, 12)), **options)
 
     monkeypatch.setattr(LLM, "stream", short)
+    write_data(tmp_path / "data", problems=2)
+    evaluate = taper.evals.run.evaluate
+    monkeypatch.setattr(taper.evals, "evaluate", lambda *args, **options: evaluate(*args, **options, max_tokens=4))
 
 
 @pytest.fixture

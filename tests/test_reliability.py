@@ -197,3 +197,9 @@ print(got == expected, False in completed, set(numbers) == {signal.SIGUSR1}, len
 """
     done = python(code, tiny_gguf, threads=1)
     assert (done.stdout, done.stderr) == ("True True True True\n", "")
+
+
+def test_a_model_that_outlives_its_modules_ends_quietly(tiny_gguf):
+    """Some libraries, datasets among them, hold the main module, so that its objects go last."""
+    done = python("sys.holder = sys.modules['__main__']\nllm.generate('Hi', params, policy=full)", tiny_gguf)
+    assert (done.returncode, done.stderr) == (0, "")

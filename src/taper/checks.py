@@ -28,15 +28,26 @@ def whole_number(
 
 
 def number(
-    name: str, value: Any, low: float, high: float, error: type[TaperError] = RequestError, *, above: bool = False
+    name: str,
+    value: Any,
+    low: float,
+    high: float,
+    error: type[TaperError] = RequestError,
+    *,
+    above: bool = False,
+    below: bool = False,
 ) -> float:
-    """`value` as a float; raises `error` if it is not a finite number from `low`, or above it, to `high`."""
+    """`value` as a float; raises `error` if it is not a finite number from `low` to `high`.
+
+    `above` leaves out `low` itself, `below` leaves out `high`.
+    """
     if isinstance(value, Real) and not isinstance(value, bool):
         with suppress(OverflowError):  # an int beyond every float
             converted = float(value)
-            if (low < converted if above else low <= converted) and converted <= high:
+            if (low < converted if above else low <= converted) and (converted < high if below else converted <= high):
                 return converted
-    raise error(f"{name} is {shown(value)}; it must be a number in {'(' if above else '['}{low:g}, {high:g}]")
+    interval = f"{'(' if above else '['}{low:g}, {high:g}{')' if below else ']'}"
+    raise error(f"{name} is {shown(value)}; it must be a number in {interval}")
 
 
 def flag(name: str, value: Any) -> bool:

@@ -21,14 +21,21 @@ class Stream(Iterator[Chunk]):
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, requests: Sequence[Request]) -> None:
-        self._engine = engine
-        self._builders = [OutputBuilder(index, request, tokenizer) for index, request in enumerate(requests)]
+        self._engine, self._tokenizer = engine, tokenizer
+        self._builders: list[OutputBuilder] = []
         self._ready: deque[Chunk] = deque()
         self._started = self._handed_over = time.perf_counter()
         self._sequences: dict[int, tuple[EngineSequence, OutputBuilder]] = {}  # those that have not finished, by id
-        for builder, request in zip(self._builders, requests, strict=True):
-            sequence = engine.add(request)
-            self._sequences[sequence.id] = sequence, builder
+        for request in requests:
+            self.add(request)
+
+    def add(self, request: Request) -> int:
+        """One more request; the index that its chunks will have. What the engine's `add` raises."""
+        builder = OutputBuilder(len(self._builders), request, self._tokenizer)
+        sequence = self._engine.add(request)
+        self._builders.append(builder)
+        self._sequences[sequence.id] = sequence, builder
+        return len(self._builders) - 1
 
     def __next__(self) -> Chunk:
         self._started += time.perf_counter() - self._handed_over  # the caller's own time is not counted

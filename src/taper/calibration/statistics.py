@@ -17,7 +17,7 @@ _GRAM = 4
 
 
 class Estimate(NamedTuple):
-    """A figure and its 95 % bootstrap interval (percentiles; whole answers are resampled)."""
+    """A figure and its 95 % interval; where nothing else is said, a bootstrap's percentiles."""
 
     value: float
     low: float
@@ -88,7 +88,7 @@ class FreeRunning:
 
 
 def ratio_estimate(numerator: np.ndarray, denominator: np.ndarray, seed: int = 0) -> Estimate:
-    """sum(numerator) / sum(denominator) to six digits, resampled by answer; both are sums within each: [answers]."""
+    """sum(numerator) / sum(denominator) to six digits; answers are resampled. Both: sums within each, [answers]."""
     draws = np.random.default_rng(seed).integers(0, len(numerator), (RESAMPLES, len(numerator)))
     below = denominator[draws].sum(-1)
     ratios = numerator[draws].sum(-1)[below > 0] / below[below > 0]
@@ -136,11 +136,12 @@ def _figures(references: Sequence[Reference], scores: Scores) -> tuple[Estimate,
     """NLL, length and repetition."""
     ones = np.ones(len(references))
     lengths = np.array([len(reference.answer_ids) for reference in references], float)
-    repeats = np.array([_repeated(reference.answer_ids) for reference in references])
+    repeats = np.array([repeated(reference.answer_ids) for reference in references])
     nll = ratio_estimate(by_answer(scores, scores.nll_full), lengths)
     return nll, ratio_estimate(lengths, ones), ratio_estimate(repeats, ones)
 
 
-def _repeated(ids: Sequence[int]) -> float:
+def repeated(ids: Sequence[int]) -> float:
+    """Share of the 4-grams of an answer that occurred in it before, 0 to 1."""
     grams = [tuple(ids[i : i + _GRAM]) for i in range(len(ids) - _GRAM + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0

@@ -139,6 +139,8 @@ def to_plain(value: Any) -> Any:
         return {_key(field): to_plain(part) for field, part in pairs if part is not None or field.default is not None}
     if isinstance(value, Mapping):
         return {str(key): to_plain(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [to_plain(part) for part in value]
     return list(value) if isinstance(value, Estimate | TimedRuns) else value
 
 

@@ -28,16 +28,23 @@ class Tokenizer:
         eos_token_ids: ids that end a completion.
         chat_template: jinja2 source, "" where the model has none.
         template_tokens: special tokens by the names templates use (`bos_token`, `eos_token`).
+        declared_eos_token_ids: those of `eos_token_ids` that the model's files name as such; default all.
     """
 
     def __init__(
-        self, fast: FastTokenizer, eos_token_ids: frozenset[int], chat_template: str, template_tokens: dict[str, str]
+        self,
+        fast: FastTokenizer,
+        eos_token_ids: frozenset[int],
+        chat_template: str,
+        template_tokens: dict[str, str],
+        declared_eos_token_ids: frozenset[int] | None = None,
     ) -> None:
         self.fast = fast
         self.eos_token_ids = eos_token_ids
+        self.declared_eos_token_ids = eos_token_ids if declared_eos_token_ids is None else declared_eos_token_ids
         self.chat_template = chat_template
         self._compiled_template = ChatTemplate(chat_template)
-        self._template_tokens = template_tokens
+        self.template_tokens = template_tokens
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, with the model's own leading tokens (BOS) where it has them.
@@ -61,11 +68,11 @@ class Tokenizer:
             RequestError: what `render` and `encode` raise.
         """
         texts = [text for message in messages for text in message.values() if isinstance(text, str)]
-        spelled = any(token in text for token in self._special.values() for text in texts)
+        spelled = any(token in text for token in self.special_tokens.values() for text in texts)
         if parse_special or not (spelled or self._normalises_special):
             return self.encode(self.render(messages), add_special_tokens=False)
         # A mark inside keeps the library from seeing the token; its normaliser takes the mark out again.
-        breakable = sorted((token for token in self._special.values() if len(token) > 1), key=len, reverse=True)
+        breakable = sorted((token for token in self.special_tokens.values() if len(token) > 1), key=len, reverse=True)
 
         def guarded(text: str) -> str:
             for token in breakable:
@@ -76,7 +83,7 @@ class Tokenizer:
         return self._unmarking.encode(self.render(marked), add_special_tokens=False)
 
     @cached_property
-    def _special(self) -> dict[int, str]:
+    def special_tokens(self) -> dict[int, str]:
         """The control tokens by id."""
         return {i: token.content for i, token in self.fast.get_added_tokens_decoder().items() if token.special}
 
@@ -107,7 +114,9 @@ class Tokenizer:
             if "\ufffd" not in text or not getattr(self.fast.model, "byte_fallback", False) or not self.fast.decoder:
                 return text
             # One bad byte makes the library spoil its whole run of byte tokens; keep the run's good characters.
-            pieces = [piece for i in ids if i not in self._special and (piece := self.fast.id_to_token(i)) is not None]
+            pieces = [
+                piece for i in ids if i not in self.special_tokens and (piece := self.fast.id_to_token(i)) is not None
+            ]
             joined: list[str] = []
             for is_byte, group in groupby(pieces, lambda piece: bool(_BYTE_PIECE.fullmatch(piece))):
                 run = list(group)
@@ -124,7 +133,7 @@ class Tokenizer:
         if not self.chat_template:
             raise RequestError("this model has no chat template", "give plain text instead of messages")
         absent = {"tools": None, "documents": None}  # templates test them for none, as transformers gives them
-        given = {"messages": list(messages), "add_generation_prompt": True, **self._template_tokens, **absent}
+        given = {"messages": list(messages), "add_generation_prompt": True, **self.template_tokens, **absent}
         return self._compiled_template.render(given)
 
 

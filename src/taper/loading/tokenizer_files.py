@@ -58,8 +58,9 @@ def tokenizer_from_folder(path: Path, vocab_size: int) -> Tokenizer:
         fast = FastTokenizer.from_str(read_text(file, MAX_TOKENIZER_BYTES))
         fast.no_truncation()
         fast.no_padding()
-        stops |= _end_of_turn_ids(fast, tokens.get("eos_token"))
-        tokenizer = Tokenizer(fast, frozenset(stops), template, tokens)
+        if (eos := fast.token_to_id(tokens.get("eos_token", ""))) is not None:
+            stops.add(eos)
+        tokenizer = Tokenizer(fast, frozenset(stops | _end_of_turn_ids(fast)), template, tokens, frozenset(stops))
         check_tokenizer(tokenizer, file, vocab_size)
     return tokenizer
 
@@ -133,8 +134,8 @@ def _rebuild(file_name: str, metadata: dict[str, Any], vocab_size: int) -> Token
         )
     stops = (eos, _special_id(file_name, metadata, "eot_token_id", len(pieces)))
     tokens = {name: pieces[i] for name, i in (("bos_token", bos), ("eos_token", eos)) if i is not None}
-    eos_token_ids = frozenset(i for i in stops if i is not None) | _end_of_turn_ids(fast, None)
-    return Tokenizer(fast, eos_token_ids, get("chat_template", str, ""), tokens)
+    declared = frozenset(i for i in stops if i is not None)
+    return Tokenizer(fast, declared | _end_of_turn_ids(fast), get("chat_template", str, ""), tokens, declared)
 
 
 def _byte_level_bpe(file_name: str, pre: str, vocab: dict[str, int], merges: list[Any]) -> FastTokenizer:
@@ -213,6 +214,5 @@ def _template_piece(token: str) -> str:
     return token
 
 
-def _end_of_turn_ids(fast: FastTokenizer, eos_token: str | None) -> set[int]:
-    names = [*_END_OF_TURN, *([eos_token] if eos_token else [])]
-    return {token_id for name in names if (token_id := fast.token_to_id(name)) is not None}
+def _end_of_turn_ids(fast: FastTokenizer) -> set[int]:
+    return {token_id for name in _END_OF_TURN if (token_id := fast.token_to_id(name)) is not None}

@@ -9,7 +9,9 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import sys
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import replace
 
 import ggml
@@ -100,8 +102,8 @@ class GgmlBackend:
             ggml.ggml_threadpool_free(self._threadpool)
             self._backend = None
 
-    def __del__(self) -> None:
-        if hasattr(self, "_allocator"):
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if hasattr(self, "_allocator") and not is_finalizing():
             self.close()
 
     def _fill(self, graph: Graph, key: GraphKey, batch: TokenBatch) -> None:

@@ -1,0 +1,34 @@
+"""Small data sets of the form that `--data-dir` reads, made up here, and a model that answers them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+BBH_TASKS = ("boolean_expressions", "word_sorting")
+
+
+def write_data(folder: Path, problems: int = 6) -> Path:
+    """GSM8K with as many problems in each split, and two tasks of BBH."""
+    (folder / "gsm8k").mkdir(parents=True)
+    (folder / "bbh" / "tasks").mkdir(parents=True)
+    for split, first in (("train", 100), ("test", 1)):
+        rows = [
+            {"question": f"Ann has {n} nuts, and Bob has 2. How many?", "answer": f"{n} + 2 = {n + 2}\n#### {n + 2}"}
+            for n in range(first, first + problems)
+        ]
+        (folder / "gsm8k" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    examples = {
+        "boolean_expressions": [
+            {"input": "not ( True ) is", "target": "False"},
+            {"input": "True is", "target": "True"},
+        ],
+        "word_sorting": [
+            {"input": "Sort the following words alphabetically: List: pear fig", "target": "fig pear"},
+            {"input": "Sort the following words alphabetically: List: oak elm", "target": "elm oak"},
+        ],
+    }
+    for name in BBH_TASKS:
+        data = {"canary": "", "examples": examples[name]}
+        (folder / "bbh" / "tasks" / f"{name}.json").write_text(json.dumps(data))
+    return folder
