@@ -83,8 +83,8 @@ def orders(cache: Path, model: str) -> dict[str, Any]:
     from taper.calibration.conditions import current_conditions
     from taper.calibration.measure import Measurements
     from taper.calibration.references import completions, encode_prompts, split
-    from taper.calibration.run import open_store
     from taper.calibration.search import first_steps
+    from taper.calibration.store import open_store
     from taper.models import content_hash
     from taper.policies import load_policy
     from taper.policy import DepthPolicy

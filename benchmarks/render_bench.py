@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
+
+from pages import table
 
 from taper.calibration.summary import Figures
 
-Table = Callable[[Sequence[str], Iterable[Sequence[str]]], list[str]]
 LLAMA = "llama.cpp"
 TOKENS = 128
 
 
-def speeds(result: dict[str, Any], policies: Mapping[str, Figures], table: Table) -> list[str]:
+def speeds(result: dict[str, Any], policies: Mapping[str, Figures]) -> list[str]:
     """Tokens per second of llama.cpp, of full depth, and of each policy with what it costs."""
     layers = result["conditions"]["num_hidden_layers"]
     rows = {row["name"].removeprefix("Taper, "): row for row in result["phases"][f"peers at {TOKENS}"]["rows"]}

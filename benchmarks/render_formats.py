@@ -8,15 +8,14 @@ The picture of them is drawn by hand:
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from formats import FORMATS, TAPER, TESTS
+from pages import prose, table
 
-Table = Callable[[Sequence[str], Iterable[Sequence[str]]], list[str]]
-Prose = Callable[[str], str]
 TITLES = {
     "decode": ("Decoding", "context, tokens", "decoding, after as many tokens of context as the second column says"),
     "prefill": ("Prompts", "prompt, tokens", "reading a prompt of as many tokens as the second column says"),
@@ -25,7 +24,7 @@ TITLES = {
 PICTURE = Path(__file__).parent.parent / "docs" / "results" / "formats.png"
 
 
-def section(result: dict[str, Any], table: Table, prose: Prose) -> list[str]:
+def section(result: dict[str, Any]) -> list[str]:
     """The section of docs/results.md."""
     c, peers = result["conditions"], _peers(result)
     same, newest = peers[0], peers[-1]

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
+
+from pages import prose, table
 
 from taper.calibration.statistics import Estimate
 from taper.calibration.wording import interval
 
-Table = Callable[[Sequence[str], Iterable[Sequence[str]]], list[str]]
-Prose = Callable[[str], str]
 FILE, BF16 = "the file", "bf16"
 LOSS = ("KL to f32, nats", "same likeliest token, %")
 
 
-def adding_up(result: dict[str, Any], table: Table) -> list[str]:
+def adding_up(result: dict[str, Any]) -> list[str]:
     """Quantising, skipping layers, and both; speeds where they have been measured."""
     loss, speed = result["quality"]["loss"], result.get("speed")
     titles = {
@@ -31,7 +31,7 @@ def adding_up(result: dict[str, Any], table: Table) -> list[str]:
     return table(columns, rows)
 
 
-def section(result: dict[str, Any], table: Table, prose: Prose) -> list[str]:
+def section(result: dict[str, Any]) -> list[str]:
     """The section of docs/results.md."""
     quality, c = result["quality"], result["quality"]["conditions"]
     types = list(quality["matrices"])
@@ -69,7 +69,7 @@ def section(result: dict[str, Any], table: Table, prose: Prose) -> list[str]:
             """
         ),
         "",
-        *(_speeds(result["speed"], (FILE, BF16, *types), table, prose) if "speed" in result else ()),
+        *(_speeds(result["speed"], (FILE, BF16, *types)) if "speed" in result else ()),
         prose(
             """
             You can quantise and skip layers; the losses add up. The prompts of this table had no part in
@@ -77,7 +77,7 @@ def section(result: dict[str, Any], table: Table, prose: Prose) -> list[str]:
             """
         ),
         "",
-        *adding_up(result, table),
+        *adding_up(result),
         "",
         prose(
             f"""
@@ -89,7 +89,7 @@ def section(result: dict[str, Any], table: Table, prose: Prose) -> list[str]:
     ]
 
 
-def _speeds(speed: dict[str, Any], names: Sequence[str], table: Table, prose: Prose) -> list[str]:
+def _speeds(speed: dict[str, Any], names: Sequence[str]) -> list[str]:
     c = speed["conditions"]
     rows = [
         (

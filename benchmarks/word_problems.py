@@ -1,6 +1,8 @@
-"""Writes a task of one-step word problems, which the small default model can do: JSON lines, the same for a seed.
+"""Writes word problems of one to three steps with their answers: JSON lines, the same for a seed.
 
-python benchmarks/word_problems.py --count 400 --out problems.jsonl
+    python benchmarks/word_problems.py --count 128 --out src/taper/calibration/problems.jsonl
+
+Calibration asks them. They are also a small task for `taper eval` and `taper calibrate --task`.
 """
 
 from __future__ import annotations
@@ -8,28 +10,78 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Felix", "Grace", "Henry", "Iris", "Jack")
 THINGS = ("apples", "books", "coins", "marbles", "pencils", "stickers", "shells", "cards")
-TEMPLATES = (
-    ("{name} has {a} {things} and gets {b} more. How many {things} does {name} have now?", lambda a, b: a + b),
-    ("{name} has {c} {things} and gives away {b} of them. How many {things} are left?", lambda a, b: a),
-    ("There are {a} boxes with {b} {things} in each. How many {things} are there in all?", lambda a, b: a * b),
-    ("What is {a} plus {b}?", lambda a, b: a + b),
-    ("What is {c} minus {b}?", lambda a, b: a),
-    ("What is {a} times {b}?", lambda a, b: a * b),
-)
+# By the number of steps. Numbers: a, c 3 to 12, b 2 to 9; p more than any result that it pays for; f = a + b.
+Template = tuple[str, Callable[[int, int, int, int], int]]
+TEMPLATES: dict[int, tuple[Template, ...]] = {
+    1: (
+        (
+            "{name} has {a} {things} and gets {b} more. How many {things} is that?",
+            lambda a, b, c, p: a + b,
+        ),
+        ("{name} has {f} {things} and gives away {b} of them. How many {things} are left?", lambda a, b, c, p: a),
+        ("There are {a} boxes with {b} {things} in each. How many {things} are there?", lambda a, b, c, p: a * b),
+        ("What is {a} plus {b}?", lambda a, b, c, p: a + b),
+        ("What is {f} minus {b}?", lambda a, b, c, p: a),
+        ("What is {a} times {b}?", lambda a, b, c, p: a * b),
+    ),
+    2: (
+        (
+            "{name} buys {a} packs of {b} {things} and gives {b} {things} to a friend. How many {things} are left?",
+            lambda a, b, c, p: a * b - b,
+        ),
+        (
+            "{name} has {a} {things}. {other} has {b} times as many. How many {things} do they have together?",
+            lambda a, b, c, p: a + a * b,
+        ),
+        (
+            "{name} earns {a} dollars an hour and works {b} hours a day. How many dollars is that in {c} days?",
+            lambda a, b, c, p: a * b * c,
+        ),
+        (
+            "{name} pays with a {p} dollar note for {a} {things} at {b} dollars each. How many dollars come back?",
+            lambda a, b, c, p: p - a * b,
+        ),
+    ),
+    3: (
+        (
+            "{name} buys {a} {things} at {b} dollars each and {c} pens at 2 dollars each, and pays with a {p} dollar "
+            "note. How many dollars does {name} get back?",
+            lambda a, b, c, p: p - a * b - 2 * c,
+        ),
+        (
+            "{name} reads {a} pages on Monday, twice as many on Tuesday, and {b} pages more on Wednesday than on "
+            "Tuesday. How many pages does {name} read in the three days?",
+            lambda a, b, c, p: a + 2 * a + 2 * a + b,
+        ),
+        (
+            "A farmer has {a} rows of {b} trees. Each tree gives {c} baskets of apples, and {b} baskets are sold. How "
+            "many baskets are left?",
+            lambda a, b, c, p: a * b * c - b,
+        ),
+        (
+            "{name} saves {a} dollars a week for {b} weeks. {other} saves {c} dollars more than that. How many dollars "
+            "do they have together?",
+            lambda a, b, c, p: 2 * a * b + c,
+        ),
+    ),
+}
 
 
-def problems(count: int, seed: int = 0) -> list[dict[str, str]]:
-    """That many different problems."""
+def problems(count: int, seed: int = 0, steps: tuple[int, ...] = (1, 2, 1, 3)) -> list[dict[str, str]]:
+    """That many different problems, of each number of steps in turn."""
     draw, found = random.Random(seed), {}
     while len(found) < count:
-        text, answer = draw.choice(TEMPLATES)
-        a, b = draw.randint(2, 12), draw.randint(2, 9)
-        facts = {"name": draw.choice(NAMES), "things": draw.choice(THINGS), "a": a, "b": b, "c": a + b}
-        found[text.format(**facts)] = str(answer(a, b))
+        text, answer = draw.choice(TEMPLATES[steps[len(found) % len(steps)]])
+        a, b, c = draw.randint(3, 12), draw.randint(2, 9), draw.randint(3, 12)
+        p = 100 if a * b + 2 * c < 100 else 200
+        name, other = draw.sample(NAMES, 2)
+        facts = {"name": name, "other": other, "things": draw.choice(THINGS), "a": a, "b": b, "c": c, "p": p}
+        found[text.format(**facts, f=a + b)] = str(answer(a, b, c, p))
     return [{"prompt": prompt, "answer": answer} for prompt, answer in found.items()]
 
 
@@ -38,9 +90,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=400, help="default %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default %(default)s")
+    parser.add_argument("--steps", type=int, nargs="+", choices=TEMPLATES, default=[1, 2, 1, 3], help="in turn")
     parser.add_argument("--out", type=Path, required=True, help="the file to write")
     options = parser.parse_args()
-    lines = (json.dumps(problem) for problem in problems(options.count, options.seed))
+    lines = (json.dumps(problem) for problem in problems(options.count, options.seed, tuple(options.steps)))
     options.out.write_text("".join(f"{line}\n" for line in lines))
 
 

@@ -22,11 +22,11 @@ from taper.calibration.budget import Budget
 from taper.calibration.conditions import current_conditions
 from taper.calibration.cost import CostModel
 from taper.calibration.fit import LossTable, curves, curves_of_speed, fit_quality, fit_speed
-from taper.calibration.measure import Measurements
+from taper.calibration.measure import Measurements, skipping
+from taper.calibration.problems import WordProblems, builtin_problems
 from taper.calibration.references import builtin_prompts, encode_prompts, read_prompts
-from taper.calibration.run import open_store
 from taper.calibration.statistics import Estimate, LossEstimate, free_running, over_steps, ratio_estimate
-from taper.calibration.store import Store
+from taper.calibration.store import Store, open_store
 from taper.calibration.summary import Provenance, Summary
 from taper.engine import Engine
 from taper.errors import RequestError
@@ -47,12 +47,18 @@ def additive(costs):
     )
 
 
+def harmless(skipped):
+    """Every problem is solved without any layer."""
+    return 0.0
+
+
 @given(st.permutations(range(1, LAYERS + 1)))
 def test_order_is_by_cost_where_layers_do_not_interact(costs):
     steps = [4] * 12
-    order, losses = search.find_order(costs, range(LAYERS), 6, steps, additive(costs))
-    assert [costs[layer] for layer in order] == [1, 2, 3, 4, 5, 6]
-    assert losses == pytest.approx([1, 3, 6, 10, 15, 21])
+    order = search.find_order(costs, range(LAYERS), 6, steps, additive(costs), harmless)
+    assert [costs[layer] for layer in order.layers] == [1, 2, 3, 4, 5, 6]
+    assert order.losses == pytest.approx([1, 3, 6, 10, 15, 21])
+    assert order.harmless == 6
 
 
 def test_look_ahead_finds_a_pair_that_is_cheap_together():
@@ -63,9 +69,29 @@ def test_look_ahead_finds_a_pair_that_is_cheap_together():
         keys = [tuple(sorted(skipped | {layer})) for layer in candidates]
         return np.array([len(answers) * table.get(key, 9.0 + len(key)) for key in keys])
 
-    order, losses = search.find_order([1.0, 1.01, 1.02], range(3), 2, [1] * 9, measure)
-    assert order == [1, 2]
-    assert losses == pytest.approx([1.01, 1.1])
+    order = search.find_order([1.0, 1.01, 1.02], range(3), 2, [1] * 9, measure, harmless)
+    assert order.layers == [1, 2]
+    assert order.losses == pytest.approx([1.01, 1.1])
+
+
+@given(st.sets(st.integers(0, LAYERS - 1), min_size=1, max_size=2))
+def test_layers_that_problems_need_are_not_skipped_though_they_cost_least(needed):
+    costs = [0.1 + 0.01 * layer if layer in needed else 1.0 + layer for layer in range(LAYERS)]
+    order = search.find_order(costs, range(LAYERS), 6, [4] * 12, additive(costs), lambda s: 3.0 * len(s & needed))
+    assert not needed & set(order.layers)
+    assert order.harmless == 6
+
+
+def test_where_every_layer_does_harm_the_least_is_done_and_told():
+    """From the third layer on fewer problems are solved, whichever it is; least of all without the odd ones."""
+
+    def harm(skipped):
+        return 0.0 if len(skipped) < 3 else 2.0 + sum(layer % 2 == 0 for layer in skipped)
+
+    costs = [1.0 + layer for layer in range(LAYERS)]
+    order = search.find_order(costs, range(LAYERS), 4, [4] * 12, additive(costs), harm)
+    assert order.layers == [0, 1, 3, 5]
+    assert order.harmless == 2
 
 
 def test_search_takes_the_first_steps_of_some_answers():
@@ -376,6 +402,67 @@ def test_prompt_files_in_each_form(tmp_path):
 def test_builtin_prompts_are_many_and_different():
     prompts = builtin_prompts()
     assert len({*prompts}) == len(prompts) >= 64
+
+
+# Word problems
+
+
+def test_builtin_problems_are_different_and_their_answers_are_numbers():
+    halves = builtin_problems()
+    problems = [*halves[0], *halves[1]]
+    assert len(halves[0]) == len(halves[1]) == 64
+    assert len({problem.prompt for problem in problems}) == 128
+    assert all(problem.answer.isdecimal() for problem in problems)
+
+
+def solve(monkeypatch, full: list[bool], needed: dict[int, list[bool]]) -> None:
+    """Which problems are solved at full depth, and by policies that skip a layer."""
+
+    def solved(self, problems, policy):
+        skipped = set(policy.skip_order[: policy.num_hidden_layers - policy.min_depth])
+        lists = [solved for layer, solved in needed.items() if layer in skipped]
+        return np.resize(lists[0] if lists else full, len(problems))
+
+    monkeypatch.setattr(WordProblems, "_solved", solved)
+
+
+def test_harm_is_the_paired_difference_in_standard_errors(llm, monkeypatch, tmp_path):
+    monkeypatch.setattr("taper.calibration.problems.MAX_TOKENS", 1)
+    solve(monkeypatch, [True, True, False, False], {1: [False, False, True, False], 2: [True, True, True, True]})
+    problems = WordProblems(llm, Store(tmp_path / "s.sqlite", {}))
+    assert problems.tell
+    assert problems.harm(skipping(6, [3])) == 0
+    assert problems.harm(skipping(6, [1])) == pytest.approx((32 - 16) / math.sqrt(48))
+    assert problems.harm(skipping(6, [2])) == pytest.approx(-math.sqrt(32))
+    found = problems.validate(skipping(6, [1]))
+    assert (found.policy.value, found.full.value, found.difference.value, found.problems) == (0.25, 0.5, -0.25, 64)
+    assert found.difference.low < -0.25 < found.difference.high
+
+
+@pytest.mark.parametrize("solved", [[False], [True] * 7 + [False] * 57])
+def test_a_model_that_cannot_solve_problems_is_calibrated_without_them(llm, monkeypatch, tmp_path, solved):
+    monkeypatch.setattr("taper.calibration.problems.MAX_TOKENS", 1)
+    solve(monkeypatch, solved, {1: [False]})
+    problems = WordProblems(llm, Store(tmp_path / "s.sqlite", {}))
+    assert not problems.tell
+    assert problems.harm(skipping(6, [1])) == 0
+    assert problems.validate(skipping(6, [1])) is None
+
+
+def test_a_budget_skips_no_layer_that_problems_need(llm, monkeypatch):
+    monkeypatch.setattr("taper.calibration.problems.MAX_TOKENS", 1)
+    solve(monkeypatch, [True, False], {layer: [False, False] for layer in (0, 1, 2, 4, 5)})
+    result = calibrate(llm, prompts_of(9), max_kl=50.0, answer_tokens=40)
+    assert result.summary.harmless_layers == 1
+    assert result.policy.skip_order[:1] == (3,)
+    assert result.policy.min_depth == 5
+    assert result.summary.problems.difference.value == 0
+
+
+def test_a_context_too_short_for_problems_asks_none(llm, tmp_path):
+    problems = WordProblems(llm, Store(tmp_path / "s.sqlite", {}))
+    assert llm.engine.backend.context_length < 300
+    assert not problems.tell
 
 
 # The whole

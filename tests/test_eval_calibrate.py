@@ -10,15 +10,15 @@ import pytest
 from click.testing import CliRunner
 
 from taper import LLM, DepthPolicy
+from taper.calibration.problems import is_right
 from taper.cli import cli
 from taper.errors import RequestError
 from taper.evals import calibrate, evaluate, load_tasks, summarise
 from taper.evals.calibrate import calibrate_to_task
-from taper.evals.own_task import is_right
 from taper.evals.records import Record
 from taper.evals.statistics import compare
 
-COUNT = 24 + 64
+COUNT = 32 + 64
 
 
 @pytest.fixture
@@ -83,13 +83,11 @@ def test_problems_searched_on_are_not_those_validated_on(llm, file, monkeypatch)
     assert all(trial.holds for trial in result.trials)
 
 
-def test_the_order_follows_what_the_model_writes(llm, file, monkeypatch):
-    solve_without(monkeypatch, set())
-    rank = {3: 0.0, 1: 0.1, 4: 0.2, 2: 0.3, 0: 1.0, 5: 1.1}
+def test_the_order_follows_the_problems_solved(llm, file, monkeypatch):
+    solve_without(monkeypatch, {0, 2, 4, 5})
     monkeypatch.setattr(calibrate, "CANDIDATES", 6)
     monkeypatch.setattr(calibrate, "CORE", 1e9)
-    monkeypatch.setattr(calibrate._TaskCalibrator, "_nll", lambda self, skipped, prompts, place: rank[skipped[-1]])
-    assert run(llm, file).order == [3, 1]
+    assert set(run(llm, file).order) == {1, 3}
 
 
 def test_a_killed_calibration_goes_on(llm, file, monkeypatch):
@@ -112,7 +110,7 @@ def test_nothing_that_holds_gives_no_policy(llm, file, monkeypatch):
 
 
 def test_a_model_that_solves_nothing_is_rejected(llm, file):
-    with pytest.raises(RequestError, match="solves none of 24 problems of sums"):
+    with pytest.raises(RequestError, match="solves none of 32 problems of sums"):
         run(llm, file)
 
 

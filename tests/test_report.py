@@ -21,7 +21,15 @@ from taper.calibration.budget import Budget
 from taper.calibration.conditions import Conditions
 from taper.calibration.cost import CostModel, TimedRuns
 from taper.calibration.report import write_report
-from taper.calibration.statistics import Estimate, FreeRunning, LossByStep, Losses, LossEstimate, PolicyAndFull
+from taper.calibration.statistics import (
+    Estimate,
+    FreeRunning,
+    LossByStep,
+    Losses,
+    LossEstimate,
+    PolicyAndFull,
+    SolvedProblems,
+)
 from taper.calibration.summary import CalibratedModel, Frontier, PromptCounts, Provenance, Speedup, Summary
 from taper.calibration.wording import interval, verdict
 from taper.policy import ModelIdentity
@@ -65,6 +73,7 @@ def summary(layers: int = 6, *, baselines: bool = False, tapers: bool = True, ag
             length=PolicyAndFull(around(83.2), around(91.7)),
             repetition=PolicyAndFull(around(0.123), around(0.118)),
         ),
+        problems=SolvedProblems(around(0.41), around(0.44), Estimate(-0.03, -0.08, 0.02), 64),
         model=CalibratedModel("tiny", "ab" * 32, layers),
         prompts=PromptCounts(21, 22, "cd" * 32),
         seed=7,
@@ -88,6 +97,7 @@ def summary(layers: int = 6, *, baselines: bool = False, tapers: bool = True, ag
         importance=[3.0, *(0.02 * (1 + layer % 5) for layer in range(1, layers - 1)), 0.8],
         skip_order=list(range(layers - 2, 0, -1)),
         searched_layers=max(2, layers // 3),
+        harmless_layers=2,
         core_layers=[0, layers - 1],
         curve=curve,
         by_step=LossByStep([22 - step // 4 for step in steps], kl, [1 - x for x in kl]),

@@ -14,19 +14,20 @@ from ..backends import choose_device
 from ..checks import whole_number
 from ..errors import RequestError
 from ..llm import LLM, Prompt
-from ..models import cache_folder, content_hash
+from ..models import content_hash
 from ..policy import DepthPolicy
 from ..replay import Reference, Scores
 from .baselines import COMPARED, compare_orders
 from .budget import Budget
-from .conditions import Conditions, current_conditions
+from .conditions import current_conditions
 from .cost import CostModel, measure_cost, measure_speedup
 from .fit import ATTEMPTS, LossTable, curves, curves_of_speed, fit_quality, fit_speed
 from .measure import Measurements, skipping
+from .problems import WordProblems
 from .references import BATCH, builtin_prompts, completions, encode_prompts, split
 from .search import ANSWERS, STEPS, find_order, first_steps, layer_importance
 from .statistics import Losses, free_running, loss_by_step, over_steps
-from .store import Store, digest
+from .store import digest, open_store
 from .summary import MEASURED_ORDER, CalibratedModel, Frontier, PromptCounts, Provenance, Speedup, Summary
 
 REFERENCE_TOKENS = 128  # most tokens of an answer, where no length is planned for
@@ -113,12 +114,6 @@ def batch_size(prompts: int, device: str = "auto") -> int:
     return max(MIN_SLOTS, min(prompts, SLOTS[choose_device(device)]))
 
 
-def open_store(model_hash: str, conditions: Conditions) -> Store:
-    """What was measured on a model, in the cache folder; figures of other versions or precisions are never reused."""
-    common = {name: getattr(conditions, name) for name in ("backend", "dtype", "taper", "kernels")}
-    return Store(cache_folder() / "calibration.sqlite", {"model": model_hash, **common})
-
-
 @dataclass(frozen=True)
 class _Order:
     """The flex layers in the order of skipping; the first `searched` of them by search, the rest by importance."""
@@ -126,6 +121,7 @@ class _Order:
     importance: list[float]
     layers: list[int]
     searched: int
+    harmless: int  # how many of the first ones problems are solved without
     losses: list[float]
 
 
@@ -141,6 +137,7 @@ class _Calibrator:
             raise RequestError(f"calibration runs {MIN_SLOTS} outputs in turn", f"max_batch_size: {MIN_SLOTS} or more")
         self.model_hash, self.conditions = content_hash(llm.path), current_conditions(llm)
         self.store = open_store(self.model_hash, self.conditions)
+        self.problems = WordProblems(llm, self.store)
 
     def run(
         self, prompts: Sequence[tuple[int, ...]], budget: Budget, answer_tokens: int | None, baselines: bool, name: str
@@ -170,6 +167,8 @@ class _Calibrator:
         own = self._complete("answers of the policy", held_out_ids, policy, max_tokens)
         judged = self._scores("answers of the policy at full depth", own, full)
         frontier = self._frontier(order, held_out, cost, baselines)
+        self._ticks("word problems", 1)
+        problems = self.problems.validate(policy)
         self._ticks("speed", 1)()
         measured = measure_speedup(self.llm.engine, middle, policy, planned)
         identity = self.llm.config.identity
@@ -178,6 +177,7 @@ class _Calibrator:
             speedup=Speedup(round(cost.speedup(policy, planned), 4), measured),
             held_out=over_steps(scores),
             free_running=free_running(own, judged, held_out, scores),
+            problems=problems,
             model=CalibratedModel(_name_of(self.llm), self.model_hash, self.layers),
             prompts=PromptCounts(len(search), len(held_out), digest(sorted(prompts))),
             seed=self.seed,
@@ -195,6 +195,7 @@ class _Calibrator:
             importance=order.importance,
             skip_order=order.layers,
             searched_layers=order.searched,
+            harmless_layers=order.harmless,
             core_layers=sorted(policy.core_layers),
             curve=[policy.depth(step) for step in range(planned)],
             by_step=loss_by_step(scores),
@@ -235,9 +236,16 @@ class _Calibrator:
             flex = [i for i, kl in enumerate(importance) if kl <= CORE * float(np.median(importance))]
             rounds = min(len(flex), self.layers - 1, self._rounds(budget, cost))
             tick = self._ticks("order of layers", rounds * len(answers))
-            order, losses = find_order(importance, flex, rounds, steps, partial(measurements.kl_sums, tick=tick))
-        rest = sorted(set(flex) - set(order), key=lambda layer: importance[layer])
-        return _Order(importance, order + rest, len(order), losses)
+
+            def harm(skipped: frozenset[int]) -> float:
+                if self.llm.engine.num_free_slots < BATCH:  # for the answers
+                    measurements.replay.close()
+                return self.problems.harm(skipping(self.layers, skipped))
+
+            kl_sums = partial(measurements.kl_sums, tick=tick)
+            order = find_order(importance, flex, rounds, steps, kl_sums, harm)
+        rest = sorted(set(flex) - set(order.layers), key=lambda layer: importance[layer])
+        return _Order(importance, order.layers + rest, len(order.layers), order.harmless, order.losses)
 
     def _rounds(self, budget: Budget, cost: CostModel) -> int:
         """A third of the layers; more where a speed needs it."""
@@ -255,7 +263,9 @@ class _Calibrator:
         counts = sorted({max(1, round(part * order.searched / 3)) for part in (0, 1, 2, 3)})
         probes = range(min(PROBES, len(search)))
         constant = [skipping(self.layers, order.layers[:count]) for count in counts]
-        candidates = (order.layers, order.searched, self.layers, max_tokens)
+        # A speed may need more layers than can be spared; a budget of quality may not.
+        most = max(1, order.harmless) if budget.speedup is None else order.searched
+        candidates = (order.layers, most, self.layers, max_tokens)
         with closing(Measurements(self.llm.engine, search[:FITTED], self.store)) as measurements:
             tick = self._ticks("loss by depth and place", len(counts) * len(probes))
             by_depth = {policy.min_depth: measurements.scores(policy, tick, probes) for policy in constant}

@@ -1,6 +1,6 @@
 """Which layers to skip, in which order: measured, by greedy addition with look-ahead.
 
-Knows sets of layers and what skipping them costs on some answers of the model's own.
+Knows sets of layers, what skipping them costs on some answers of the model's own, and what harm it does to problems.
 """
 
 from __future__ import annotations
@@ -17,10 +17,21 @@ ANSWERS, STEPS = 36, 32  # what an order is searched on: answers (they differ mo
 FIRST_LOOK = 12  # answers all candidates are tried on; the best go on to the others
 CANDIDATES, FINALISTS = 6, 3
 BEAM, NEAR = 2, 0.03  # follow a second order too, where its log KL is this close: it may be first a layer later
+HARMLESS = 1.645  # standard errors: a set that does no harm goes beyond it by chance one time in twenty
 
 # Sums of KL, one for each candidate, over the steps of some answers (given by their indices), of skipping some layers
 # and that candidate besides.
 Measure = Callable[[frozenset[int], Sequence[int], range], np.ndarray]
+# By how many standard errors fewer problems are solved when some layers are skipped.
+Harm = Callable[[frozenset[int]], float]
+
+
+class Order(NamedTuple):
+    """Layers in the order of skipping."""
+
+    layers: list[int]
+    losses: list[float]  # the mean KL of skipping the first ones, at each length
+    harmless: int  # how many of the first ones may be skipped before fewer problems are solved
 
 
 class _Path(NamedTuple):
@@ -44,15 +55,16 @@ def layer_importance(num_hidden_layers: int, steps: Sequence[int], measure: Meas
 
 
 def find_order(
-    importance: Sequence[float], flex: Sequence[int], rounds: int, steps: Sequence[int], measure: Measure
-) -> tuple[list[int], list[float]]:
-    """The first `rounds` of the flex layers to skip, and the mean KL at each length: lowest in log over all lengths.
+    importance: Sequence[float], flex: Sequence[int], rounds: int, steps: Sequence[int], measure: Measure, harm: Harm
+) -> Order:
+    """The first `rounds` of the flex layers to skip: as long as it can be had, those that problems are solved without.
 
-    `importance` is the mean KL of skipping each layer alone, [L]; `steps` the tapered steps of each answer, [answers].
+    Of these, the order has the lowest KL, in log over all lengths. `importance` is the mean KL of skipping each layer
+    alone, [L]; `steps` the tapered steps of each answer, [answers].
     """
     marginal = {layer: importance[layer] for layer in flex}  # what each layer added when it was last tried
-    paths = [_Path(0.0, (), ())]
-    for _ in range(rounds):
+    paths, harmless = [_Path(0.0, (), ())], 0
+    for length in range(1, rounds + 1):
         grown: dict[frozenset[int], _Path] = {}
         for path in paths:
             left = sorted((layer for layer in flex if layer not in path.order), key=lambda layer: marginal[layer])
@@ -64,9 +76,23 @@ def find_order(
                 new = _Path(cost, (*path.order, layer), (*path.losses, loss))
                 skipped = frozenset(new.order)
                 grown[skipped] = min(new, grown.get(skipped, new))
-        best = min(grown.values())
-        paths = [path for path in sorted(grown.values())[:BEAM] if path.cost <= best.cost + NEAR]
-    return list(paths[0].order), list(paths[0].losses)
+        ranked = sorted(grown.values())
+        if kept := _harmless(ranked, harm):
+            paths, harmless = kept, length if harmless == length - 1 else harmless
+        else:
+            paths = [min(ranked[:FINALISTS], key=lambda path: harm(frozenset(path.order)))]
+    return Order(list(paths[0].order), list(paths[0].losses), harmless)
+
+
+def _harmless(ranked: Sequence[_Path], harm: Harm) -> list[_Path]:
+    """The best path that does no harm, and others nearly as good; none where the first ones all do."""
+    kept: list[_Path] = []
+    for path in ranked[:FINALISTS]:
+        if kept and (len(kept) == BEAM or path.cost > kept[0].cost + NEAR):
+            break
+        if harm(frozenset(path.order)) <= HARMLESS:
+            kept.append(path)
+    return kept
 
 
 def _try(

@@ -87,6 +87,14 @@ class FreeRunning:
     repetition: PolicyAndFull  # share of an answer's 4-grams that occurred in it before, 0 to 1
 
 
+@dataclass(frozen=True)
+class SolvedProblems(PolicyAndFull):
+    """Shares of problems with known answers that are solved, 0 to 1, each alone."""
+
+    difference: Estimate  # policy less full depth, paired
+    problems: int  # how many
+
+
 def ratio_estimate(numerator: np.ndarray, denominator: np.ndarray, seed: int = 0) -> Estimate:
     """sum(numerator) / sum(denominator) to six digits; answers are resampled. Both: sums within each, [answers]."""
     draws = np.random.default_rng(seed).integers(0, len(numerator), (RESAMPLES, len(numerator)))

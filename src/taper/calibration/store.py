@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import RequestError
+from ..models import cache_folder
+from .conditions import Conditions
 
 FORMAT = 2  # part of every key: raise it when the meaning of a stored value changes
 _TABLE = f"measured_{FORMAT}"
@@ -63,6 +65,12 @@ class Store:
             reason = getattr(error, "strerror", None) or error
             hint = "free the disk, make it writable, remove it if it is damaged, or set TAPER_CACHE to another folder"
             raise RequestError(f"cannot keep measurements in {self._path}: {reason}", hint) from None
+
+
+def open_store(model_hash: str, conditions: Conditions) -> Store:
+    """What was measured on a model, in the cache folder; figures of other versions or precisions are never reused."""
+    common = {name: getattr(conditions, name) for name in ("backend", "dtype", "taper", "kernels")}
+    return Store(cache_folder() / "calibration.sqlite", {"model": model_hash, **common})
 
 
 def digest(value: Any) -> str:

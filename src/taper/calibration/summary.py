@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import Field, dataclass, fields, is_dataclass
+from dataclasses import Field, dataclass, field, fields, is_dataclass
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -14,7 +14,7 @@ from ..policy import ModelIdentity
 from .budget import Budget, Verdict
 from .conditions import Conditions
 from .cost import CostModel, TimedRuns
-from .statistics import Estimate, FreeRunning, LossByStep, Losses
+from .statistics import Estimate, FreeRunning, LossByStep, Losses, SolvedProblems
 
 MEASURED_ORDER = "measured order"  # what a comparison of methods calls the order that calibration found
 LossByDepth = dict[int, Estimate]
@@ -37,6 +37,8 @@ class Figures:
     speedup: Speedup
     held_out: Losses  # on held-out prompts
     free_running: FreeRunning  # the policy's own answers to those prompts
+    # On held-out word problems; None where the model solves too few at full depth.
+    problems: SolvedProblems | None = field(default=None, kw_only=True)
 
     def to_json(self) -> dict[str, Any]:
         """All fields as plain data."""
@@ -126,6 +128,7 @@ class Summary(Provenance):
     importance: list[float]  # [L], mean KL of skipping each layer alone, nats
     skip_order: list[int]  # the flex layers
     searched_layers: int  # how many of those were ordered by search; the rest are by importance
+    harmless_layers: int  # how many of the first ones can be skipped before fewer word problems are solved
     core_layers: list[int]
     curve: list[int]  # [answer_tokens], the policy's depth at each step
     by_step: LossByStep  # on held-out prompts

@@ -61,12 +61,16 @@ def verdict(summary: Provenance) -> str:
 def remarks(summary: Provenance) -> list[str]:
     """What a user would want to be told before any figure."""
     tapered, speed, repetition = summary.held_out.tapered_steps, summary.speedup, summary.free_running.repetition
+    problems = summary.problems
     if tapered is None:
         return []
     asked_speed = summary.budget.speedup or 0.0
     texts = {
         "This policy hurts: at more than one tapered step in ten another token becomes the likeliest. Expect other "
         "answers than at full depth, and read some before you use it.": tapered.agreement.value < HURTS,
+        "It solves fewer word problems than the model does at full depth: do not trust its arithmetic.": (
+            problems is not None and problems.difference.high < 0
+        ),
         "Not every timed run was faster than full depth.": speed.measured.slowest <= 1,
         "Measured, it is slower than was asked for.": speed.measured.fastest < asked_speed,
         "Left to itself, it repeats itself more than the model does at full depth.": (

@@ -127,9 +127,11 @@ def _as_text(result: Calibration) -> str:
         cells = [interval(getattr(losses, figure, None), factor) for losses in (tapered, held_out.all_steps)]
         lines.append(f"  {title:<32} {cells[0]:<27} {cells[1]}")
     lines += ["", f"{'its own answers':<34} {'policy':<27} full depth"]
-    rows = [("nll", "NLL at full depth, nats", 1), ("length", "tokens", 1), ("repetition", "repeated 4-grams, %", 100)]
-    for figure, title, factor in rows:
-        pair = getattr(own, figure)
+    pairs = [("NLL at full depth, nats", own.nll, 1), ("tokens", own.length, 1)]
+    pairs.append(("repeated 4-grams, %", own.repetition, 100))
+    if summary.problems is not None:
+        pairs.append(("word problems solved, %", summary.problems, 100))
+    for title, pair, factor in pairs:
         lines.append(f"  {title:<32} {interval(pair.policy, factor):<27} {interval(pair.full, factor)}")
     notes = remarks(summary)
     return "\n".join([*lines, *([""] if notes else []), *notes])

@@ -18,24 +18,24 @@ import numpy as np
 from ..calibration.conditions import Conditions, current_conditions
 from ..calibration.cost import CostModel, TimedRuns, measure_cost, measure_speedup
 from ..calibration.measure import Measurements
-from ..calibration.run import CORE, open_store
+from ..calibration.run import CORE
 from ..calibration.search import first_steps, layer_importance
 from ..calibration.statistics import LEVEL
-from ..calibration.store import digest
+from ..calibration.store import digest, open_store
 from ..calibration.summary import to_plain
 from ..checks import number, whole_number
 from ..errors import RequestError
 from ..llm import LLM
 from ..models import cache_folder, content_hash
 from ..policy import DepthPolicy
-from ..replay import Reference, Replay
+from ..replay import Reference
 from .records import Record
 from .run import evaluate, prompt_ids
 from .statistics import PairedComparison, compare
 from .summary import chosen_filter, solved
 from .tasks import EvalTask, Selection
 
-SEARCH_PROBLEMS, PROBLEMS = 24, 192
+SEARCH_PROBLEMS, PROBLEMS = 32, 192
 LOOK = 32  # problems between two looks at the result, and on which a policy that fails at once is given up
 REPLAYED_STEPS = 48  # of each of full depth's outputs: they say which layers are worth trying
 CANDIDATES = 4  # layers tried at a time, those of the lowest KL
@@ -104,8 +104,8 @@ def calibrate_to_task(
     """Find the layers that a task can spare, and the most of them that it can spare at once.
 
     The problems of the selection are shuffled. On the first ones, layers are put in order: the candidates of lowest KL
-    are each skipped while the model answers, and the one whose outputs are likeliest at full depth goes next. Policies
-    that skip more and more of them are then compared with full depth on other problems, until one does not hold. They
+    are each skipped while the model answers, and the one without which most are solved goes next. Policies that skip
+    more and more of them are then compared with full depth on other problems, until one does not hold. They
     are compared in this fixed order, and each at the 5 % level, so the last one that holds does so at that level too.
 
     Args:
@@ -188,7 +188,7 @@ class _TaskCalibrator:
         return TaskCalibration(policy, skip_order, trials)
 
     def _order(self, full: Sequence[Record]) -> list[int]:
-        """Layers in the order of skipping: each time the candidate without which the outputs are likeliest."""
+        """Layers in the order of skipping: each time the candidate without which most problems are solved."""
         prompts = self._prompts([record.problem for record in full])
         references = [Reference(prompts[r.problem], r.answers[0].token_ids) for r in full if r.answers[0].token_ids]
         known = first_steps(references, REPLAYED_STEPS)
@@ -205,17 +205,15 @@ class _TaskCalibrator:
                 sums = measurements.kl_sums(frozenset(order), left, range(len(known)), tick)
                 near = [left[i] for i in np.argsort(sums, kind="stable")[:CANDIDATES]]
                 measurements.replay.close()  # frees the slots for the outputs
-                nll = {layer: self._nll([*order, layer], prompts, len(order) + 1) for layer in near}
-                order.append(min(near, key=lambda layer: nll[layer]))
+                right = {layer: self._num_solved([*order, layer], prompts) for layer in near}
+                order.append(max(near, key=lambda layer: right[layer]))  # of equals, the one of the lowest KL
         return order
 
-    def _nll(self, skipped: Sequence[int], prompts: dict[int, tuple[int, ...]], place: int) -> float:
-        """How unlikely full depth finds what the model writes without some layers: nats a token, mean over outputs."""
-        records = self._answers(f"layer {place}: answers without {skipped[-1]}", self._policy(skipped), list(prompts))
-        written = [Reference(prompts[r.problem], r.answers[0].token_ids) for r in records if r.answers[0].token_ids]
-        with closing(Replay(self.llm.engine, written)) as replay:
-            scores = replay.score(self.full)
-        return float(np.mean([scores.nll_full[scores.reference == i].mean() for i in range(len(written))]))
+    def _num_solved(self, skipped: Sequence[int], problems: Sequence[int]) -> int:
+        """How many problems are solved without some layers."""
+        stage = f"layer {len(skipped)}: answers without {skipped[-1]}"
+        records = self._answers(stage, self._policy(skipped), list(problems))
+        return sum(bool(solved(record, self.filter)) for record in records)
 
     def _trial(self, order: Sequence[int], count: int, problems: Sequence[int]) -> Trial:
         """Compare a policy with full depth on more and more problems, until the verdict is clear or none is left."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..calibration.problems import is_right
 from ..errors import RequestError
 from .local_data import read_lines
 
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from datasets import DatasetDict
 
 SUFFIX = ".jsonl"
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 def own_task(path: Path) -> dict[str, Any]:
@@ -41,20 +40,6 @@ def own_task(path: Path) -> dict[str, Any]:
         "num_fewshot": 0,
         "metadata": {"version": "own"},
     }
-
-
-def is_right(output: str, answer: str) -> bool:
-    """Whether an output gives the answer: a number must be its last number, a text must stand in its last line."""
-    if _NUMBER.fullmatch(answer.strip()):
-        numbers = _NUMBER.findall(output)
-        return bool(numbers) and _value(numbers[-1]) == _value(answer.strip())
-    lines = [line for line in output.splitlines() if line.strip()]
-    words = re.escape(" ".join(answer.lower().split()))
-    return bool(lines) and re.search(rf"(?<!\w){words}(?!\w)", " ".join(lines[-1].lower().split())) is not None
-
-
-def _value(number: str) -> float:
-    return float(number.replace(",", ""))
 
 
 def _data(rows: list[dict[str, str]]) -> DatasetDict:

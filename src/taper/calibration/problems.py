@@ -1,0 +1,99 @@
+"""Word problems with known answers: how many the model still solves without some layers.
+
+Replay follows the answers of full depth, so it cannot see a layer whose absence leads astray little by little: the mean
+KL hardly rises, and half of the problems go wrong. Here the model goes on from its own tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from importlib import resources
+from typing import NamedTuple
+
+import numpy as np
+
+from ..llm import LLM
+from ..policy import DepthPolicy
+from .references import BATCH, completions
+from .statistics import SolvedProblems, ratio_estimate
+from .store import Store
+
+MAX_TOKENS = 160  # of an answer
+MIN_SOLVED = 8  # at full depth: fewer tell nothing
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+class Problem(NamedTuple):
+    """A question, and the number or text that answers it."""
+
+    prompt: str
+    answer: str
+
+
+def builtin_problems() -> tuple[list[Problem], list[Problem]]:
+    """The problems that come with Taper, of one to three steps: those to search with, and those to validate with."""
+    text = resources.files(__package__).joinpath("problems.jsonl").read_text(encoding="utf-8")
+    problems = [Problem(**json.loads(line)) for line in text.splitlines()]
+    half = len(problems) // 2
+    return problems[:half], problems[half:]
+
+
+def is_right(output: str, answer: str) -> bool:
+    """Whether an output gives the answer: a number must be its last number, a text must stand in its last line."""
+    if _NUMBER.fullmatch(answer.strip()):
+        numbers = _NUMBER.findall(output)
+        return bool(numbers) and _value(numbers[-1]) == _value(answer.strip())
+    lines = [line for line in output.splitlines() if line.strip()]
+    words = re.escape(" ".join(answer.lower().split()))
+    return bool(lines) and re.search(rf"(?<!\w){words}(?!\w)", " ".join(lines[-1].lower().split())) is not None
+
+
+def _value(number: str) -> float:
+    return float(number.replace(",", ""))
+
+
+class WordProblems:
+    """The built-in problems on a model: one half to search with, the other half to validate with.
+
+    Where it solves hardly any of them at full depth, or its context is too short for them, they tell nothing.
+    """
+
+    def __init__(self, llm: LLM, store: Store) -> None:
+        self._llm, self._store = llm, store
+        self._search, self._held_out = builtin_problems()
+        self._full = DepthPolicy.full(llm.config.num_hidden_layers)
+
+    @cached_property
+    def tell(self) -> bool:
+        """Whether the model solves enough of them at full depth."""
+        longest = max(len(self._llm.encode(problem.prompt)) for problem in self._search + self._held_out)
+        if longest + MAX_TOKENS > self._llm.engine.backend.context_length:
+            return False
+        first = self._solved(self._search[:BATCH], self._full)
+        return bool(first.any()) and int(self._solved(self._search, self._full).sum()) >= MIN_SOLVED
+
+    def harm(self, policy: DepthPolicy) -> float:
+        """By how many standard errors fewer search problems are solved than at full depth (McNemar's test)."""
+        if not self.tell:
+            return 0.0
+        full, own = (self._solved(self._search, each) for each in (self._full, policy))
+        lost, gained = int((full & ~own).sum()), int((own & ~full).sum())
+        return float((lost - gained) / max(1, lost + gained) ** 0.5)
+
+    def validate(self, policy: DepthPolicy) -> SolvedProblems | None:
+        """How many of the held-out problems are solved."""
+        if not self.tell:
+            return None
+        full, own = (self._solved(self._held_out, each).astype(float) for each in (self._full, policy))
+        ones = np.ones(len(full))
+        return SolvedProblems(*(ratio_estimate(part, ones) for part in (own, full, own - full)), len(full))
+
+    def _solved(self, problems: Sequence[Problem], policy: DepthPolicy) -> np.ndarray:
+        """Which ones: bool [problems]."""
+        prompts = [tuple(self._llm.encode(problem.prompt)) for problem in problems]
+        answers = completions(self._llm, prompts, policy, MAX_TOKENS, self._store, lambda: None)
+        texts = [self._llm.tokenizer.decode(reference.answer_ids) for reference in answers]
+        return np.array([is_right(text, problem.answer) for text, problem in zip(texts, problems, strict=True)])
