@@ -8,6 +8,7 @@ from typing import Any
 from pages import table
 
 from taper.calibration.summary import Figures
+from taper.calibration.wording import interval
 
 LLAMA = "llama.cpp"
 TOKENS = 128
@@ -23,10 +24,10 @@ def speeds(result: dict[str, Any], policies: Mapping[str, Figures]) -> list[str]
             figures = policies.get(name)
             title = f"Taper, `{name}`" if figures else "Taper, full depth"
             depth = f"{figures.mean_depth:.1f}" if figures else str(layers)
-            cost = _same_token(figures) if figures else ("", "")
+            cost = _cost(figures) if figures else ("", _solved_at_full_depth(policies))
             lines.append((title, depth, f"{row['tokens_per_s']:.1f}", f"{row['over'][LLAMA]:.2f}x", *cost))
-    header = ("", f"mean depth of {layers}", "tokens/s", "over llama.cpp", "same likeliest token", "95 % interval")
-    return table(header, lines)
+    header = ("", f"mean depth of {layers}", "tokens/s", "over llama.cpp", "same likeliest token, %")
+    return table((*header, "word problems solved, %"), lines)
 
 
 def command(model: str) -> str:
@@ -46,8 +47,14 @@ def conditions(result: dict[str, Any]) -> str:
     """
 
 
-def _same_token(figures: Figures) -> tuple[str, str]:
-    """How often the likeliest token is that of full depth, over tapered steps, and the interval."""
+def _cost(figures: Figures) -> tuple[str, str]:
+    """Over tapered steps, how often the likeliest token is that of full depth; and the problems that are solved."""
     assert figures.held_out.tapered_steps is not None
-    value, low, high = (f"{100 * share:.0f}" for share in figures.held_out.tapered_steps.agreement)
-    return f"{value} %", f"{low} to {high} %"
+    solved = figures.problems and figures.problems.policy
+    return interval(figures.held_out.tapered_steps.agreement, 100, digits=0), interval(solved, 100, digits=0)
+
+
+def _solved_at_full_depth(policies: Mapping[str, Figures]) -> str:
+    """The same figure in every policy's provenance, as the problems are the same."""
+    solved = next(iter(policies.values())).problems
+    return interval(solved and solved.full, 100, digits=0)

@@ -195,11 +195,11 @@ class _Calibrator:
             importance=order.importance,
             skip_order=order.layers,
             searched_layers=order.searched,
-            harmless_layers=order.harmless,
             core_layers=sorted(policy.core_layers),
             curve=[policy.depth(step) for step in range(planned)],
             by_step=loss_by_step(scores),
             frontier=frontier,
+            harmless_layers=order.harmless if self.problems.tell else None,
         )
         return Calibration(replace(policy, name=name, model=identity, provenance=provenance.to_json()), summary)
 

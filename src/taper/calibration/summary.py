@@ -128,11 +128,12 @@ class Summary(Provenance):
     importance: list[float]  # [L], mean KL of skipping each layer alone, nats
     skip_order: list[int]  # the flex layers
     searched_layers: int  # how many of those were ordered by search; the rest are by importance
-    harmless_layers: int  # how many of the first ones can be skipped before fewer word problems are solved
     core_layers: list[int]
     curve: list[int]  # [answer_tokens], the policy's depth at each step
     by_step: LossByStep  # on held-out prompts
     frontier: Frontier
+    # How many of the first ones can be skipped before fewer word problems are solved; None where these tell nothing.
+    harmless_layers: int | None = None
 
 
 def to_plain(value: Any) -> Any:
