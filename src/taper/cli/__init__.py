@@ -9,7 +9,6 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import metadata
 from typing import NoReturn
 
 import click
@@ -92,6 +91,8 @@ def _version(context: click.Context, parameter: click.Parameter, wanted: bool) -
     """Print the versions, and what the CPU's kernels were built with."""
     if not wanted or context.resilient_parsing:
         return
+    from importlib import metadata
+
     from ..backends.ggml.features import features
 
     built = features()
