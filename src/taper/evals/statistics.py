@@ -118,7 +118,7 @@ def mcnemar(only_full: int, only_tapered: int) -> float:
     """
     discordant = only_full + only_tapered
     tail = sum(math.comb(discordant, count) for count in range(min(only_full, only_tapered) + 1))
-    return min(1.0, 2 * tail / 2**discordant)
+    return min(1.0, float(2 * tail / 2**discordant))
 
 
 def non_inferiority(problems: int, only_full: int, only_tapered: int, margin: float) -> tuple[Verdict, int | None]:
