@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import render_claims
+import render_methods
 import render_quantise
 
 from taper.calibration.statistics import Estimate, LossEstimate
@@ -18,7 +20,7 @@ from taper.calibration.summary import MEASURED_ORDER, Comparison, Figures, Summa
 from taper.calibration.wording import interval, limits, verdict
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
+RESULTS, PAGES = ROOT / "benchmarks" / "results", ROOT / "docs" / "results"
 NUMBERS, QUANTISING = (f"<!-- {name}: python benchmarks/render.py -->\n" for name in ("numbers", "quantising"))
 END = "<!-- end of numbers -->\n"
 
@@ -129,7 +131,9 @@ def quality(calibrated: dict[str, Any]) -> list[str]:
         prose(
             """
             All three policies visibly change the text of this small model. There is also a page about a larger one,
-            [Qwen2.5-Coder-1.5B-Instruct](results/qwen2.5-coder-1.5b-instruct/README.md).
+            [Qwen2.5-Coder-1.5B-Instruct](results/qwen2.5-coder-1.5b-instruct/README.md). What skipping layers does to
+            the answers to GSM8K and BBH, and what became of the paper's claims, is on pages of its own:
+            [methods compared](results/methods.md) and [the paper's claims](results/paper.md).
             """
         ),
         "",
@@ -419,12 +423,14 @@ def rendered() -> dict[Path, str]:
         readme: between_marks(text, render_quantise.adding_up(quantised, table), QUANTISING),
         reliability: between_marks(reliability.read_text(), fuzzed(report)),
     }
-    for file in sorted((ROOT / "docs" / "results").glob("*/summary.json")):
+    for file in sorted(PAGES.glob("*/summary.json")):
         pages[file.with_name("README.md")] = model_page(json.loads(file.read_text()))
-    return pages
+    pages |= render_methods.pages(RESULTS, PAGES, table, prose)
+    return pages | render_claims.pages(RESULTS, PAGES, table, prose)
 
 
 if __name__ == "__main__":
     for path, text in rendered().items():
         path.write_text(text)
         print(path.relative_to(ROOT))
+    render_methods.draw_all(RESULTS, PAGES)
