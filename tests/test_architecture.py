@@ -21,7 +21,7 @@ ALLOWED = {
     "files": {"errors"},
     "schedule": {"errors", "checks"},
     "policy": POLICY - {"policy"},
-    "policies": {"errors", "checks", "files", "policy"},
+    "policies": {"errors", "checks", "files", "policy", "models"},
     "sampling": {"errors", "checks"},
     "sequence": {"policy", "sampling"},
     "loading": {*POLICY, "files"},

@@ -78,7 +78,9 @@ def test_every_phase_runs_as_on_a_gpu(tmp_path):
     assert tapered["realised_fraction"] == pytest.approx(realised, rel=1e-2, abs=1e-3)
     compared = result["phases"]["peers at 6"]
     assert [row["name"] for row in compared["rows"]] == ["Taper, full", "Taper, d3, alpha 0.998", "transformers"]
-    assert compared["rows"][0]["taper_full_is_faster_by"] == 1
+    full, tapered, other = compared["rows"]
+    assert set(full["over"]) == set(tapered["over"]) == {"transformers"}
+    assert "over" not in other
     assert set(compared["unavailable"]) == {"llama.cpp", "vLLM"}
     text = as_text(result)
     for part in ("random weights in the shape of tiny", "realised", "transformers", "vLLM was left out"):
@@ -91,6 +93,8 @@ def test_a_model_of_files_runs_on_a_cpu_beside_llama_bench(tiny_gguf, llama_bin)
     rows = {row["name"]: row for row in result["phases"]["peers at 3"]["rows"]}
     assert rows["llama.cpp"]["tokens_per_s"] == 1000
     assert rows["llama.cpp"]["ttft_s"] == 0.003
+    for name in ("Taper, full", "Taper, d3, alpha 0.998"):
+        assert rows[name]["over"]["llama.cpp"] == pytest.approx(rows[name]["tokens_per_s"] / 1000, rel=0.2)
     asked = {tuple(line[line.index("-p") : line.index("-fa")]) for line in log(llama_bin)}
     assert asked == {("-p", n, "-n", m) for n, m in (("3", "0"), ("0", "3"), ("6", "0"), ("0", "6"))}
     assert "transformers" in result["phases"]["peers at 3"]["unavailable"]
@@ -199,7 +203,8 @@ def test_a_peer_that_fails_is_left_out_from_then_on(monkeypatch):
     result = run.run(Options(**LIKE_A_GPU), quiet, torch_device="cpu")
     assert calls == [3]
     assert result["phases"]["peers at 3"]["unavailable"] == {"broken": "ValueError: no"}
-    assert [row["name"] for row in result["phases"]["peers at 3"]["rows"]] == ["Taper, full", "Taper, d3, alpha 0.998"]
+    rows = result["phases"]["peers at 3"]["rows"]
+    assert [(row["name"], row["over"]) for row in rows] == [("Taper, full", {}), ("Taper, d3, alpha 0.998", {})]
     assert result["phases"]["peers at 6"]["rows"] == []
     assert result["failed"] == {}
 

@@ -13,7 +13,7 @@ from taper.backends import TokenBatch
 from taper.backends.ggml import GgmlBackend
 from taper.engine import Engine
 from taper.loading import load_model
-from taper.policies import shipped_policies
+from taper.policies import find_policy
 from taper.policy import DepthPolicy
 
 pytestmark = pytest.mark.skipif(not DEFAULT_MODEL_FILE.is_file(), reason="fetch the default model with: taper pull")
@@ -43,7 +43,7 @@ def exact(loaded) -> GgmlBackend:
 
 
 def test_64_tokens_equal_transformers_at_full_depth_and_tapered(exact, prompt, transformers_model):
-    fast = next(policy for policies in shipped_policies().values() for policy in policies if policy.name == "fast")
+    fast = find_policy("fast")
     ids = torch.tensor([prompt])
     for policy in (DepthPolicy.full(30), fast):
         custom = {} if policy.schedule.alpha == 1 else {"custom_generate": taper.hf.decode(policy)}

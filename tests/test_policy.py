@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from taper.calibration.summary import Provenance
 from taper.errors import PolicyError
+from taper.models import DEFAULT_MODEL
 from taper.policies import find_policy, load_policy, shipped_policies
 from taper.policy import DepthPolicy, ModelIdentity, active_prefixes, least_depths, middle_first_order
 from taper.schedule import Schedule
@@ -234,14 +236,16 @@ def test_policies_are_hashable_whatever_their_order_was_given_as():
     assert DepthPolicy(Schedule(np.int64(8), "constant", 6), [3, 4]) == DepthPolicy.static(8, 6, (3, 4))
 
 
-def test_names_are_found_with_and_without_their_model(monkeypatch, tmp_path):
-    fast, model = find_policy("fast"), next(iter(shipped_policies()))
-    assert fast == find_policy(f"{model}/fast") == shipped_policies()[model][-1]
+def test_names_are_found_with_their_model_and_without_it_for_the_default_one(monkeypatch, tmp_path):
+    fast = find_policy("fast")
+    assert fast == find_policy(f"{DEFAULT_MODEL}/fast") == shipped_policies()[DEFAULT_MODEL][-1]
     (tmp_path / "own.json").write_text(fast.to_json())
     assert find_policy(tmp_path / "own.json") == fast
-    monkeypatch.setattr("taper.policies.shipped_policies", lambda: {"one": [fast], "two": [fast]})
-    assert find_policy("two/fast") == fast
-    with pytest.raises(PolicyError, match=r"several models .* one/fast, two/fast"):
+    other = replace(DepthPolicy.static(8, 6, [3, 4]), name="fast")
+    monkeypatch.setattr("taper.policies.shipped_policies", lambda: {"other": [other], DEFAULT_MODEL: [fast]})
+    assert (find_policy("other/fast"), find_policy("fast")) == (other, fast)
+    monkeypatch.setattr("taper.policies.shipped_policies", lambda: {"other": [other]})
+    with pytest.raises(PolicyError, match="policy list"):
         find_policy("fast")
 
 
@@ -251,8 +255,9 @@ def test_names_without_a_policy_are_rejected(name):
         find_policy(name)
 
 
-def test_shipped_policies_carry_their_speed_and_their_loss():
-    (shipped,) = shipped_policies().values()
+@pytest.mark.parametrize("model", shipped_policies())
+def test_shipped_policies_carry_their_speed_and_their_loss(model):
+    shipped = shipped_policies()[model]
     provenance = {policy.name: Provenance.from_json(policy.provenance) for policy in shipped}
     predicted = {name: origin.speedup.predicted for name, origin in provenance.items()}
     assert predicted == pytest.approx({"gentle": 1.05, "balanced": 1.10, "fast": 1.20}, abs=0.01)

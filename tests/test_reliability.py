@@ -164,3 +164,42 @@ run()
     assert clean in shown.decode().replace("\r\n", "\n")
     piped = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=300).stdout
     assert evil in piped.decode()
+
+
+def test_a_signal_whose_handler_returns_costs_no_output_and_reaches_whoever_waits_for_it(tiny_gguf):
+    """A graph that a signal ended is computed again, as a handler may do nothing but count."""
+    code = """
+prompts = [f"{i} " + "long " * 180 for i in range(12)]
+def outputs():
+    llm.generate([f"other {i}" for i in range(8)], params, policy=full)  # so that no slot holds these prompts
+    return [llm.generate(prompt, params, policy=full).token_ids for prompt in prompts]
+expected = outputs()
+runner, completed = llm.engine.backend._compute, []
+compute = runner.compute
+runner.compute = lambda *args, **rest: completed.append(compute(*args, **rest)) or completed[-1]
+read, write = os.pipe()
+os.set_blocking(write, False)
+signal.set_wakeup_fd(write)
+counted, going = [], True
+signal.signal(signal.SIGUSR1, lambda *_: counted.append(1))
+def send():
+    while going:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(0.003)
+sender = threading.Thread(target=send)
+sender.start()
+got = outputs()
+going = False
+sender.join()
+signal.set_wakeup_fd(-1)
+numbers = os.read(read, 1 << 16)
+print(got == expected, False in completed, set(numbers) == {signal.SIGUSR1}, len(numbers) >= len(counted) > 3)
+"""
+    done = python(code, tiny_gguf, threads=1)
+    assert (done.stdout, done.stderr) == ("True True True True\n", "")
+
+
+def test_a_model_that_outlives_its_modules_ends_quietly(tiny_gguf):
+    """Some libraries, datasets among them, hold the main module, so that its objects go last."""
+    done = python("sys.holder = sys.modules['__main__']\nllm.generate('Hi', params, policy=full)", tiny_gguf)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -14,7 +14,7 @@ LAYERS = 30
 
 
 def policies() -> dict[str, DepthPolicy]:
-    shipped = {policy.name: policy for policy in next(iter(shipped_policies().values()))}
+    shipped = {policy.name: policy for policy in shipped_policies()["smollm2-135m-instruct"]}
     return shipped | {
         "d3": DepthPolicy.middle_first(LAYERS, 0.99),
         "early": DepthPolicy.early_exit(LAYERS, 24),

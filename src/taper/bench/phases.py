@@ -6,7 +6,7 @@ Rates are per second; a realised fraction is (measured speedup - 1) / (ideal spe
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import count
 from typing import Any
@@ -18,7 +18,7 @@ from ..policy import DepthPolicy, middle_first_order
 from .bandwidth import read_bandwidth
 from .measure import Clock, OutOfTimeError, Run, alternate, mean_step_bytes, measure, step_bytes, step_ms_by_depth
 from .options import Options
-from .peers import Peer, guarded, open_peers, taper
+from .peers import Peer, Speeds, guarded, open_peers, taper
 from .target import Target
 
 STEPS = 48  # of each depth
@@ -138,28 +138,23 @@ class Phases:
 
     def compare(self, length: int) -> Json:
         """Other programs in turn with Taper: a prompt of one length, and an output of it from a prompt of one token."""
-        policies = self._target.policies
-        last = next(reversed(policies))
-        compared = {f"Taper, {name}": taper(self._engine, policies[name]) for name in dict.fromkeys(("full", last))}
-        compared |= self._open_peers()
-        if set(compared) <= {f"Taper, {name}" for name in policies}:
+        ours = {f"Taper, {name}": taper(self._engine, policy) for name, policy in self._target.policies.items()}
+        others = self._open_peers()
+        if not others:
             return {"rows": [], "unavailable": dict(self._unavailable)}
         runs = {
             name: partial(guarded(name, peer, self._unavailable), length, self._clock)
-            for name, peer in compared.items()
+            for name, peer in (ours | others).items()
         }
+        results = {name: speeds for name, speeds in self._rounds(runs).items() if name not in self._unavailable}
         rows = []
-        results = self._rounds(runs)
         for name, speeds in results.items():
-            whole = [one for one in speeds if one is not None]
-            if name in self._unavailable:
-                continue
-            ttft, tpot = (statistics.median(values) for values in zip(*whole, strict=True))
-            full = [one for one in results["Taper, full"] if one is not None]
-            ratio = statistics.median(theirs.tpot_s / ours.tpot_s for ours, theirs in zip(full, whole, strict=True))
+            ttft, tpot = (statistics.median(values) for values in zip(*speeds, strict=True))
             row: Json = {"name": name, "ttft_s": rounded(ttft), "tpot_ms": rounded(tpot * 1e3)}
-            row |= {"tokens_per_s": rounded(1 / tpot), "taper_full_is_faster_by": rounded(ratio)}
-            rows.append(row | {"rounds": len(whole)})
+            row |= {"tokens_per_s": rounded(1 / tpot), "rounds": len(speeds)}
+            if name in ours:
+                row["over"] = {other: _faster_by(speeds, results[other]) for other in others if other in results}
+            rows.append(row)
         return {"tokens": length, "rows": rows, "unavailable": dict(self._unavailable)}
 
     def _open_peers(self) -> dict[str, Peer]:
@@ -192,6 +187,11 @@ def _gain(speedup: float, ideal: float) -> Json:
     """A speedup beside the ideal by bytes; no fraction where there is too little to gain."""
     fraction = None if ideal < _LEAST_GAIN else rounded((speedup - 1) / (ideal - 1))
     return {"speedup": rounded(speedup), "ideal_speedup": rounded(ideal), "realised_fraction": fraction}
+
+
+def _faster_by(ours: Sequence[Speeds], theirs: Sequence[Speeds]) -> float:
+    """How many times the tokens per second of another program: the median over neighbouring runs."""
+    return rounded(statistics.median(b.tpot_s / a.tpot_s for a, b in zip(ours, theirs, strict=True)))
 
 
 def rounded(value: float) -> float:

@@ -33,7 +33,6 @@ _PEERS = (
     ("program", "name", 1, "s"),
     ("TTFT, s", "ttft_s", 1, ".3f"),
     *_SPEED,
-    ("Taper, full, is faster by", "taper_full_is_faster_by", 1, ".2f"),
     ("rounds", "rounds", 1, "d"),
 )
 
@@ -59,7 +58,7 @@ def as_text(result: Json) -> str:
         elif "output_tokens" in phase:
             sections.append(_table(f"outputs of {phase['output_tokens']} tokens", _OUTPUTS, phase["rows"]))
         elif phase.get("rows") and "unavailable" in phase:
-            sections.append(_table(f"{name}: a prompt and an output of that length", _PEERS, phase["rows"]))
+            sections.append(_peers(name, phase["rows"]))
     unavailable = {peer: why for phase in phases.values() for peer, why in phase.get("unavailable", {}).items()}
     lines = [f"{peer} was left out: {reason}" for peer, reason in unavailable.items()]
     lines += [f"{name} failed: {reason}" for name, reason in result["failed"].items()]
@@ -71,6 +70,14 @@ def failed_checks(result: Json) -> list[str]:
     """The comparisons of tokens that failed, by what was compared and the policy."""
     outcomes = {name: phase["equal"] for name, phase in result["phases"].items() if "equal" in phase}
     return [f"{name} ({policy})" for name, equal in outcomes.items() for policy, same in equal.items() if not same]
+
+
+def _peers(name: str, rows: Sequence[Json]) -> str:
+    """Programs beside each other; how many times as fast as each of the others Taper is."""
+    others = [row["name"] for row in rows if "over" not in row]
+    columns = [*_PEERS, *((f"over {other}", other, 1, ".2f") for other in others)]
+    flat = [row | {other: row.get("over", {}).get(other) for other in others} for row in rows]
+    return _table(f"{name}: a prompt and an output of that length", columns, flat)
 
 
 def _table(title: str, columns: Sequence[tuple[str, str, float, str]], rows: Iterable[Json]) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from ..checks import shown
 from ..errors import PolicyError
 from ..files import read_text
+from ..models import DEFAULT_MODEL
 from ..policy import DepthPolicy, ModelIdentity
 
 MAX_FILE_BYTES = 1 << 20
@@ -39,18 +40,16 @@ def fitting_policies(num_hidden_layers: int, identity: ModelIdentity) -> dict[st
 
 
 def find_policy(name: str | Path) -> DepthPolicy:
-    """A policy by MODEL/NAME, by NAME if only one model has it, or from a file.
+    """A policy by MODEL/NAME, by the NAME of one of the default model's, or from a file.
 
     Raises:
-        PolicyError: there is no such policy, several models have one of this name, or the file is not a policy.
+        PolicyError: there is no such policy, or the file is not a policy.
     """
-    named = {(model, policy.name): policy for model, policies in shipped_policies().items() for policy in policies}
-    wanted = [key for key in named if str(name) in (key[1], "/".join(key))]
-    if len(wanted) > 1:
-        raise PolicyError(
-            f"several models have a policy {str(name)!r}", f"name one: {', '.join(sorted(map('/'.join, wanted)))}"
-        )
-    return named[wanted[0]] if wanted else load_policy(name)
+    for model, policies in shipped_policies().items():
+        for policy in policies:
+            if str(name) == f"{model}/{policy.name}" or (model == DEFAULT_MODEL and str(name) == policy.name):
+                return policy
+    return load_policy(name)
 
 
 def load_policy(path: str | Path) -> DepthPolicy:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import sys
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import replace
 
 import ggml
@@ -19,7 +21,7 @@ from ...checks import QUANTISED_DTYPES
 from ...loading import ModelConfig, Tensor
 from .. import ForwardOutput, TokenBatch, available_threads, runs_by_slot
 from .cache import KeyValueCache
-from .compute import ComputeThread
+from .compute import InterruptibleCompute
 from .graph import Graph, GraphKey, Model
 from .tensors import TensorContext
 from .weights import ReportProgress, Weights
@@ -64,34 +66,25 @@ class GgmlBackend:
         self._threadpool = ggml.ggml_threadpool_new(ctypes.byref(params))
         ggml.ggml_backend_cpu_set_n_threads(self._backend, threads)
         ggml.ggml_backend_cpu_set_threadpool(self._backend, self._threadpool)
-        self._thread = ComputeThread(self._backend)
+        self._compute = InterruptibleCompute(self._backend)
         self._pid = os.getpid()  # threads and their locks do not survive a fork
         self._allocator = ggml.ggml_gallocr_new(ggml.ggml_backend_get_default_buffer_type(self._backend))
 
     def forward(self, batch: TokenBatch) -> ForwardOutput:
         """Run the batch and write its keys and values."""
-        cache = self._model.cache
         key = GraphKey(
             num_active=batch.num_active,
             runs=runs_by_slot(batch.slots),
             num_outputs=len(batch.logits_rows) + len(batch.greedy_rows),
-            kv_length=cache.bucket(int(batch.positions.max()) + 1),
+            kv_length=self._model.cache.bucket(int(batch.positions.max()) + 1),
             first_layer=batch.first_layer,
             output_hidden_states=batch.output_hidden_states,
         )
         graph = self._graph(key)
-        inputs = graph.inputs
-        inputs["positions"][:] = batch.positions
-        inputs["cells"][:] = cache.cells(batch.slots, batch.positions)
-        visible = np.arange(key.kv_length) <= batch.positions[:, None]
-        inputs["mask"][:] = np.where(visible, np.float16(0), np.float16(-np.inf))
-        if batch.first_layer:
-            inputs["hidden_states"][:] = batch.hidden_states
-        else:
-            inputs["tokens"][:] = batch.tokens
-        if key.num_outputs:
-            inputs["rows"][:] = (*batch.logits_rows, *batch.greedy_rows)
-        self._thread.compute(graph.pointer)
+        self._fill(graph, key, batch)
+        if not self._compute.compute(graph.pointer):  # again, to its end: signals may come faster than it ends
+            self._fill(graph, key, batch)
+            self._compute.compute(graph.pointer, interruptible=False)
         wanted = len(batch.logits_rows)
         return ForwardOutput(
             logits=graph.logits[:wanted].copy(),
@@ -103,15 +96,29 @@ class GgmlBackend:
         """Give back ggml's memory; the backend cannot be used afterwards."""
         self._graphs.clear()
         if self._backend is not None and os.getpid() == self._pid:
-            self._thread.close()
+            self._compute.close()
             ggml.ggml_gallocr_free(self._allocator)
             ggml.ggml_backend_free(self._backend)
             ggml.ggml_threadpool_free(self._threadpool)
             self._backend = None
 
-    def __del__(self) -> None:
-        if hasattr(self, "_allocator"):
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if hasattr(self, "_allocator") and not is_finalizing():
             self.close()
+
+    def _fill(self, graph: Graph, key: GraphKey, batch: TokenBatch) -> None:
+        """Write the inputs of a graph."""
+        cache, inputs = self._model.cache, graph.inputs
+        inputs["positions"][:] = batch.positions
+        inputs["cells"][:] = cache.cells(batch.slots, batch.positions)
+        visible = np.arange(key.kv_length) <= batch.positions[:, None]
+        inputs["mask"][:] = np.where(visible, np.float16(0), np.float16(-np.inf))
+        if batch.first_layer:
+            inputs["hidden_states"][:] = batch.hidden_states
+        else:
+            inputs["tokens"][:] = batch.tokens
+        if key.num_outputs:
+            inputs["rows"][:] = (*batch.logits_rows, *batch.greedy_rows)
 
     def _graph(self, key: GraphKey) -> Graph:
         if key in self._graphs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -44,9 +45,10 @@ class RepackedMatrices:
             taken = {kind for kind in set(matrices.values()) if _takes(buffer_type, *kind)}
             self._repack(buffer_type, {name: kind for name, kind in matrices.items() if kind in taken})
 
-    def __del__(self) -> None:
-        for _, buffer in self._held:
-            ggml.ggml_backend_buffer_free(buffer)
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():
+            for _, buffer in self._held:
+                ggml.ggml_backend_buffer_free(buffer)
 
     def _repack(self, buffer_type: Any, matrices: dict[str, Kind]) -> None:
         context = TensorContext(len(matrices))

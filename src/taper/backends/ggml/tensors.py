@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import ggml
@@ -27,8 +29,9 @@ class TensorContext:
         self.pointer = ggml.ggml_init(ggml.ggml_init_params(mem_size=size, mem_buffer=None, no_alloc=True))
         self._memory: list[np.ndarray] = []  # keeps alive what the tensors point to
 
-    def __del__(self) -> None:
-        ggml.ggml_free(self.pointer)
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():  # at the end of the process, the modules may be gone before their objects
+            ggml.ggml_free(self.pointer)
 
     def new(self, type_id: int, shape: tuple[int, ...]) -> Any:
         """A tensor without data, of a shape in numpy's order."""
