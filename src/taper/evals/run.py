@@ -82,7 +82,7 @@ def evaluate(
         "max_tokens": max_tokens,
         "seed": seed,
     }
-    evaluator = _Evaluator(llm, by_label, limit, chat, max_tokens, seed)
+    evaluator = _Evaluator(llm, limit, chat, max_tokens, seed)
     problems = [(task, problem) for task in selection.tasks for problem in evaluator.problems(task)]
     records = RecordFile(out, settings, {label: numbers(policy) for label, policy in by_label.items()}, conditions)
     total = len(problems) * len(by_label)
@@ -121,18 +121,10 @@ class _Job:
 class _Evaluator:
     """The model as the harness sees it, and how it is asked."""
 
-    def __init__(
-        self,
-        llm: LLM,
-        policies: Mapping[str, DepthPolicy],
-        limit: int | None,
-        chat: bool,
-        max_tokens: int | None,
-        seed: int,
-    ) -> None:
+    def __init__(self, llm: LLM, limit: int | None, chat: bool, max_tokens: int | None, seed: int) -> None:
         from .harness import TaperLM  # the harness takes seconds to import
 
-        self._lm = TaperLM(llm, next(iter(policies.values())))
+        self._lm = TaperLM(llm, mode="full")  # each request brings its own policy
         self._limit, self._chat, self._seed = limit, chat, seed
         self._options = {} if max_tokens is None else {"max_gen_toks": max_tokens}
 
