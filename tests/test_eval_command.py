@@ -81,7 +81,8 @@ def test_table_and_records(command, tmp_path):
     assert len(records(tmp_path / "out.jsonl")) == 8
     first = by_problem(tmp_path / "out.jsonl")[0]
     assert set(first["metrics"]) == {"strict-match", "flexible-extract"}
-    assert (first["mode"], first["answers"][0]["tokens"], first["answers"][0]["mean_depth"]) == ("full", 24, 6.0)
+    (answer,) = first["answers"]
+    assert (first["mode"], len(answer["token_ids"]), answer["mean_depth"]) == ("full", 24, 6.0)
 
 
 def test_json_and_groups(command, tmp_path):

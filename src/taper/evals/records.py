@@ -28,7 +28,7 @@ class Answer:
     """One output of the model. `mean_depth` is over steps from 1 on, like that of an `Output`."""
 
     text: str
-    tokens: int
+    token_ids: tuple[int, ...]  # without the stop id
     mean_depth: float
     finish_reason: str
 
@@ -44,6 +44,7 @@ class Record:
     prompt_hash: str  # of its prompts and generation options
     truncated: bool  # whether the beginning of a prompt was cut off to fit the context
     metrics: Metrics  # filter, metric, value
+    extracted: dict[str, str]  # by filter: what it took for the answer
     answers: tuple[Answer, ...]  # one, unless the task asks for more
 
     @property
@@ -185,7 +186,7 @@ def _merged(path: Path, stored: dict[str, Any], given: dict[str, Any]) -> dict[s
 
 def _record(data: dict[str, Any]) -> Record:
     """A record from its line; raises ValueError, TypeError or KeyError if it is none."""
-    answers = tuple(Answer(**answer) for answer in data.pop("answers"))
+    answers = tuple(Answer(**{**a, "token_ids": tuple(a["token_ids"])}) for a in data.pop("answers"))
     record = Record(**data, answers=answers)
     if (
         not isinstance(record.problem, int)
