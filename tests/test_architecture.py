@@ -34,7 +34,7 @@ ALLOWED = {
     "llm": {*ENGINE, "policies", "output", "models", "stream"},
     "calibration": {*ENGINE, "files", "llm", "replay", "models", "__init__"},
     "bench": {*ENGINE, "files", "policies", "models", "hf", "calibration", "__init__"},
-    "evals": {*ENGINE, "files", "llm", "models", "output", "stream", "calibration"},
+    "evals": {*ENGINE, "files", "llm", "models", "output", "stream", "replay", "calibration"},
     "hf": {"errors", "checks", "policy"},
     "vllm_plugin": {*POLICY, "policies"},
     "terminal": {"policy", "output"},
@@ -81,7 +81,7 @@ HEAVY = {
     "transformers": {"hf.py", "bench/transformers_model.py"},
     "matplotlib": {"calibration/report.py", "cli/calibrate.py", "bench/plot.py"},
     "lm_eval": {f"evals/{name}.py" for name in ("__main__", "harness", "tasks")},
-    "datasets": {"evals/local_data.py"},
+    "datasets": {"evals/local_data.py", "evals/own_task.py"},
     "vllm": {
         *(*INSIDE_VLLM, "bench/peers.py"),
         *("vllm_plugin/__init__.py", "vllm_plugin/config.py", "vllm_plugin/requests.py"),

@@ -206,7 +206,7 @@ def test_gsm8k_finds_the_answer_as_the_harness_does(tmp_path, text, strict, flex
     for split in ("train", "test"):
         (tmp_path / "gsm8k" / f"{split}.jsonl").write_text(row)
     task = load_tasks(["gsm8k"], fewshot=0, data_dir=tmp_path).tasks[0]
-    scores = task.score(task.problems()[0], [[text]])
+    scores, _ = task.score(task.problems()[0], [[text]])
     assert scores == {"strict-match": {"exact_match": strict}, "flexible-extract": {"exact_match": flexible}}
 
 
@@ -240,7 +240,7 @@ def test_an_oracle_scores_1_and_a_wrong_model_0(data, answer, expected):
     ours = {}
     for task in selection.tasks:
         scores = [
-            task.score(problem, [[answer(problem.requests[0].doc)]])[task.filters[0]] for problem in task.problems()
+            task.score(problem, [[answer(problem.requests[0].doc)]])[0][task.filters[0]] for problem in task.problems()
         ]
         ours[task.name] = sum(score["exact_match"] for score in scores) / len(scores)
     assert set(ours.values()) == {expected}

@@ -136,11 +136,12 @@ def _figures(references: Sequence[Reference], scores: Scores) -> tuple[Estimate,
     """NLL, length and repetition."""
     ones = np.ones(len(references))
     lengths = np.array([len(reference.answer_ids) for reference in references], float)
-    repeats = np.array([_repeated(reference.answer_ids) for reference in references])
+    repeats = np.array([repeated(reference.answer_ids) for reference in references])
     nll = ratio_estimate(by_answer(scores, scores.nll_full), lengths)
     return nll, ratio_estimate(lengths, ones), ratio_estimate(repeats, ones)
 
 
-def _repeated(ids: Sequence[int]) -> float:
+def repeated(ids: Sequence[int]) -> float:
+    """Share of the 4-grams of an answer that occurred in it before, 0 to 1."""
     grams = [tuple(ids[i : i + _GRAM]) for i in range(len(ids) - _GRAM + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0

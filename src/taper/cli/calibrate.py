@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +11,8 @@ import click
 
 from ..errors import RequestError, TaperError
 from ..files import check_writable, write_whole
-from .common import load, model_options, say
+from .calibrate_task import calibrate_to_task, check_task_options
+from .common import load, model_options, say, stages
 
 if TYPE_CHECKING:
     from ..calibration.run import Calibration
@@ -49,6 +48,15 @@ _LIMITS = ("max_kl", "min_agreement", "max_nll_increase", "speedup")
 @click.option(
     "--baselines", is_flag=True, help="Also measure other methods' choices of layers on the same data. Takes long."
 )
+@click.option("--task", metavar="NAME|FILE", help="Instead of a budget: hold the accuracy on a task (see --margin).")
+@click.option("--margin", type=float, metavar="X", help="With --task: loss of accuracy that you accept, such as 0.03.")
+@click.option("--problems", type=int, metavar="N", help="With --task: most problems for each comparison. Default: 192.")
+@click.option("--split", metavar="NAME", help="With --task: part of the data to calibrate on. Default: train.")
+@click.option("--data-dir", type=Path, metavar="FOLDER", help="With --task: local data of GSM8K and BBH.")
+@click.option("--fewshot", type=int, metavar="N", help="With --task: examples before each problem.")
+@click.option("--chat/--no-chat", default=None, help="With --task: ask by the model's chat template.")
+@click.option("--max-tokens", type=int, metavar="N", help="With --task: most tokens of an output.")
+@click.option("--filter", "filter_name", metavar="NAME", help="With --task: whose figure counts.")
 @click.option("--out", type=Path, default=Path("policy.json"), help="Where to write the policy.")
 @click.option("--report", type=Path, metavar="FOLDER", help="Write a page with pictures into this folder.")
 @click.option("--name", default="", show_default=False, help="What to call the policy.")
@@ -60,7 +68,14 @@ def calibrate(prompts: Path | None, out: Path, report: Path | None, as_json: boo
     Give at least one of the three budgets, or a speed. What is measured is kept: an interrupted calibration continues
     where it was, and another budget on the same prompts is quick. If no policy meets the budget, taper says so, writes
     no policy and exits with code 1.
+
+    With --task, the budget is the accuracy on a task of lm-evaluation-harness, or on your own problems: JSON lines with
+    "prompt" and "answer". This is the measure that counts, and it takes longest.
     """
+    check_task_options(options, prompts, report)
+    if options["task"] is not None:
+        calibrate_to_task(out, as_json, options)
+        return
     from ..calibration.budget import Budget
     from ..calibration.references import builtin_prompts, read_prompts
     from ..calibration.run import batch_size
@@ -75,7 +90,7 @@ def calibrate(prompts: Path | None, out: Path, report: Path | None, as_json: boo
         _check_report(report)
     llm = load(options, max_batch_size=batch_size(len(given), options["device"]))
     names = (*_LIMITS, "answer_tokens", "seed", "baselines", "name")
-    with _progress() as progress:
+    with stages() as progress:
         result = run(llm, given, progress=progress, **{name: options[name] for name in names})
     if result.met:
         write_whole(out, result.policy.to_json().encode())
@@ -118,30 +133,6 @@ def _as_text(result: Calibration) -> str:
         lines.append(f"  {title:<32} {interval(pair.policy, factor):<27} {interval(pair.full, factor)}")
     notes = remarks(summary)
     return "\n".join([*lines, *([""] if notes else []), *notes])
-
-
-@contextmanager
-def _progress() -> Generator[Callable[[str, float], None], None, None]:
-    """A bar for each stage, with the time it took and the time left; without a terminal, a line for each stage."""
-    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    from ..terminal import console
-
-    screen = console()
-    tasks: dict[str, TaskID] = {}
-    columns = (TextColumn("{task.description:<36}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bars:
-
-        def advance(stage: str, part: float) -> None:
-            if stage not in tasks:
-                for task in tasks.values():
-                    bars.update(task, completed=1)
-                tasks[stage] = bars.add_task(stage, total=1)
-                if not screen.is_terminal:
-                    say(stage)
-            bars.advance(tasks[stage], part)
-
-        yield advance
 
 
 def _check_report(folder: Path) -> None:

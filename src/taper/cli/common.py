@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -53,3 +54,27 @@ def load(options: dict[str, Any], **more: Any) -> LLM:
 
 def say(line: str) -> None:
     print(line, file=sys.stderr)
+
+
+@contextmanager
+def stages() -> Generator[Callable[[str, float], None], None, None]:
+    """A bar for each stage, with the time it took and the time left; without a terminal, a line for each stage."""
+    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    from ..terminal import console
+
+    screen = console()
+    tasks: dict[str, TaskID] = {}
+    columns = (TextColumn("{task.description:<36}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bars:
+
+        def advance(stage: str, part: float) -> None:
+            if stage not in tasks:
+                for task in tasks.values():
+                    bars.update(task, completed=1)
+                tasks[stage] = bars.add_task(stage, total=1)
+                if not screen.is_terminal:
+                    say(stage)
+            bars.advance(tasks[stage], part)
+
+        yield advance

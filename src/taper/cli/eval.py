@@ -30,6 +30,7 @@ _EVERY = 30  # seconds between lines of progress where there is no terminal
 @click.option("--modes", default="full,taper", metavar="MODES", help="full, taper or both.")
 @click.option("--policy", "policies", multiple=True, metavar="POLICY", help="Name or file, for taper. May be repeated.")
 @click.option("--limit", type=int, metavar="N", help="Only the first N problems of each task.")
+@click.option("--split", metavar="NAME", help="Part of the data, such as train. Default: the one for testing.")
 @click.option("--fewshot", type=int, metavar="N", help="Examples before each problem. Default: the task's own number.")
 @click.option("--chat/--no-chat", default=False, help="Ask by the model's chat template.")
 @click.option("--max-tokens", type=int, metavar="N", help="Most tokens of an output. Default: the task's own limit.")
@@ -67,7 +68,7 @@ def evaluate(
         raise RequestError("--policy does nothing without mode taper", "leave it out, or give --modes full,taper")
     out = out or Path(_file_name(options["model"], names))
     check_out(out)
-    selection = load_tasks(names, fewshot=options["fewshot"], data_dir=options["data_dir"])
+    selection = load_tasks(names, **{name: options[name] for name in ("fewshot", "data_dir", "split")})
     check_comparison(selection, margin, filter_name)
     llm = load(options, max_batch_size=batch_size)
     filters = {task.name: chosen_filter(task, filter_name) for task in selection.tasks}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from datasets import DatasetDict
 
 _GSM8K, _BBH = "openai/gsm8k", "SaylorTwift/bbh"  # as the harness names them
-_SPLITS = ("training_split", "validation_split", "fewshot_split", "test_split")
+SPLITS = ("training_split", "validation_split", "fewshot_split", "test_split")
 _MAX_BYTES = 64 << 20  # the largest of them has 4 MB
 
 
@@ -38,7 +38,7 @@ def load_data(config: Mapping[str, Any], folder: Path) -> DatasetDict:
     if not folder.is_dir():
         raise RequestError(f"--data-dir {folder} is not a folder")
     is_gsm8k = config.get("dataset_path") == _GSM8K
-    read, keys = (_read_lines, ("question", "answer")) if is_gsm8k else (_read_examples, ("input", "target"))
+    read, keys = (read_lines, ("question", "answer")) if is_gsm8k else (_read_examples, ("input", "target"))
     splits = {}
     for split, path in _paths(config, folder).items():
         rows = read(path)
@@ -53,7 +53,7 @@ def load_data(config: Mapping[str, Any], folder: Path) -> DatasetDict:
 
 def _paths(config: Mapping[str, Any], folder: Path) -> dict[str, Path]:
     """Where each split of a task's data set lies."""
-    splits = sorted({config[name] for name in _SPLITS if config.get(name)})
+    splits = sorted({config[name] for name in SPLITS if config.get(name)})
     if config.get("dataset_path") == _GSM8K and config.get("dataset_name") == "main":
         return {split: folder / "gsm8k" / f"{split}.jsonl" for split in splits}
     if config.get("dataset_path") == _BBH:
@@ -64,7 +64,7 @@ def _paths(config: Mapping[str, Any], folder: Path) -> dict[str, Path]:
     )
 
 
-def _read_lines(path: Path) -> list[Any]:
+def read_lines(path: Path) -> list[Any]:
     """JSON lines."""
     rows = []
     for number, line in enumerate(read_text(path, _MAX_BYTES, RequestError).split("\n"), 1):

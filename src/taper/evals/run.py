@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ def evaluate(
     policies: Sequence[DepthPolicy | str | Path],
     *,
     limit: int | None = None,
+    indices: Collection[int] | None = None,
     chat: bool = False,
     max_tokens: int | None = None,
     seed: int = 0,
@@ -51,6 +52,7 @@ def evaluate(
         selection: what `load_tasks` returned.
         policies: policies, names of shipped ones or files; "full" is full depth.
         limit: problems of each task, the first ones; default all.
+        indices: which problems of each task, instead.
         chat: ask by the model's chat template, with examples as earlier turns.
         max_tokens: most tokens of an output; default the task's own limit, or 256 where it has none.
         seed: of tasks that sample; a problem has the same seed under every policy.
@@ -78,12 +80,13 @@ def evaluate(
         "dtype": llm.dtype,
         "context": llm.engine.backend.context_length,
         "tasks": {task.name: {"version": task.version, "fewshot": task.num_fewshot} for task in selection.tasks},
+        "split": selection.split,
         "chat": chat,
         "max_tokens": max_tokens,
         "seed": seed,
     }
-    evaluator = _Evaluator(llm, by_label, limit, chat, max_tokens, seed)
-    problems = [(task, problem) for task in selection.tasks for problem in evaluator.problems(task)]
+    evaluator = _Evaluator(llm, chat, max_tokens, seed)
+    problems = [(task, problem) for task in selection.tasks for problem in evaluator.problems(task, limit, indices)]
     records = RecordFile(out, settings, {label: numbers(policy) for label, policy in by_label.items()}, conditions)
     total = len(problems) * len(by_label)
     report = progress or (lambda record, total, was_there: None)
@@ -107,6 +110,14 @@ def evaluate(
     return Evaluation(settings, selection, by_label, [record for record in wanted if record])
 
 
+def prompt_ids(
+    llm: LLM, task: EvalTask, indices: Collection[int], chat: bool = False, max_tokens: int | None = None
+) -> dict[int, tuple[int, ...]]:
+    """The token ids of the prompts of some problems of a task, as `evaluate` asks them."""
+    evaluator = _Evaluator(llm, chat, max_tokens, seed=0)
+    return {problem.index: evaluator.prompt_ids(problem) for problem in evaluator.problems(task, None, indices)}
+
+
 @dataclass
 class _Job:
     """A problem, the policies under which it is still to be answered, and the outputs that came so far."""
@@ -121,24 +132,21 @@ class _Job:
 class _Evaluator:
     """The model as the harness sees it, and how it is asked."""
 
-    def __init__(
-        self,
-        llm: LLM,
-        policies: Mapping[str, DepthPolicy],
-        limit: int | None,
-        chat: bool,
-        max_tokens: int | None,
-        seed: int,
-    ) -> None:
+    def __init__(self, llm: LLM, chat: bool, max_tokens: int | None, seed: int) -> None:
         from .harness import TaperLM  # the harness takes seconds to import
 
-        self._lm = TaperLM(llm, next(iter(policies.values())))
-        self._limit, self._chat, self._seed = limit, chat, seed
+        self._lm = TaperLM(llm, mode="full")  # each request brings its own policy
+        self._chat, self._seed = chat, seed
         self._options = {} if max_tokens is None else {"max_gen_toks": max_tokens}
 
-    def problems(self, task: EvalTask) -> list[Problem]:
+    def problems(self, task: EvalTask, limit: int | None, indices: Collection[int] | None) -> list[Problem]:
         """The problems of a task as this model is asked them."""
-        return task.problems(self._limit, self._lm.apply_chat_template if self._chat else None)
+        return task.problems(limit, self._lm.apply_chat_template if self._chat else None, indices)
+
+    def prompt_ids(self, problem: Problem) -> tuple[int, ...]:
+        """The token ids of a problem's first prompt."""
+        context, gen_kwargs = problem.requests[0].args[:2]
+        return tuple(self._lm.request(context, {**gen_kwargs, **self._options}, self._lm.policy, 0).prompt_ids)
 
     def run(self, jobs: Sequence[_Job]) -> Iterator[Record]:
         """The records of some jobs, as their problems are answered."""
@@ -172,6 +180,7 @@ class _Evaluator:
         repeats, policy = job.problem.repeats, outputs[0].policy
         texts = [output.text for output in outputs]
         by_request = [texts[first : first + repeats] for first in range(0, len(texts), repeats)]
+        metrics, extracted = job.task.score(job.problem, by_request)
         return Record(
             task=job.task.name,
             problem=job.problem.index,
@@ -179,8 +188,9 @@ class _Evaluator:
             policy=policy.label,
             prompt_hash=job.problem.prompt_hash,
             truncated=job.truncated,
-            metrics=job.task.score(job.problem, by_request),
-            answers=tuple(Answer(o.text, o.completion_tokens, o.mean_depth, o.finish_reason) for o in outputs),
+            metrics=metrics,
+            extracted=extracted,
+            answers=tuple(Answer(o.text, tuple(o.token_ids), o.mean_depth, o.finish_reason) for o in outputs),
         )
 
 

@@ -49,12 +49,16 @@ class PairedComparison:
         return f"not enough problems: about {float(f'{self.needed:.2g}'):,.0f} more needed"
 
 
-def compare(full: Sequence[bool], tapered: Sequence[bool], margin: float, seed: int = 0) -> PairedComparison:
+def compare(
+    full: Sequence[bool], tapered: Sequence[bool], margin: float, seed: int = 0, level: float = LEVEL
+) -> PairedComparison:
     """Compare two modes; `full[i]` and `tapered[i]` say whether each of them solved problem i, both [problems].
+
+    The verdict is at the one-sided `level`; the intervals are always 95 %.
 
     Raises:
         RequestError: the modes differ in their number of problems, there are fewer than two of them, an entry is not
-            a bool, or `margin` is not in (0, 1).
+            a bool, or `margin` or `level` is not in (0, 1).
     """
     problems = len(full)
     if len(tapered) != problems:
@@ -66,7 +70,7 @@ def compare(full: Sequence[bool], tapered: Sequence[bool], margin: float, seed: 
     solved_by_tapered = np.array([flag("an entry of tapered", entry) for entry in tapered])
     only_full = int((solved_by_full & ~solved_by_tapered).sum())
     only_tapered = int((solved_by_tapered & ~solved_by_full).sum())
-    verdict, needed = non_inferiority(problems, only_full, only_tapered, margin)
+    verdict, needed = non_inferiority(problems, only_full, only_tapered, margin, level)
     return PairedComparison(
         problems=problems,
         full=wilson(int(solved_by_full.sum()), problems),
@@ -121,12 +125,14 @@ def mcnemar(only_full: int, only_tapered: int) -> float:
     return float(min(1.0, 2 * tail / 2**discordant))
 
 
-def non_inferiority(problems: int, only_full: int, only_tapered: int, margin: float) -> tuple[Verdict, int | None]:
+def non_inferiority(
+    problems: int, only_full: int, only_tapered: int, margin: float, level: float = LEVEL
+) -> tuple[Verdict, int | None]:
     """Whether the tapered mode's accuracy is less than `margin` below that of full depth; how many more problems.
 
-    "holds" if the one-sided 95 % bound of the difference lies above -margin, "fails" if the one on the other side
-    lies below it, else "not enough problems". The test is the score test of paired proportions: with n problems,
-    b that full depth alone solves and c that the tapered mode alone solves,
+    "holds" if the one-sided bound of the difference, of 95 % unless `level` says otherwise, lies above -margin, "fails"
+    if the one on the other side lies below it, else "not enough problems". The test is the score test of paired
+    proportions: with n problems, b that full depth alone solves and c that the tapered mode alone solves,
 
         z = (b - c - n margin ± 1) / sqrt(n (2 q + margin (1 - margin)))
 
@@ -140,10 +146,10 @@ def non_inferiority(problems: int, only_full: int, only_tapered: int, margin: fl
     difference is not above -margin, where more problems would not help.
 
     Raises:
-        RequestError: `margin` is not in (0, 1).
+        RequestError: `margin` or `level` is not in (0, 1).
     """
     margin = number("margin", margin, 0, 1, above=True, below=True)
-    z = NormalDist().inv_cdf(LEVEL)
+    z = NormalDist().inv_cdf(number("level", level, 0, 1, above=True, below=True))
     surplus = only_full - only_tapered - problems * margin
     variance = _null_variance(problems, only_full, only_tapered, margin)
     if surplus + 1 <= -z * math.sqrt(variance):

@@ -148,14 +148,15 @@ def _score(records: Sequence[Record], policy: str, solved: dict[tuple[str, int, 
     comparison = None
     if solved and own[0].mode != "full" and full and len(own) > 1:  # a single problem tells nothing
         comparison = compare([solved[record.task, record.problem, full[0]] for record in own], right, margin)
-    steps = sum(max(0, answer.tokens - 1) for answer in answers)  # step 0 always runs every layer
-    depths = sum(answer.mean_depth * max(0, answer.tokens - 1) for answer in answers)
+    lengths = [len(answer.token_ids) for answer in answers]
+    steps = sum(max(0, length - 1) for length in lengths)  # step 0 always runs every layer
+    depths = sum(answer.mean_depth * max(0, length - 1) for answer, length in zip(answers, lengths, strict=True))
     return Score(
         mode=own[0].mode,
         policy=policy,
         accuracy=wilson(sum(right), len(right)) if solved else None,
         mean_depth=depths / steps if steps else max(answer.mean_depth for answer in answers),
-        tokens=sum(answer.tokens for answer in answers) / len(answers),
+        tokens=sum(lengths) / len(answers),
         cut_off=sum(answer.finish_reason == "length" for answer in answers) / len(answers),
         against_full=comparison,
     )

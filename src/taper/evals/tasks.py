@@ -11,16 +11,19 @@ import hashlib
 import io
 import json
 import logging
+import math
 import re
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..checks import shown
 from ..errors import RequestError, TaperError
-from .local_data import has_data, load_data
+from .local_data import SPLITS, has_data, load_data
+from .own_task import SUFFIX, own_task
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -60,8 +63,18 @@ class EvalTask:
         self.num_fewshot: int = task.config.num_fewshot
         self.filters: list[str] = [ensemble.name for ensemble in task._filters]
 
-    def problems(self, limit: int | None = None, render_chat: RenderChat | None = None) -> list[Problem]:
-        """The first `limit` problems; as conversations, if `render_chat` makes prompts of them.
+    @property
+    def num_problems(self) -> int:
+        """How many there are."""
+        return len(self._task.eval_docs)
+
+    def problems(
+        self,
+        limit: int | None = None,
+        render_chat: RenderChat | None = None,
+        indices: Collection[int] | None = None,
+    ) -> list[Problem]:
+        """The first `limit` problems, or those with these indices; as conversations, if `render_chat` makes prompts.
 
         Raises:
             RequestError: the task has too few examples for its prompts, or asks for log-likelihoods.
@@ -72,6 +85,7 @@ class EvalTask:
             with quiet():
                 self._task.build_all_requests(
                     limit=limit,
+                    samples=None if indices is None else set(indices),
                     apply_chat_template=render_chat is not None,
                     fewshot_as_multiturn=render_chat is not None,
                     chat_template=render_chat,
@@ -85,23 +99,27 @@ class EvalTask:
             if request.request_type != "generate_until":
                 raise _scores_given_answers(self.name, request.request_type)
             requests.setdefault(request.doc_id, []).append(request)
-        repeats = self._task.config.repeats
-        return [Problem(self.name, index, tuple(asked), repeats) for index, asked in requests.items()]
+        repeats, numbered = self._task.config.repeats, sorted(indices or ())  # it counts the chosen ones from 0
+        return [
+            Problem(self.name, numbered[number] if numbered else number, tuple(asked), repeats)
+            for number, asked in requests.items()
+        ]
 
-    def score(self, problem: Problem, texts: Sequence[Sequence[str]]) -> Metrics:
-        """Every metric under every filter, by the outputs for each request of a problem."""
+    def score(self, problem: Problem, texts: Sequence[Sequence[str]]) -> tuple[Metrics, dict[str, str]]:
+        """Every metric under every filter, and what each took for the answer, by the outputs for each request."""
         answered = [
             replace(request, resps=list(outputs), filtered_resps={})
             for request, outputs in zip(problem.requests, texts, strict=True)
         ]
         for ensemble in self._task._filters:
             ensemble.apply(answered)
-        scores = {}
+        scores, extracted = {}, {}
         for name in self.filters:
             filtered = [request.filtered_resps[name] for request in answered]
             metrics = self._task.process_results(problem.requests[0].doc, filtered)
             scores[name] = {metric: _plain(value) for metric, value in metrics.items()}
-        return scores
+            extracted[name] = str(filtered[0] if len(filtered) == 1 else filtered)
+        return scores, extracted
 
 
 @dataclass(frozen=True)
@@ -111,28 +129,36 @@ class Selection:
     tasks: list[EvalTask]
     groups: dict[str, list[str]]  # the tasks of each name that stands for several
     missing: list[str]  # tasks of groups that have no local data
+    split: str | None  # of the data sets; None: the one that each task is tested on
 
 
-def load_tasks(names: Sequence[str], *, fewshot: int | None = None, data_dir: Path | None = None) -> Selection:
-    """The tasks of the harness by name; a group or tag stands for all of its tasks.
+def load_tasks(
+    names: Sequence[str], *, fewshot: int | None = None, data_dir: Path | None = None, split: str | None = None
+) -> Selection:
+    """Tasks of the harness, where a group or tag stands for all of its tasks, and of your own, from files.
 
     Args:
-        names: tasks, groups and tags.
+        names: tasks, groups and tags of the harness, and files of JSON lines (.jsonl) with "prompt" and "answer".
         fewshot: examples before each problem; default the task's own number.
         data_dir: a folder with the data of GSM8K and BBH; default the Hugging Face hub.
+        split: ask the problems of this part of the data sets, such as "train"; default the one for testing.
 
     Raises:
         RequestError: an unknown name, a task that does not generate or cannot be run here, `fewshot` for a task that is
-            defined without examples, or data that is missing or damaged.
+            defined without examples, a split that a task does not have, or data that is missing or damaged.
         TaperError: the harness is not installed.
     """
     with quiet():
-        manager = _manager(names)
-        leaves = {name: _leaves(manager, {"task": name}) for name in names}
+        own = [own_task(Path(name)) for name in names if name.endswith(SUFFIX)]
+        named = [name for name in names if not name.endswith(SUFFIX)]
+        manager = _manager(named)
+        leaves = {name: _leaves(manager, {"task": name}) for name in named}
         missing: list[str] = []
         for name, members in leaves.items():
             for member in members:
                 _check_generates(member)
+                if split is not None:
+                    member["test_split"] = _checked_split(member, split)
             if data_dir is not None:
                 there = [member for member in members if has_data(member, data_dir)]
                 if not there:
@@ -143,9 +169,9 @@ def load_tasks(names: Sequence[str], *, fewshot: int | None = None, data_dir: Pa
         if data_dir is not None:
             specs: Sequence[Any] = [_with_data(config, load_data(config, data_dir)) for config in configs]
         else:
-            specs = names
+            specs = named if split is None else configs
         try:
-            loaded = manager.load(list(specs))["tasks"]
+            loaded = manager.load([*specs, *own])["tasks"]
         except TaperError:
             raise
         except Exception as error:  # it may raise anything
@@ -155,7 +181,7 @@ def load_tasks(names: Sequence[str], *, fewshot: int | None = None, data_dir: Pa
     for task in loaded.values():
         _set_fewshot(task, fewshot)
     groups = {name: [member["task"] for member in members] for name, members in leaves.items() if len(members) > 1}
-    return Selection([EvalTask(task) for task in loaded.values()], groups, missing)
+    return Selection([EvalTask(task) for task in loaded.values()], groups, missing, split)
 
 
 def _manager(names: Sequence[str]) -> TaskManager:
@@ -215,6 +241,14 @@ def _check_generates(config: Mapping[str, Any]) -> None:
         raise RequestError(f"task {name} asks about pictures or sound, and only text is supported")
 
 
+def _checked_split(config: Mapping[str, Any], split: str) -> str:
+    """The split, if the task names it as one of its own."""
+    known = sorted({config[name] for name in SPLITS if config.get(name)})
+    if split not in known:
+        raise RequestError(f"task {config['task']} has no split {shown(split)}", f"it has {' and '.join(known)}")
+    return split
+
+
 def _scores_given_answers(name: str, kind: str) -> RequestError:
     return RequestError(
         f"task {name} scores given answers by log-likelihood ({kind}): nothing is generated, so there is no step to "
@@ -236,9 +270,9 @@ def _set_fewshot(task: Task, fewshot: int | None) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it."""
+    """A value as JSON has it; None for what is not a number."""
     if isinstance(value, Real):
-        return float(value)
+        return float(value) if math.isfinite(value) else None
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value if value is None or isinstance(value, str) else str(value)

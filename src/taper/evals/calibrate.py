@@ -1,0 +1,300 @@
+"""From a model and a task to the fastest policy that keeps the task's accuracy within a margin.
+
+Replay cannot tell a harmless layer from one that the task needs: the harm grows as the model goes on from its own
+tokens. So layers are judged by what the model writes without them, and policies by the problems that they solve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..calibration.conditions import Conditions, current_conditions
+from ..calibration.cost import CostModel, TimedRuns, measure_cost, measure_speedup
+from ..calibration.measure import Measurements
+from ..calibration.run import CORE, open_store
+from ..calibration.search import first_steps, layer_importance
+from ..calibration.statistics import LEVEL
+from ..calibration.store import digest
+from ..calibration.summary import to_plain
+from ..checks import number, whole_number
+from ..errors import RequestError
+from ..llm import LLM
+from ..models import cache_folder, content_hash
+from ..policy import DepthPolicy
+from ..replay import Reference, Replay
+from .records import Record
+from .run import evaluate, prompt_ids
+from .statistics import PairedComparison, compare
+from .summary import chosen_filter, solved
+from .tasks import EvalTask, Selection
+
+SEARCH_PROBLEMS, PROBLEMS = 24, 192
+LOOK = 32  # problems between two looks at the result, and on which a policy that fails at once is given up
+REPLAYED_STEPS = 48  # of each of full depth's outputs: they say which layers are worth trying
+CANDIDATES = 4  # layers tried at a time, those of the lowest KL
+MOST = 3  # a third of the layers at most
+ReportProgress = Callable[[str, float], None]  # a stage, and what part of it was done since it was last told
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A policy that skips some layers, and how the task went with it."""
+
+    policy: DepthPolicy
+    comparison: PairedComparison  # with full depth on the validation problems asked; at the level of a single look
+    tokens: float  # of an output, mean
+    speedup: float  # predicted, over outputs of that length
+
+    @property
+    def holds(self) -> bool:
+        """Whether the accuracy was shown to be within the margin."""
+        return self.comparison.verdict == "holds"
+
+
+@dataclass(frozen=True)
+class TaskProvenance:
+    """What a policy file says of its origin: the task that it was calibrated to, and how that went."""
+
+    task: str
+    version: str
+    fewshot: int
+    split: str | None
+    asked: dict[str, Any]  # how: chat, max_tokens, seed
+    figure: str  # the filter whose figure counts
+    margin: float
+    problems: dict[str, int]  # searched on, and validated on
+    comparison: PairedComparison
+    answer_tokens: int
+    mean_depth: float
+    speedup: dict[str, float | TimedRuns]  # predicted and measured
+    order: list[int]
+    conditions: Conditions
+    model: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TaskCalibration:
+    """What came out: the fastest policy that holds, or None, and every policy that was tried, gentle to fast."""
+
+    policy: DepthPolicy | None
+    order: list[int]
+    trials: list[Trial]
+
+
+def calibrate_to_task(
+    llm: LLM,
+    selection: Selection,
+    margin: float,
+    *,
+    problems: int = PROBLEMS,
+    chat: bool = False,
+    max_tokens: int | None = None,
+    filter_name: str | None = None,
+    seed: int = 0,
+    name: str = "",
+    progress: ReportProgress | None = None,
+) -> TaskCalibration:
+    """Find the layers that a task can spare, and the most of them that it can spare at once.
+
+    The problems of the selection are shuffled. On the first ones, layers are put in order: the candidates of lowest KL
+    are each skipped while the model answers, and the one whose outputs are likeliest at full depth goes next. Policies
+    that skip more and more of them are then compared with full depth on other problems, until one does not hold. They
+    are compared in this fixed order, and each at the 5 % level, so the last one that holds does so at that level too.
+
+    Args:
+        llm: the model; its `max_batch_size` is the number of outputs at a time.
+        selection: one task, with problems that are not those it is tested on.
+        margin: the loss of accuracy that is accepted, in (0, 1).
+        problems: most problems for each comparison.
+        chat: ask by the model's chat template.
+        max_tokens: most tokens of an output; default the task's own limit.
+        filter_name: the harness's filter whose figure counts; default the most lenient one.
+        seed: of the shuffle.
+        name: of the policy.
+        progress: called with a stage and what part of it, 0 to 1, was done since the last call.
+
+    Raises:
+        RequestError: an argument out of its range, several tasks, too few problems, or a figure that is not 0 or 1.
+        ModelError: the model's output is not a number.
+    """
+    number("margin", margin, 0, 1, above=True, below=True)
+    whole_number("problems", problems, LOOK)
+    if len(selection.tasks) != 1:
+        raise RequestError("a policy is calibrated to one task at a time", "name one task, not a group")
+    calibrator = _TaskCalibrator(
+        llm, selection, margin, chat, max_tokens, filter_name, seed, progress or (lambda stage, part: None)
+    )
+    return calibrator.run(problems, name)
+
+
+class _TaskCalibrator:
+    """One calibration to a task: outputs are recorded in the cache folder, so that it goes on where it was killed."""
+
+    def __init__(
+        self,
+        llm: LLM,
+        selection: Selection,
+        margin: float,
+        chat: bool,
+        max_tokens: int | None,
+        filter_name: str | None,
+        seed: int,
+        progress: ReportProgress,
+    ) -> None:
+        self.llm, self.selection, self.margin, self.seed, self.progress = llm, selection, margin, seed, progress
+        self.task: EvalTask = selection.tasks[0]
+        self.filter = chosen_filter(self.task, filter_name)
+        self.asked: dict[str, Any] = {"chat": chat, "max_tokens": max_tokens, "seed": seed}
+        self.layers = llm.config.num_hidden_layers
+        self.full = DepthPolicy.full(self.layers)
+        self.conditions = current_conditions(llm)
+        self.model_hash = content_hash(llm.path)
+        key = [self.model_hash, self.task.name, self.task.version, selection.split, self.asked, self.conditions.kernels]
+        context = llm.engine.backend.context_length
+        self.out = cache_folder() / "tasks" / f"{digest([*key, llm.dtype, context, self.task.num_fewshot])}.jsonl"
+
+    def run(self, problems: int, name: str) -> TaskCalibration:
+        """All stages in turn."""
+        order = np.random.default_rng(self.seed).permutation(self.task.num_problems).tolist()
+        searched, rest = order[:SEARCH_PROBLEMS], order[SEARCH_PROBLEMS:]
+        if len(rest) < LOOK:
+            raise RequestError(
+                f"task {self.task.name} has {len(order)} problems; {SEARCH_PROBLEMS + LOOK} are needed",
+                "give a task with more problems",
+            )
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        full = self._answers("answers at full depth", self.full, searched)
+        if not any(solved(record, self.filter) for record in full):
+            raise RequestError(
+                f"at full depth the model solves none of {len(full)} problems of {self.task.name}",
+                "choose a task that it can do, or another --filter",
+            )
+        skip_order = self._order(full)
+        trials: list[Trial] = []
+        for count in range(1, len(skip_order) + 1):
+            trial = self._trial(skip_order, count, rest[:problems])
+            trials.append(trial)
+            if not trial.holds:
+                break
+        best = max((trial for trial in trials if trial.holds), key=lambda trial: trial.speedup, default=None)
+        policy = None if best is None else self._finished(best, skip_order, name)
+        return TaskCalibration(policy, skip_order, trials)
+
+    def _order(self, full: Sequence[Record]) -> list[int]:
+        """Layers in the order of skipping: each time the candidate without which the outputs are likeliest."""
+        prompts = self._prompts([record.problem for record in full])
+        references = [Reference(prompts[r.problem], r.answers[0].token_ids) for r in full if r.answers[0].token_ids]
+        known = first_steps(references, REPLAYED_STEPS)
+        steps = [len(reference.answer_ids) - 1 for reference in known]
+        store = open_store(self.model_hash, self.conditions)
+        order: list[int] = []
+        with closing(store), closing(Measurements(self.llm.engine, known, store)) as measurements:
+            tick = self._ticks("importance of each layer", (len(known) + 1) // 2)
+            importance = layer_importance(self.layers, steps, partial(measurements.kl_sums, tick=tick))
+            flex = [i for i, kl in enumerate(importance) if kl <= CORE * float(np.median(importance))]
+            while len(order) < min(len(flex) - 1, self.layers // MOST):
+                left = [layer for layer in flex if layer not in order]
+                tick = self._ticks(f"layer {len(order) + 1}: KL", len(known))
+                sums = measurements.kl_sums(frozenset(order), left, range(len(known)), tick)
+                near = [left[i] for i in np.argsort(sums, kind="stable")[:CANDIDATES]]
+                measurements.replay.close()  # frees the slots for the outputs
+                nll = {layer: self._nll([*order, layer], prompts, len(order) + 1) for layer in near}
+                order.append(min(near, key=lambda layer: nll[layer]))
+        return order
+
+    def _nll(self, skipped: Sequence[int], prompts: dict[int, tuple[int, ...]], place: int) -> float:
+        """How unlikely full depth finds what the model writes without some layers: nats a token, mean over outputs."""
+        records = self._answers(f"layer {place}: answers without {skipped[-1]}", self._policy(skipped), list(prompts))
+        written = [Reference(prompts[r.problem], r.answers[0].token_ids) for r in records if r.answers[0].token_ids]
+        with closing(Replay(self.llm.engine, written)) as replay:
+            scores = replay.score(self.full)
+        return float(np.mean([scores.nll_full[scores.reference == i].mean() for i in range(len(written))]))
+
+    def _trial(self, order: Sequence[int], count: int, problems: Sequence[int]) -> Trial:
+        """Compare a policy with full depth on more and more problems, until the verdict is clear or none is left."""
+        policy, looks = self._policy(order[:count]), range(LOOK, len(problems) + LOOK, LOOK)
+        level = 1 - (1 - LEVEL) / len(looks)  # Bonferroni: any of the looks may end it
+        for asked in looks:
+            some = problems[:asked]
+            stage = f"{count} layers skipped: {len(some)} problems"
+            full, tapered = (self._answers(stage, each, some) for each in (self.full, policy))
+            right, own = ([bool(solved(record, self.filter)) for record in records] for records in (full, tapered))
+            comparison = compare(right, own, self.margin, self.seed, level)
+            if comparison.verdict != "not enough problems":
+                break
+        tokens = float(np.mean([len(record.answers[0].token_ids) for record in tapered]))
+        return Trial(policy, comparison, tokens, self._cost(round(tokens)).speedup(policy, max(2, round(tokens))))
+
+    def _finished(self, trial: Trial, order: Sequence[int], name: str) -> DepthPolicy:
+        """The policy with its provenance, its speed measured."""
+        policy, tokens = trial.policy, max(2, round(trial.tokens))
+        prompt = next(iter(self._prompts([0]).values()))
+        self._ticks("speed", 1)()
+        provenance = TaskProvenance(
+            task=self.task.name,
+            version=self.task.version,
+            fewshot=self.task.num_fewshot,
+            split=self.selection.split,
+            asked=self.asked,
+            figure=self.filter,
+            margin=self.margin,
+            problems={"search": SEARCH_PROBLEMS, "validation": trial.comparison.problems},
+            comparison=trial.comparison,
+            answer_tokens=tokens,
+            mean_depth=round(policy.mean_depth(tokens), 3),
+            speedup={
+                "predicted": round(trial.speedup, 4),
+                "measured": measure_speedup(self.llm.engine, prompt, policy, tokens),
+            },
+            order=list(order),
+            conditions=self.conditions,
+            model={"name": Path(self.llm.model).name, "sha256": self.model_hash, "num_hidden_layers": self.layers},
+        )
+        return replace(policy, name=name, model=self.llm.config.identity, provenance=to_plain(provenance))
+
+    def _cost(self, tokens: int) -> CostModel:
+        """The time of a step by depth, measured once for outputs of about this length."""
+        tokens = max(32, tokens // 32 * 32)
+        store = open_store(self.model_hash, self.conditions)
+        with closing(store):
+            prompt = next(iter(self._prompts([0]).values()))
+            key = {
+                "cost": tokens,
+                "prompt": len(prompt),
+                "machine": self.conditions.machine,
+                "threads": self.llm.threads,
+            }
+            return CostModel(**store.remember(key, lambda: asdict(measure_cost(self.llm.engine, prompt, tokens))))
+
+    def _answers(self, stage: str, policy: DepthPolicy, indices: Sequence[int]) -> list[Record]:
+        tick = self._ticks(stage, len(indices))
+        result = evaluate(
+            self.llm,
+            self.selection,
+            [policy],
+            indices=indices,
+            out=self.out,
+            progress=lambda record, total, was_there: tick(),
+            **self.asked,
+        )
+        return result.records
+
+    def _prompts(self, indices: Sequence[int]) -> dict[int, tuple[int, ...]]:
+        return prompt_ids(self.llm, self.task, indices, self.asked["chat"], self.asked["max_tokens"])
+
+    def _policy(self, skipped: Sequence[int]) -> DepthPolicy:
+        """The policy that skips these layers from step 1 on, named after them."""
+        policy = DepthPolicy.static(self.layers, self.layers - len(skipped), skipped)
+        return replace(policy, name=f"skip {' '.join(map(str, skipped))}")
+
+    def _ticks(self, stage: str, count: int) -> Callable[[], None]:
+        """Begin a stage; to be called `count` times while it goes on."""
+        self.progress(stage, 0.0)
+        return lambda: self.progress(stage, 1 / max(1, count))
