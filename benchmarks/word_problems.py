@@ -1,6 +1,6 @@
 """Writes a task of one-step word problems, which the small default model can do: JSON lines, the same for a seed.
 
-    python benchmarks/word_problems.py --count 400 --out problems.jsonl
+python benchmarks/word_problems.py --count 400 --out problems.jsonl
 """
 
 from __future__ import annotations
