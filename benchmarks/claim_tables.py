@@ -7,6 +7,7 @@ from typing import Any
 
 from taper.calibration.statistics import Estimate
 from taper.calibration.wording import interval
+from taper.evals.methods import FULL
 
 Table = Callable[[Sequence[str], Iterable[Sequence[str]]], list[str]]
 Json = dict[str, Any]
@@ -170,7 +171,7 @@ def accuracy_tables(f: Json, table: Table) -> list[str]:
             compared = score["against_full"]
             difference = "" if compared is None else _figure(compared["difference"], 100, 1)
             figures = (f"{score['mean_depth']:.1f}", _figure(score["accuracy"], 100, 1), difference)
-            rows.append((task, str(result["problems"]), "full depth" if order == "full" else order, *figures))
+            rows.append((task, str(result["problems"]), order, *figures))
     columns = ("task", "problems", "layers", "mean depth, its own answers", "solved, %", "difference, points")
     return table(columns, rows)
 
@@ -181,7 +182,7 @@ def accuracy_verdicts(f: Json) -> dict[str, str]:
         for name, task in f["tasks"].items()
         if name in ("gsm8k", "BBH")
         for order in task["scores"]
-        if order != "full"
+        if order != FULL
     }
 
 

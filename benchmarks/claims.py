@@ -3,8 +3,8 @@
     python benchmarks/claims.py --data-dir DATA --folder FOLDER perplexity curves core nesting accuracy length start
 
 `length` times whole outputs, so leave the machine alone meanwhile; the other parts need no idle machine. Each part
-writes its figures and conditions to the file of results. What was answered and replayed is kept in FOLDER, which
-benchmarks/methods.py shares: a second run measures only what it lacks.
+writes its figures and conditions to the file of results. Outputs and replays are kept in FOLDER, which
+benchmarks/methods.py shares, and are never computed twice.
 """
 
 from __future__ import annotations
@@ -19,18 +19,17 @@ from typing import Any
 
 import numpy as np
 from decode import write
-from task_answers import (
-    Study,
-    TaskAnswers,
+from task_options import (
     add_options,
     conditions,
     listed,
     losses,
+    mean_depth_of,
     open_results,
     open_study,
+    open_task,
     run,
     say,
-    wanted_depth,
 )
 
 from taper import DepthPolicy
@@ -40,13 +39,16 @@ from taper.calibration.search import first_steps
 from taper.calibration.statistics import Estimate, by_answer, ratio_estimate
 from taper.calibration.summary import MEASURED_ORDER, to_plain
 from taper.evals import Evaluation, Selection, summarise
+from taper.evals.comparison import Study, TaskStudy
+from taper.evals.methods import FULL
 from taper.policy import middle_first_order
 from taper.replay import Reference, Scores
 from taper.schedule import Schedule
 
 FEWER = 1.5  # times fewer operations, as the paper has them
 ALPHA = 0.998  # the paper's, of which it reports savings
-MIDDLE_FIRST = "middle first"
+ORDERS = (f"D3, {MEASURED_ORDER}", "D3, middle first (our reading)")
+GSM8K = "gsm8k"
 BINS = (1, 9, 17, 33, 65, 129, 257, 513, 1025)  # first steps of the rows of a table by step
 LENGTHS = (32, 64, 128, 256, 512)  # of outputs, in tokens
 STARTS = (0.0, 0.125, 0.25, 0.5, 0.75)  # where depth begins to fall, in median answers
@@ -63,13 +65,12 @@ class Claims:
 
     Args:
         study: the model.
-        names: of the tasks.
+        tasks: at least one.
         depth: the mean depth at which policies are compared.
     """
 
-    def __init__(self, study: Study, names: Sequence[str], depth: float) -> None:
-        self._study, self._names, self._depth, self._layers = study, names, depth, study.layers
-        self._answers: dict[str, TaskAnswers] = {}
+    def __init__(self, study: Study, tasks: Sequence[TaskStudy], depth: float) -> None:
+        self._study, self._tasks, self._depth, self._layers = study, tasks, depth, study.num_hidden_layers
 
     def perplexity(self) -> Json:
         """(a) NLL at full depth by step, and what skipping the same layers at every step costs by step."""
@@ -123,7 +124,7 @@ class Claims:
     def core(self) -> Json:
         """(c) What skipping each layer alone costs, and the first and last eighth against the layers between."""
         references = first_steps(self._references(), ALONE_STEPS)
-        sums = self._study.skipped_alone(references)  # [answers, L]
+        sums = self._study.kl_of_each_layer(references)  # [answers, L]
         steps = np.array([len(reference.answer_ids) - 1 for reference in references], float)
         middle = sorted(middle_first_order(self._layers))
         head, tail = list(range(middle[0])), list(range(middle[-1] + 1, self._layers))
@@ -142,23 +143,17 @@ class Claims:
         """(d) The nested rule against one that leaves keys and values missing, in transformers in f32."""
         from unnested import compare_nesting
 
-        references = [self._task(name).references for name in self._names]
-        mixed = [reference for group in zip(*references, strict=False) for reference in group]
+        by_task = [task.references for task in self._tasks]
+        mixed = [reference for group in zip(*by_task, strict=False) for reference in group]
         return compare_nesting(self._study, mixed, self._depth)
 
     def accuracy(self) -> Json:
         """(e) D3 at 1.5 times fewer layers than full depth, on GSM8K, on BBH, and on each task."""
         depth = self._layers / FEWER
         parts = []
-        for name in self._names:
-            answers = self._task(name)
-            orders = {MEASURED_ORDER: self._study.order, MIDDLE_FIRST: middle_first_order(self._layers)}
-            policies = {
-                order: closest_policy(partial(_d3, self._layers, layers), _ALPHAS, depth, answers.lengths)
-                for order, layers in orders.items()
-            }
-            file = f"fewer-limit-{self._study.limit}"
-            parts.append(self._study.with_policies(answers, policies, file))
+        for task in self._tasks:
+            policies = task.methods(depth)
+            parts.append(task.evaluate([policies[name] for name in (FULL, *ORDERS)]))
         return {"depth": depth, "tasks": _summaries(parts)}
 
     def length(self) -> Json:
@@ -184,8 +179,8 @@ class Claims:
         """(g) D3 with several starts at one mean depth on each task: does the best start differ between tasks?"""
         kls: dict[str, np.ndarray] = {}  # by task, sums over each answer: [starts, answers]
         rows = {}
-        for name in self._names:
-            references = self._task(name).references
+        for task in self._tasks:
+            name, references = task.task.name, task.references
             policies = self._by_start([len(reference.answer_ids) for reference in references])
             scores = self._study.scores(references, {str(part): policy for part, policy in policies.items()})
             ones = by_answer(scores["0.0"], np.ones(len(scores["0.0"].step)))
@@ -200,23 +195,21 @@ class Claims:
             }
         return {"depth": self._depth, "tasks": rows, "saved_by_own_start": _saved_by_own_start(kls)}
 
-    def _task(self, name: str) -> TaskAnswers:
-        if name not in self._answers:
-            self._answers[name] = self._study.full_depth(name)
-        return self._answers[name]
-
     def _references(self) -> list[Reference]:
-        """Full depth's answers to all tasks."""
-        return [reference for name in self._names for reference in self._task(name).references]
+        """Full depth's outputs to all tasks."""
+        return [reference for task in self._tasks for reference in task.references]
 
     def _solutions(self) -> list[Reference]:
         """Problems of GSM8K with the solutions that people wrote, without the calculator's marks."""
-        if "gsm8k" not in self._names:
-            return []
-        answers, encode = self._task("gsm8k"), self._study.llm.tokenizer.encode
-        texts = [re.sub("<<.*?>>", "", problem.requests[0].doc["answer"]) for problem in answers.problems]
-        pairs = zip(answers.prompts, texts, strict=True)
-        return [Reference(prompt, tuple(encode(text, add_special_tokens=False))) for prompt, text in pairs]
+        encode, references = self._study.llm.tokenizer.encode, []
+        for task in self._tasks:
+            if task.task.name == GSM8K:
+                for problem in task.task.problems(self._study.num_replayed):
+                    text = re.sub("<<.*?>>", "", problem.requests[0].doc["answer"])
+                    references.append(
+                        Reference(task.prompts[problem.index], tuple(encode(text, add_special_tokens=False)))
+                    )
+        return references
 
     def _by_start(self, lengths: Sequence[int]) -> dict[float, DepthPolicy]:
         """D3 in the measured order with each start, at one mean depth, by the start in median answers."""
@@ -249,7 +242,7 @@ def _summaries(parts: Sequence[Evaluation]) -> Json:
         result.name: {
             "problems": result.problems,
             "figure": result.figure,
-            "scores": {score.policy: score for score in result.scores},
+            "scores": dict(zip((FULL, *ORDERS), result.scores, strict=True)),
         }
         for result in summary.results
     }
@@ -283,12 +276,13 @@ def main(arguments: Iterable[str] | None) -> None:
     options = parser.parse_args(arguments)
     study = open_study(options)
     path, result = open_results(options, "claims", study.llm)
-    claims = Claims(study, listed(options.tasks), wanted_depth(options, study.layers))
-    for name in options.parts:
-        say(f"{name} ...")
-        figures: Json = getattr(claims, name)()
-        tasks = listed(options.tasks)
-        result[name] = to_plain(figures | {"conditions": conditions(study.llm, options) | {"tasks": tasks}})
+    names = listed(options.tasks)
+    tasks = [open_task(study, name, options) for name in names]
+    claims = Claims(study, tasks, mean_depth_of(options, study.num_hidden_layers))
+    for part in options.parts:
+        say(f"{part} ...")
+        figures: Json = getattr(claims, part)()
+        result[part] = to_plain(figures | {"conditions": conditions(study.llm, options) | {"tasks": names}})
         write(path, result)
 
 

@@ -2,9 +2,9 @@
 
     python benchmarks/methods.py --data-dir DATA --folder FOLDER quality speed
 
-Policies are tuned to the same mean depth over the answers that full depth writes. `quality` needs no idle machine;
-`speed` does, and measures only tasks that have their quality. The file of results grows task by task, and a second run
-measures only what it lacks. Answers are kept in FOLDER, results hold figures alone.
+Policies are tuned to the same mean depth over the outputs of full depth. `quality` needs no idle machine; `speed` does,
+and measures only tasks that have their quality. Outputs and replays are kept in FOLDER and never computed twice, so a
+run can be interrupted, and a later one can ask for more problems, methods or tasks. Results hold figures alone.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from functools import partial
 from typing import Any
 
 from decode import write
-from task_answers import (
-    Study,
+from task_options import (
     add_options,
     conditions,
     listed,
     losses,
+    mean_depth_of,
     open_results,
     open_study,
+    open_task,
     run,
     say,
-    wanted_depth,
 )
 
 from taper import DepthPolicy
@@ -36,44 +36,43 @@ from taper.calibration.measure import numbers
 from taper.calibration.summary import to_plain
 from taper.engine import Engine
 from taper.evals import summarise
-from taper.evals.methods import FULL, methods
+from taper.evals.comparison import TaskStudy
+from taper.evals.methods import FULL, chosen
 from taper.schedule import Schedule
 
 ROUNDS = 3
 Json = dict[str, Any]
 
 
-def quality(study: Study, task: str, depth: float) -> Json:
-    """Every method on the problems of a task, at mean depth `depth` over full depth's answers to them."""
-    answers = study.full_depth(task)
-    policies = methods(study.layers, depth, answers.lengths, study.order, study.influence())
-    evaluation = study.with_policies(answers, policies, f"depth-{depth:g}-limit-{study.limit}")
+def quality(task: TaskStudy, policies: Mapping[str, DepthPolicy]) -> Json:
+    """Methods by name on the problems of a task; full depth is the first of them."""
+    evaluation = task.evaluate(list(policies.values()))
     (result,) = summarise(evaluation).results
-    replayed = study.scores(answers.references, {name: one for name, one in policies.items() if name != FULL})
+    replayed = task.study.scores(task.references, {n: policy for n, policy in policies.items() if n != FULL})
+    outputs = [record.answers[0].token_ids for record in task.records]
     rows = {}
     for (name, policy), score in zip(policies.items(), result.scores, strict=True):
-        row: Json = {"numbers": numbers(policy), "depth_over_full_answers": mean_depth(policy, answers.lengths)}
+        row: Json = {"numbers": numbers(policy), "tuned_mean_depth": mean_depth(policy, task.lengths)}
         row |= to_plain(score)
         if name in replayed:
             row |= losses(replayed[name])
         rows[name] = row
     return {
-        "settings": evaluation.settings["tasks"][task] | {"chat": evaluation.settings["chat"]},
+        "settings": evaluation.settings["tasks"][task.task.name] | {"chat": task.chat},
         "problems": result.problems,
         "figure": result.figure,
-        "answer_tokens": round(statistics.median(answers.lengths)),
-        "prompt_tokens": round(statistics.median(map(len, answers.prompts))),
-        "replayed_answers": len(answers.references),
-        "replayed_steps": len(next(iter(replayed.values())).step),
-        "answers_of_same_length": answers.same_length,
+        "output_tokens": round(statistics.median(map(len, outputs))),
+        "prompt_tokens": round(statistics.median(map(len, task.prompts.values()))),
+        "replayed_outputs": len(task.references),
+        "replayed_steps": sum(len(reference.answer_ids) - 1 for reference in task.references),
         "methods": rows,
     }
 
 
 def speed(engine: Engine, cell: Mapping[str, Any]) -> dict[str, Json]:
-    """Milliseconds a token of every method, and speed against full depth, at a task's median prompt and answer."""
+    """Milliseconds a token of every method, and speed against full depth, at a task's median prompt and output."""
     policies = {name: restored(row["numbers"]) for name, row in cell["methods"].items()}
-    lengths = {"prompt_tokens": cell["prompt_tokens"], "max_tokens": cell["answer_tokens"]}
+    lengths = {"prompt_tokens": cell["prompt_tokens"], "max_tokens": cell["output_tokens"]}
     runs = {name: partial(measure, engine, policy, **lengths) for name, policy in policies.items()}
     results = alternate(runs, ROUNDS)
     speeds = {}
@@ -93,29 +92,29 @@ def restored(policy: Mapping[str, Any]) -> DepthPolicy:
     return DepthPolicy(Schedule(**schedule), tuple(policy["skip_order"]))
 
 
-def is_same(cell: Mapping[str, Any] | None, about: Mapping[str, Any]) -> bool:
-    """Whether a task was measured on as many problems, with as long outputs."""
-    return cell is not None and all(cell["conditions"][key] == about[key] for key in ("limit", "max_tokens"))
-
-
 def main(arguments: Iterable[str] | None) -> None:
-    """Measure what the file of results lacks; it is written after each task."""
+    """Measure what is asked for; the file of results is written after each task."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="+", choices=["quality", "speed"])
+    parser.add_argument("--methods", default="", help='words of their names, such as "measured,ShortGPT"; default all')
     add_options(parser)
     options = parser.parse_args(arguments)
     study = open_study(options)
     path, result = open_results(options, "methods", study.llm)
-    depth, tasks = wanted_depth(options, study.layers), result.setdefault("tasks", {})
+    depth, tasks = mean_depth_of(options, study.num_hidden_layers), result.setdefault("tasks", {})
     about = conditions(study.llm, options)
-    for task in listed(options.tasks):
-        cells = tasks.setdefault(task, {})
-        key = f"{depth:g}"
-        if "quality" in options.parts and not is_same(cells.get(key), about):
-            say(f"{task} at depth {depth:g} ...")
-            cells[key] = quality(study, task, depth) | {"conditions": about}
-        if "speed" in options.parts and key in cells and "speed" not in cells[key]:
-            say(f"{task} at depth {depth:g}: speed ...")
+    for name in listed(options.tasks):
+        cells, key = tasks.setdefault(name, {}), f"{depth:.6g}"
+        before = cells.get(key, {})
+        if "quality" in options.parts:
+            say(f"{name} at depth {key} ...")
+            task = open_task(study, name, options)
+            every = task.methods(depth)
+            wanted = {*chosen(every, listed(options.methods)), *before.get("methods", {})}
+            figures = quality(task, {one: policy for one, policy in every.items() if one in wanted})
+            cells[key] = figures | {"conditions": about} | {k: before[k] for k in ("speed",) if k in before}
+        if "speed" in options.parts and key in cells:
+            say(f"{name} at depth {key}: speed ...")
             cells[key]["speed"] = {"rows": speed(study.llm.engine, cells[key]), "conditions": about}
         write(path, to_plain(result))
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import claim_tables as tables
+from render_methods import command
 
 Table = Callable[[Sequence[str], Iterable[Sequence[str]]], list[str]]
 Prose = Callable[[str], str]
@@ -76,13 +77,10 @@ def _section(claim: Claim, models: Sequence[Json], table: Table, prose: Prose) -
 
 
 def _command(model: str, part: str, figures: Json) -> str:
-    c = figures["conditions"]
-    depth = f" --depth {figures['depth']:g}" if part not in ("accuracy", "length") and "depth" in figures else ""
-    tasks = "" if part == "length" else f" --tasks {','.join(c['tasks'])}"
-    return (
-        f"python benchmarks/claims.py --model {model} --data-dir DATA --folder FOLDER{depth} --limit {c['limit']} "
-        f"--max-tokens {c['max_tokens']}{tasks} {part}"
-    )
+    about, depth = figures["conditions"], figures.get("depth")
+    fixed = part in ("accuracy", "length") or depth is None  # these depend on no --depth
+    tasks = [] if part == "length" else about["tasks"]
+    return command("claims.py", model, about, tasks, None if fixed else f"{depth:.6g}", part)
 
 
 def _conditions(figures: Json, prose: Prose) -> str:

@@ -47,23 +47,22 @@ def pages(results: Path, docs: Path, table: Table, prose: Prose) -> dict[Path, s
         "",
         prose(
             """
-            Each method was tuned to the same mean depth over the answers that full depth writes. Methods of constant
-            depth run the nearest whole number of layers. A method's own answers are longer or shorter than those of
-            full depth, so over these the mean depth differs; both are shown. The measured order is that of a policy
-            that was calibrated on general prompts, and block influence (ShortGPT) comes from such prompts too: no
-            method saw a problem of these tasks.
+            Each method was tuned to the same mean depth over the outputs of full depth to the first problems of the
+            task. Methods of constant depth run the nearest whole number of layers. A method's own outputs are longer or
+            shorter than those of full depth, so over these the mean depth differs; both are shown. The measured order
+            is that of a policy that was calibrated on general prompts, and block influence (ShortGPT) comes from such
+            prompts too: no method saw a problem of these tasks.
             """
         ),
         "",
         prose(
             """
-            *Solved* and *difference* are about answers that each method wrote itself, to the same problems, and scored
+            *Solved* and *difference* are about the outputs that each method wrote itself, to the same problems, scored
             by lm-evaluation-harness; brackets hold 95 % intervals, and McNemar's test is exact and two-sided. *KL* and
-            *same likeliest token* come from replaying the answers that full depth wrote, over all steps after the
-            first. *Speed* is time per token at full depth over that of the method, for one output at a time of the
-            task's median length, with the slowest and the fastest of the rounds, in which all methods took turns.
-            Tasks whose name says `fewshot` show three worked examples first. All others are asked in a chat, without
-            examples.
+            *same likeliest token* come from replaying outputs of full depth, over all steps after the first. *Speed*
+            is time per token at full depth over that of the method, for one output at a time of the task's median
+            length, with the slowest and the fastest of the rounds, in which all methods took turns. Tasks whose name
+            says `fewshot` show three worked examples first. All others are asked in a chat, without examples.
             """
         ),
         "",
@@ -136,7 +135,7 @@ def _accuracies(cells: Sequence[Json], table: Table) -> list[str]:
         rows.append((name, interval(solved, 100, digits=1), *compared, f"{tokens:.0f}", f"{100 * cut:.0f}"))
     problems = sum(cell["problems"] for cell in cells)
     columns = (f"method, {problems} problems", "solved, %", "difference, points", "McNemar p")
-    return table((*columns, "tokens of an answer", "cut off at the limit, %"), rows)
+    return table((*columns, "tokens of an output", "cut off at the limit, %"), rows)
 
 
 def pooled(cells: Sequence[Json], name: str) -> tuple[Estimate, Estimate | None, float]:
@@ -156,13 +155,14 @@ def _losses(cell: Json, table: Table) -> list[str]:
     """Depths, what replay says, and speed if it was measured."""
     speeds, rows = cell.get("speed", {}).get("rows", {}), []
     for name, row in cell["methods"].items():
-        figures = [f"{row['depth_over_full_answers']:.2f}", f"{row['mean_depth']:.2f}", "", ""]
+        figures = [f"{row['tuned_mean_depth']:.2f}", f"{row['mean_depth']:.2f}", "", ""]
         if name != FULL:
             figures[2:] = [interval(Estimate(*row["kl"])), interval(Estimate(*row["agreement"]), 100, digits=1)]
         if speeds:
-            figures.append(interval(Estimate(*speeds[name]["speedup"]), 1, "x", digits=2))
+            measured = speeds.get(name, {}).get("speedup")
+            figures.append(interval(Estimate(*measured), 1, "x", digits=2) if measured else "")
         rows.append((name, *figures))
-    columns = ["method", "mean depth, full depth's answers", "mean depth, its own answers"]
+    columns = ["method", "mean depth as tuned", "mean depth, its own outputs"]
     columns += ["KL, nats", "same likeliest token, %", *(["speed"] if speeds else [])]
     return table(columns, rows)
 
@@ -175,16 +175,24 @@ def _kl(row: Json) -> str:
     return f"{row['kl'][0]:.2f}" if "kl" in row else ""
 
 
+def command(script: str, model: str, about: Json, tasks: Sequence[str], depth: str | None, parts: str) -> str:
+    """The line that measures something again, under its conditions."""
+    options = {"model": model, "policy": about.get("policy"), "data-dir": "DATA", "folder": "FOLDER", "depth": depth}
+    options |= {name: about[name.replace("-", "_")] for name in ("limit", "replayed", "max-tokens")}
+    options["tasks"] = ",".join(tasks)
+    given = " ".join(f"--{name} {value}" for name, value in options.items() if value)
+    return f"python benchmarks/{script} {given} {parts}"
+
+
 def _commands(model: str, depth: str, cells: Mapping[str, Json]) -> list[str]:
-    """The commands that measure this again: one for tasks of the same limits."""
+    """The commands that measure a table again: one for tasks of the same limits."""
     groups: dict[tuple[int, int, bool], list[str]] = {}
     for task, cell in cells.items():
         limits = (cell["conditions"]["limit"], cell["conditions"]["max_tokens"], "speed" in cell)
         groups.setdefault(limits, []).append(task)
     return [
-        f"python benchmarks/methods.py --model {model} --data-dir DATA --folder FOLDER --depth {depth} "
-        f"--limit {limit} --max-tokens {tokens} --tasks {','.join(tasks)} quality{' speed' * timed}"
-        for (limit, tokens, timed), tasks in groups.items()
+        command("methods.py", model, cells[tasks[0]]["conditions"], tasks, depth, "quality" + " speed" * timed)
+        for (*_, timed), tasks in groups.items()
     ]
 
 
@@ -192,16 +200,11 @@ def _conditions(cells: Mapping[str, Json], prose: Prose) -> str:
     """When, where and with what it was measured."""
     c = next(iter(cells.values()))["conditions"]
     dates = sorted({cell["conditions"]["date"] for cell in cells.values()})
-    answers, same, steps = (
-        sum(cell[key] for cell in cells.values())
-        for key in ("replayed_answers", "answers_of_same_length", "replayed_steps")
-    )
+    outputs, steps = (sum(cell[key] for cell in cells.values()) for key in ("replayed_outputs", "replayed_steps"))
     return prose(
         f"""
         on {" and ".join(dates)}, on an {c["machine"]}, with {c["threads"]} threads, Taper {c["taper"]} (commit
-        {c["commit"]}), {c["kernels"]} and Python {c["python"]}. Replay covers {steps:,} steps of {answers} answers.
-        Records keep texts, so the tokens that are replayed are those that each text has; in {same} answers these are
-        as many as were written. Others ended with a stop string, or were written in other pieces.
+        {c["commit"]}), {c["kernels"]} and Python {c["python"]}. Replay covers {steps:,} steps of {outputs} outputs.
         """
     )
 
@@ -220,7 +223,7 @@ def _picture(result: Json) -> Figure:
         grid[0][column].set_title(title, loc="left", fontsize=11)
         grid[0][column].set_ylabel("solved, %")
         grid[1][column].set(ylabel="mean KL, nats", yscale="log")
-        grid[1][column].set_xlabel(f"mean depth over its own answers, of {result['model']['num_hidden_layers']}")
+        grid[1][column].set_xlabel(f"mean depth over its own outputs, of {result['model']['num_hidden_layers']}")
     handles = {h.get_label(): h for axes in grid[0] for h in axes.get_legend_handles_labels()[0]}
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     return figure

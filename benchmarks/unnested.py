@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from task_answers import Study, losses
+from task_options import losses
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import taper.hf
@@ -25,6 +25,7 @@ from taper.calibration.baselines import closest_policy, mean_depth
 from taper.calibration.search import first_steps
 from taper.calibration.statistics import by_answer, free_running, ratio_estimate
 from taper.calibration.summary import to_plain
+from taper.evals.comparison import Study
 from taper.replay import Reference, Scores
 
 NESTED, ROTATING, FILLED = "nested", "rotating", "rotating, filled in"
@@ -77,10 +78,10 @@ def _compare(model: PreTrainedModel, study: Study, references: Sequence[Referenc
     replayed = first_steps(references[:ANSWERS], STEPS)
     lengths = [len(reference.answer_ids) for reference in replayed]
     policy = closest_policy(
-        lambda n: DepthPolicy.d3(study.layers, n / _ALPHAS, skip_order=study.order), _ALPHAS, depth, lengths
+        lambda n: DepthPolicy.d3(study.num_hidden_layers, n / _ALPHAS, skip_order=study.order), _ALPHAS, depth, lengths
     )
     lowest = policy.depth(max(lengths) - 1)  # the curve ends where the answers do
-    policy = DepthPolicy.d3(study.layers, policy.schedule.alpha, min_depth=lowest, skip_order=study.order)
+    policy = DepthPolicy.d3(study.num_hidden_layers, policy.schedule.alpha, min_depth=lowest, skip_order=study.order)
     rotating = Rotating(policy.schedule, policy.skip_order)
     rules = {NESTED: (policy, False), ROTATING: (rotating, False), FILLED: (rotating, True)}
     scores = {name: replay(model, replayed, one, filled) for name, (one, filled) in rules.items()}
@@ -158,7 +159,7 @@ def free_answers(
     model: PreTrainedModel, study: Study, prompts: Sequence[tuple[int, ...]], policies: Mapping[str, DepthPolicy]
 ) -> dict[str, Any]:
     """Greedy answers of the slow twin under each policy, judged by full depth beside full depth's own."""
-    full = DepthPolicy.full(study.layers)
+    full = DepthPolicy.full(study.num_hidden_layers)
     written = {"full": full, **policies}
     answers = {name: [_answer(model, study, prompt, one) for prompt in prompts] for name, one in written.items()}
     judged = {name: replay(model, own, full) for name, own in answers.items()}

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from taper.calibration.baselines import RANDOM_SEEDS, closest_policy, mean_depth
 from taper.errors import PolicyError, RequestError
-from taper.evals.methods import FULL, methods
+from taper.evals.methods import FULL, chosen, methods
 from taper.policy import DepthPolicy
 
 MEASURED, MIDDLE_FIRST = "D3, measured order", "D3, middle first (our reading)"
@@ -114,3 +114,11 @@ def test_what_cannot_be_compared_is_rejected(arguments, message):
         methods(12, **(given_arguments | arguments))
     with pytest.raises(PolicyError, match="twice"):
         methods(12, **(given_arguments | {"measured_order": [3, 3, 4, 5]}))
+
+
+def test_methods_are_chosen_by_words_of_their_names():
+    policies = methods(12, 10, [40, 60], range(1, 11), [0.0] * 12)
+    assert chosen(policies, []) == list(policies)
+    assert chosen(policies, ["shortgpt", "random order 2", "Measured"]) == [FULL, MEASURED, RANDOM[1], "ShortGPT"]
+    with pytest.raises(RequestError, match="there is no method 'layerdrop'"):
+        chosen(policies, ["measured", "layerdrop"])

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import render_claims
 import render_methods
-import task_answers
+import task_options
 import torch
 import unnested
 from eval_data import write_data
@@ -21,7 +21,9 @@ from render import prose, table
 from tiny import TinyModel, random_prompt, twin
 
 from taper import LLM, DepthPolicy
+from taper.evals import comparison
 from taper.evals.methods import FULL
+from taper.evals.records import RecordFile
 from taper.replay import Reference, Replay
 
 TASKS = "gsm8k,bbh_cot_zeroshot_boolean_expressions,bbh_cot_zeroshot_word_sorting"
@@ -52,8 +54,8 @@ def results(arguments, tmp_path_factory):
             (claims, "HALVED", 4),
             (unnested, "FREE", 2),
             (unnested, "FREE_TOKENS", 8),
-            (task_answers, "INFLUENCE_TOKENS", 4),
-            (task_answers, "INFLUENCE_PROMPTS", 8),
+            (comparison, "INFLUENCE_TOKENS", 4),
+            (comparison, "INFLUENCE_PROMPTS", 8),
         ]:
             patch.setattr(module, name, value)
         out = f"--out={folder / 'methods-tiny.json'}"
@@ -73,45 +75,53 @@ def test_methods_are_measured_on_every_task(results):
         full = cell["methods"].pop(FULL)
         assert full["mean_depth"] == 6
         for name, row in cell["methods"].items():
-            assert abs(row["depth_over_full_answers"] - 5) <= 0.5, name
+            assert abs(row["tuned_mean_depth"] - 5) <= 0.5, name
             assert row["kl"][0] > 0
             assert row["against_full"]["problems"] == cell["problems"] == 2
     assert "Ann has" not in json.dumps(result)
 
 
-def test_a_second_run_measures_only_what_lacks(results, arguments, tmp_path, monkeypatch):
-    path = tmp_path / "methods-tiny.json"
-    path.write_text((results / "methods-tiny.json").read_text())
-    measured = []
-    monkeypatch.setattr(methods, "quality", lambda study, task, depth: measured.append(task) or {})
-    methods.main([*arguments, f"--tasks={TASKS}", f"--out={path}", "quality"])
-    assert measured == []
-    methods.main([*arguments, "--limit=1", "--tasks=gsm8k", f"--out={path}", "quality"])
-    assert measured == ["gsm8k"]
+def test_a_second_run_answers_only_what_lacks(arguments, tmp_path, monkeypatch):
+    out, written = tmp_path / "methods.json", []
+    append = RecordFile.append
+    monkeypatch.setattr(RecordFile, "append", lambda file, record: (written.append(record.key), append(file, record)))
+    arguments = [*arguments, f"--folder={tmp_path / 'work'}", "--tasks=gsm8k", f"--out={out}", "quality"]
+    methods.main([*arguments, "--methods=measured,early"])
+    problems = 6  # that policies are tuned on
+    assert len(written) == len(set(written)) == problems + 2 * 2
+    methods.main([*arguments, "--limit=3", "--methods=ShortGPT"])
+    assert len(written) == len(set(written)) == problems + 3 * 3
+    cell = json.loads(out.read_text())["tasks"]["gsm8k"]["5"]
+    assert list(cell["methods"]) == [FULL, "D3, measured order", "early exit", "ShortGPT"]
+    assert cell["problems"] == 3
+    methods.main([*arguments, "--limit=3"])
+    methods.main([*arguments, "--limit=3"])
+    assert len(written) == len(set(written)) == problems + 3 * 10
 
 
 def test_results_of_another_model_are_rejected(results, arguments, tmp_path, capsys):
     path = tmp_path / "claims.json"
     path.write_text('{"model": {"name": "other"}}')
     with pytest.raises(SystemExit) as stop:
-        task_answers.run(lambda _: claims.main([*arguments, f"--out={path}", "core"]))
+        task_options.run(lambda _: claims.main([*arguments, f"--out={path}", "core"]))
     assert stop.value.code == 2
     assert "has results of another model" in capsys.readouterr().err
 
 
-def test_prompts_to_replay_are_those_that_were_answered(results, arguments, tiny_llama):
-    study = task_answers.open_study(parsed(arguments))
-    answers = study.full_depth("gsm8k")
-    assert len(answers.prompts) == len(answers.references) == len(answers.evaluation.records) == 2
-    for prompt, record in zip(answers.prompts, answers.evaluation.records, strict=True):
-        written = twin(tiny_llama, list(prompt), DepthPolicy.full(6), record.answers[0].tokens)
-        assert study.llm.tokenizer.decode(written) == record.answers[0].text
+def test_what_is_replayed_was_written_by_full_depth(results, arguments, tiny_llama):
+    options = parsed(arguments)
+    study = task_options.open_study(options)
+    task = task_options.open_task(study, "gsm8k", options)
+    assert len(task.references) == len(task.records) == 2
+    for reference in task.references:
+        ids = reference.answer_ids
+        assert twin(tiny_llama, list(reference.prompt_ids), DepthPolicy.full(6), len(ids)) == list(ids)
 
 
 def parsed(arguments):
     """The options as the benchmarks parse them."""
     parser = argparse.ArgumentParser()
-    task_answers.add_options(parser)
+    task_options.add_options(parser)
     return parser.parse_args(arguments)
 
 

@@ -5,12 +5,12 @@ All are ordinary nested policies. Where a method's own text leaves something ope
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from ..calibration.baselines import baseline_policies, closest_policy, mean_depth, random_orders
 from ..calibration.summary import MEASURED_ORDER
-from ..checks import number, whole_number
+from ..checks import number, shown, whole_number
 from ..errors import RequestError
 from ..policy import DepthPolicy, middle_first_order
 
@@ -66,6 +66,18 @@ def methods(
                 "choose another depth",
             )
     return {FULL: DepthPolicy.full(layers)} | policies
+
+
+def chosen(policies: Mapping[str, DepthPolicy], words: Sequence[str]) -> list[str]:
+    """The names of full depth and of the methods whose names contain one of some words; of all, if there is no word.
+
+    Raises:
+        RequestError: no name contains a word.
+    """
+    for word in words:
+        if not any(word.lower() in name.lower() for name in policies):
+            raise RequestError(f"there is no method {shown(word)}", f"there are {'; '.join(policies)}")
+    return [n for n in policies if n == FULL or not words or any(word.lower() in n.lower() for word in words)]
 
 
 def _d3(layers: int, order: Sequence[int], alpha_steps: int) -> DepthPolicy:
