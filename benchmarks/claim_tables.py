@@ -68,7 +68,7 @@ def _span(steps: Sequence[int]) -> str:
 
 def perplexity_tables(f: Json, table: Table) -> list[str]:
     rows = [
-        (_span(r["steps"]), str(r["answers"]), _figure(r["nll"]), _figure(r["kl"]), _figure(r["disagreement"], 100))
+        (_span(r["steps"]), str(r["outputs"]), _figure(r["nll"]), _figure(r["kl"]), _figure(r["disagreement"], 100))
         for r in f["rows"]
     ]
     titles = {"nll": "NLL at full depth", "kl": "KL of skipping", "disagreement": "other likeliest token, share"}

@@ -10,7 +10,6 @@ benchmarks/methods.py shares, and are never computed twice.
 from __future__ import annotations
 
 import argparse
-import itertools
 import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -38,8 +37,8 @@ from taper.calibration.baselines import closest_policy, mean_depth
 from taper.calibration.search import first_steps
 from taper.calibration.statistics import Estimate, by_answer, ratio_estimate
 from taper.calibration.summary import MEASURED_ORDER, to_plain
-from taper.evals import Evaluation, Selection, summarise
-from taper.evals.comparison import Study, TaskStudy
+from taper.evals import Evaluation, summarise
+from taper.evals.comparison import Study, TaskStudy, by_step, joined
 from taper.evals.methods import FULL
 from taper.policy import middle_first_order
 from taper.replay import Reference, Scores
@@ -49,7 +48,6 @@ FEWER = 1.5  # times fewer operations, as the paper has them
 ALPHA = 0.998  # the paper's, of which it reports savings
 ORDERS = (f"D3, {MEASURED_ORDER}", "D3, middle first (our reading)")
 GSM8K = "gsm8k"
-BINS = (1, 9, 17, 33, 65, 129, 257, 513, 1025)  # first steps of the rows of a table by step
 LENGTHS = (32, 64, 128, 256, 512)  # of outputs, in tokens
 STARTS = (0.0, 0.125, 0.25, 0.5, 0.75)  # where depth begins to fall, in median answers
 ALONE_STEPS = 32  # of each answer on which layers are skipped alone
@@ -78,16 +76,9 @@ class Claims:
         constant = DepthPolicy.static(self._layers, round(self._depth), self._study.order)
         scores = self._study.scores(references, {"constant": constant})["constant"]
         measured = {"nll": scores.nll_full, "kl": scores.kl, "disagreement": 1 - scores.agreement}
-        rows = []
-        for first, end in itertools.pairwise(BINS):
-            inside = (scores.step >= first) & (scores.step < end)
-            if len(set(scores.reference[inside].tolist())) > 1:
-                part = scores.where(inside)
-                ones = by_answer(part, np.ones(len(part.step)))
-                row: Json = {"steps": [first, end - 1], "answers": len(ones)}
-                rows.append(row | {k: ratio_estimate(by_answer(part, v[inside]), ones) for k, v in measured.items()})
         change = {name: _second_half_less_first(scores, values) for name, values in measured.items()}
-        figures: Json = {"depth": constant.min_depth, "answers": len(references), "rows": rows, "change": change}
+        figures: Json = {"depth": constant.min_depth, "answers": len(references), "change": change}
+        figures["rows"] = by_step(scores, measured)
         if human := self._solutions():
             read = self._study.scores(human, {"full": DepthPolicy.full(self._layers)})["full"]
             figures["human"] = {"answers": len(human), "nll": _second_half_less_first(read, read.nll_full)}
@@ -233,11 +224,8 @@ def _second_half_less_first(scores: Scores, values: np.ndarray) -> Estimate | No
 
 def _summaries(parts: Sequence[Evaluation]) -> Json:
     """The comparison with full depth on each task, and on all tasks of BBH together."""
-    tasks = [task for part in parts for task in part.selection.tasks]
-    bbh = [task.name for task in tasks if task.name.startswith("bbh")]
-    selection = Selection(tasks, {"BBH": bbh} if len(bbh) > 1 else {}, [])
-    records = [record for part in parts for record in part.records]
-    summary = summarise(Evaluation(parts[0].settings, selection, parts[0].policies, records))
+    bbh = [name for part in parts for name in part.settings["tasks"] if name.startswith("bbh")]
+    summary = summarise(joined(parts, {"BBH": bbh} if len(bbh) > 1 else {}))
     return {
         result.name: {
             "problems": result.problems,

@@ -9,13 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ..calibration.conditions import current_conditions
 from ..calibration.measure import Measurements
 from ..calibration.references import builtin_prompts, completions, encode_prompts
+from ..calibration.statistics import by_answer, ratio_estimate
 from ..calibration.store import Store
 from ..errors import RequestError
 from ..llm import LLM
@@ -28,6 +31,7 @@ from .run import Evaluation, evaluate, prompt_ids
 from .tasks import Selection
 
 TUNED = 32  # problems of each task; the lengths of full depth's outputs to them say what a policy's mean depth is
+SPANS = (1, 9, 17, 33, 65, 129, 257, 513, 1025)  # first steps of the spans over which figures by step are averaged
 INFLUENCE_PROMPTS, INFLUENCE_TOKENS = 24, 64  # built-in prompts and the outputs that block influence comes from
 Say = Callable[[str], None]
 
@@ -176,6 +180,27 @@ class TaskStudy:
             labels = ", ".join(policy.label for policy in policies)
             study.say(f"{self.task.name}, {labels}: problems {problems.start + 1} to {problems.stop}")
         return evaluation
+
+
+def joined(parts: Sequence[Evaluation], groups: Mapping[str, list[str]]) -> Evaluation:
+    """Evaluations of several tasks as one, with groups of tasks; each of them has policies of the same names."""
+    first, tasks = parts[0], [task for part in parts for task in part.selection.tasks]
+    selection = Selection(tasks, dict(groups), first.selection.missing, first.selection.split)
+    settings = {**first.settings, "tasks": {k: v for part in parts for k, v in part.settings["tasks"].items()}}
+    return Evaluation(settings, selection, first.policies, [record for part in parts for record in part.records])
+
+
+def by_step(scores: Scores, figures: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
+    """Means of figures over spans of steps that at least two outputs reach; each figure is [steps] of the scores."""
+    rows = []
+    for first, end in pairwise(SPANS):
+        inside = (scores.step >= first) & (scores.step < end)
+        part = scores.where(inside)
+        if len(set(part.reference.tolist())) > 1:
+            ones = by_answer(part, np.ones(len(part.step)))
+            means = {name: ratio_estimate(by_answer(part, values[inside]), ones) for name, values in figures.items()}
+            rows.append({"steps": [first, end - 1], "outputs": len(ones), **means})
+    return rows
 
 
 def _ignore() -> None:
