@@ -195,7 +195,7 @@ class Claims:
         encode, references = self._study.llm.tokenizer.encode, []
         for task in self._tasks:
             if task.task.name == GSM8K:
-                for problem in task.task.problems(self._study.num_replayed):
+                for problem in task.task.problems(min(self._study.num_replayed, task.num_problems)):
                     text = re.sub("<<.*?>>", "", problem.requests[0].doc["answer"])
                     references.append(
                         Reference(task.prompts[problem.index], tuple(encode(text, add_special_tokens=False)))

@@ -72,7 +72,7 @@ def quality(task: TaskStudy, policies: Mapping[str, DepthPolicy]) -> Json:
 def speed(engine: Engine, cell: Mapping[str, Any]) -> dict[str, Json]:
     """Milliseconds a token of every method, and speed against full depth, at a task's median prompt and output."""
     policies = {name: restored(row["numbers"]) for name, row in cell["methods"].items()}
-    lengths = {"prompt_tokens": cell["prompt_tokens"], "max_tokens": cell["output_tokens"]}
+    lengths = {"prompt_tokens": cell["prompt_tokens"], "max_tokens": max(2, cell["output_tokens"])}
     runs = {name: partial(measure, engine, policy, **lengths) for name, policy in policies.items()}
     results = alternate(runs, ROUNDS)
     speeds = {}

@@ -33,6 +33,7 @@ ANSWERS, STEPS = 12, 96  # replayed, of each task in turn, and the first steps o
 FREE, FREE_TOKENS = 6, 96  # prompts that are answered freely, and the length of those answers
 BINS = (1, 25, 49, 97)
 _ALPHAS = 1_000_000
+Rule = tuple[DepthPolicy, bool]  # which layers run, and whether skipped ones compute keys and values
 
 
 class Rotating(DepthPolicy):
@@ -84,8 +85,7 @@ def _compare(model: PreTrainedModel, study: Study, references: Sequence[Referenc
     policy = DepthPolicy.d3(study.num_hidden_layers, policy.schedule.alpha, min_depth=lowest, skip_order=study.order)
     rotating = Rotating(policy.schedule, policy.skip_order)
     rules = {NESTED: (policy, False), ROTATING: (rotating, False), FILLED: (rotating, True)}
-    scores = {name: replay(model, replayed, one, filled) for name, (one, filled) in rules.items()}
-    scores = {name: own.where(own.step > 0) for name, own in scores.items()}
+    scores = {name: own.where(own.step > 0) for name, own in replay(model, replayed, rules).items()}
     free = free_answers(model, study, [r.prompt_ids for r in references[:FREE]], {NESTED: policy, ROTATING: rotating})
     return {
         "depth": depth,
@@ -102,29 +102,27 @@ def _compare(model: PreTrainedModel, study: Study, references: Sequence[Referenc
     }
 
 
-def replay(
-    model: PreTrainedModel, references: Sequence[Reference], policy: DepthPolicy, filled: bool = False
-) -> Scores:
-    """What a policy, nested or not, costs at each step of known answers, in one pass an answer."""
-    parts = []
+def replay(model: PreTrainedModel, references: Sequence[Reference], rules: Mapping[str, Rule]) -> dict[str, Scores]:
+    """What each rule costs at each step of known answers, in one pass an answer."""
+    parts: dict[str, list[Scores]] = {name: [] for name in rules}
+    every = DepthPolicy.full(model.config.num_hidden_layers)
     for index, reference in enumerate(references):
         count, ids = len(reference.answer_ids), [*reference.prompt_ids, *reference.answer_ids]
-        full, own = (
-            forward(model, ids, len(reference.prompt_ids), rule, filled)[-count:].log_softmax(-1)
-            for rule in (DepthPolicy.full(policy.num_hidden_layers), policy)
-        )
         answer = torch.tensor(reference.answer_ids)[:, None]
-        columns = {
-            "reference": np.full(count, index),
-            "step": np.arange(count),
-            "depth": np.array([policy.depth(step) for step in range(count)]),
-            "kl": (full.exp() * (full - own)).sum(-1).numpy().astype(float),
-            "agreement": (full.argmax(-1) == own.argmax(-1)).numpy().astype(float),
-            "nll": -own.gather(-1, answer)[:, 0].numpy().astype(float),
-            "nll_full": -full.gather(-1, answer)[:, 0].numpy().astype(float),
-        }
-        parts.append(Scores(**columns))
-    return Scores.joined(parts)
+        full = forward(model, ids, len(reference.prompt_ids), every)[-count:].log_softmax(-1)
+        for name, (policy, filled) in rules.items():
+            own = forward(model, ids, len(reference.prompt_ids), policy, filled)[-count:].log_softmax(-1)
+            columns = {
+                "reference": np.full(count, index),
+                "step": np.arange(count),
+                "depth": np.array([policy.depth(step) for step in range(count)]),
+                "kl": (full.exp() * (full - own)).sum(-1).numpy().astype(float),
+                "agreement": (full.argmax(-1) == own.argmax(-1)).numpy().astype(float),
+                "nll": -own.gather(-1, answer)[:, 0].numpy().astype(float),
+                "nll_full": -full.gather(-1, answer)[:, 0].numpy().astype(float),
+            }
+            parts[name].append(Scores(**columns))
+    return {name: Scores.joined(own) for name, own in parts.items()}
 
 
 @torch.no_grad()
@@ -162,7 +160,7 @@ def free_answers(
     full = DepthPolicy.full(study.num_hidden_layers)
     written = {"full": full, **policies}
     answers = {name: [_answer(model, study, prompt, one) for prompt in prompts] for name, one in written.items()}
-    judged = {name: replay(model, own, full) for name, own in answers.items()}
+    judged = {name: replay(model, own, {"full": (full, False)})["full"] for name, own in answers.items()}
     return {
         name: to_plain(free_running(answers[name], judged[name], answers["full"], judged["full"])) for name in policies
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from taper.calibration.baselines import RANDOM_SEEDS, closest_policy, mean_depth
@@ -29,6 +29,7 @@ def comparisons(draw) -> tuple[int, float, list[int], list[int], list[float], di
     return layers, depth, lengths, order, influence, methods(layers, depth, lengths, order, influence)
 
 
+@settings(max_examples=25)
 @given(comparisons())
 def test_every_method_has_the_mean_depth_asked_for_within_half_a_layer(comparison):
     layers, depth, lengths, *_, policies = comparison
@@ -40,6 +41,7 @@ def test_every_method_has_the_mean_depth_asked_for_within_half_a_layer(compariso
         assert abs(np.mean(written) - depth) <= 0.5, name
 
 
+@settings(max_examples=25)
 @given(comparisons())
 def test_every_method_is_nested_and_retains_the_layers_it_promises(comparison):
     layers, depth, lengths, order, influence, policies = comparison
@@ -62,6 +64,7 @@ def test_every_method_is_nested_and_retains_the_layers_it_promises(comparison):
     assert sorted(influence[layer] for layer in skipped) == least
 
 
+@settings(max_examples=25)
 @given(st.integers(6, 48), st.data())
 def test_hsd_never_skips_two_neighbours_before_half_of_the_layers_are_gone_and_spreads_the_rest(layers, data):
     policy = methods(layers, layers - 1, [100], range(1, layers), [0.0] * layers)["HSD (our reading)"]

@@ -20,6 +20,7 @@ from ..calibration.measure import Measurements
 from ..calibration.references import builtin_prompts, completions, encode_prompts
 from ..calibration.statistics import by_answer, ratio_estimate
 from ..calibration.store import Store
+from ..checks import whole_number
 from ..errors import RequestError
 from ..llm import LLM
 from ..models import content_hash
@@ -37,7 +38,7 @@ Say = Callable[[str], None]
 
 
 class Study:
-    """A model on which methods are compared.
+    """A model on which methods are compared. Close it to close its files.
 
     Args:
         llm: the model; its `max_batch_size` is the number of outputs at a time.
@@ -47,6 +48,9 @@ class Study:
         max_tokens: most tokens of an output; default the task's own limit.
         num_replayed: outputs of full depth to each task that policies are replayed on.
         say: told what is being done, a line at a time.
+
+    Raises:
+        RequestError: a number is below 1, or the folder cannot be written to.
     """
 
     def __init__(
@@ -61,11 +65,16 @@ class Study:
         say: Say = print,
     ) -> None:
         self.llm, self.order, self.folder, self.say = llm, order, folder, say
-        self.limit, self.max_tokens, self.num_replayed = limit, max_tokens, num_replayed
+        self.limit = None if limit is None else whole_number("limit", limit, 1)
+        self.max_tokens, self.num_replayed = max_tokens, whole_number("num_replayed", num_replayed, 1)
         self.num_hidden_layers = llm.config.num_hidden_layers
         conditions = current_conditions(llm)
         common = {name: getattr(conditions, name) for name in ("backend", "dtype", "taper", "kernels")}
         self._store = Store(folder / "replays.sqlite", {"model": content_hash(llm.path), **common})
+
+    def close(self) -> None:
+        """Close the file of replays."""
+        self._store.close()
 
     def scores(self, references: Sequence[Reference], policies: Mapping[str, DepthPolicy]) -> dict[str, Scores]:
         """Policies by name, replayed on known outputs: steps from 1 on."""
