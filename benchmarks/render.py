@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import render_bench
+import render_claims
 import render_formats
+import render_methods
 import render_quantise
 import render_repack
 from pages import prose, table
@@ -20,7 +22,7 @@ from render_calibration import model_page, quality, shipped
 from taper.models import DEFAULT_MODEL
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
+RESULTS, PAGES = ROOT / "benchmarks" / "results", ROOT / "docs" / "results"
 LARGER: tuple[str, ...] = ()  # besides the default model
 NUMBERS, QUANTISING = (f"<!-- {name}: python benchmarks/render.py -->\n" for name in ("numbers", "quantising"))
 END = "<!-- end of numbers -->\n"
@@ -194,17 +196,18 @@ def rendered() -> dict[Path, str]:
     benches = {name: _read(f"bench-{name}") for name in (DEFAULT_MODEL, *LARGER)}
     readme, reliability = ROOT / "README.md", ROOT / "docs" / "reliability.md"
     text = between_marks(readme.read_text(), summary(result, benches))
-    pages = {
+    written = {
         ROOT / "docs" / "results.md": page(result, benches, calibrated, quantised, formats, repacked),
         readme: between_marks(text, render_quantise.adding_up(quantised), QUANTISING),
         reliability: between_marks(reliability.read_text(), fuzzed(report)),
     }
     for model in LARGER:
-        pages[ROOT / "docs" / "results" / model / "README.md"] = model_page(model, _read(f"calibration-{model}"))
-    return pages
+        written[PAGES / model / "README.md"] = model_page(model, _read(f"calibration-{model}"))
+    return written | render_methods.pages(RESULTS, PAGES) | render_claims.pages(RESULTS, PAGES)
 
 
 if __name__ == "__main__":
     for path, text in rendered().items():
         path.write_text(text)
         print(path.relative_to(ROOT))
+    render_methods.draw_all(RESULTS, PAGES)

@@ -17,7 +17,7 @@ from tiny import make_backend, random_prompt
 import taper
 from taper import LLM, calibrate
 from taper.calibration import search
-from taper.calibration.baselines import baseline_policies
+from taper.calibration.baselines import baseline_policies, random_orders
 from taper.calibration.budget import Budget
 from taper.calibration.conditions import current_conditions
 from taper.calibration.cost import CostModel
@@ -276,17 +276,11 @@ def test_free_running_figures():
 @given(st.integers(6, 40), st.data())
 def test_baselines_have_the_mean_depth_asked_for(layers, data):
     depth = data.draw(st.integers(layers // 2 + 2, layers - 1))
-    policies = baseline_policies(layers, depth, list(range(layers)), 49)
-    assert {name.split(" (")[0].rstrip(" 123") for name in policies} == {
-        "middle first",
-        "early exit",
-        "ShortGPT",
-        "Unified",
-        "random order",
-        "SkipDecode",
-    }
+    policies = baseline_policies(layers, depth, list(range(layers)), [49])
+    decaying = ("SkipDecode", "HSD (our reading)")
+    assert set(policies) == {"early exit", "ShortGPT", "Unified (evenly spread)", *decaying}
     for name, policy in policies.items():
-        assert policy.mean_depth(49) == pytest.approx(depth, abs=0.6 if name == "SkipDecode" else 0), name
+        assert policy.mean_depth(49) == pytest.approx(depth, abs=0.6 if name in decaying else 0), name
     assert policies["ShortGPT"].retained_layers(1) == tuple(range(layers - depth, layers))
     assert policies["early exit"].retained_layers(1) == tuple(range(depth))
     spread = policies["Unified (evenly spread)"].retained_layers(1)
@@ -578,7 +572,8 @@ def test_baselines_are_measured_beside_the_order_found(llm):
     result = calibrate(llm, prompts_of(8), max_kl=50.0, answer_tokens=12, baselines=True)
     frontier = result.summary.frontier
     assert frontier.prompts == "held out"
-    assert set(frontier.kl) == {"measured order", *baseline_policies(6, 5, [0] * 6, 13)}
+    ordered = {"measured order", "middle first (our reading of D3)", *random_orders(6)}
+    assert set(frontier.kl) == ordered | set(baseline_policies(6, 5, [0] * 6, [13]))
     for method, by_depth in frontier.kl.items():
         for depth, (value, low, high) in by_depth.items():
             assert low <= value <= high, (method, depth)

@@ -159,8 +159,12 @@ def check_begun_command(words: list[str]) -> None:
 
 
 def check_script(script: str, *arguments: str) -> None:
-    """A script of benchmarks/ that has these options."""
-    calls = [node for node in ast.walk(ast.parse((ROOT / script).read_text())) if isinstance(node, ast.Call)]
+    """A script of benchmarks/ that has these options, itself or in a module beside it that it imports from."""
+    nodes = list(ast.walk(ast.parse((ROOT / script).read_text())))
+    for name in [node.module for node in nodes if isinstance(node, ast.ImportFrom)]:
+        if (beside := (ROOT / script).with_name(f"{name}.py")).exists():
+            nodes += ast.walk(ast.parse(beside.read_text()))
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
     added = [call for call in calls if getattr(call.func, "attr", "") == "add_argument"]
     known = {call.args[0].value for call in added}
     assert {word for word in arguments if word.startswith("-")} <= known, script

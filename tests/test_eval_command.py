@@ -74,7 +74,7 @@ def test_table_and_records(command, tmp_path):
     assert full.split()[:2] == ["full", "0.0"]
     assert tapered.split()[:2] == ["taper", "power"]
     assert "not enough problems: about" in tapered
-    assert "gsm8k, full depth: 100% of outputs reached the limit of tokens" in text
+    assert "gsm8k: outputs that reached the limit of tokens, which --max-tokens raises: 100% (full), 100% " in text
     header = json.loads((tmp_path / "out.jsonl").read_text().splitlines()[0])
     assert header["settings"]["tasks"] == {"gsm8k": {"version": "3.0", "fewshot": 0}}
     assert header["conditions"][0]["batch_size"] == 16
@@ -133,7 +133,7 @@ def test_more_problems_and_policies_extend_the_records(command, tmp_path):
     assert lines[1 : len(first) + 1] == first
     assert len(lines) == 1 + 4 + 4  # one problem at full depth, three under the other policy
     assert "gsm8k: 3 problems" in text
-    assert "gsm8k: 1 problems" in run(*asked, "--limit", 1)
+    assert "gsm8k: 1 problem," in run(*asked, "--limit", 1)
     assert (tmp_path / "out.jsonl").read_text().splitlines() == lines
 
 
@@ -218,7 +218,14 @@ def test_an_interrupted_evaluation_keeps_its_records_and_the_engine(tiny_llama, 
         evaluate(llm, selection, ["full", TAPERED], progress=interrupt, **options)
     assert llm.engine.num_free_slots == 3
     again = []
-    evaluate(llm, selection, ["full", TAPERED], progress=lambda *told: again.append(told), **options)
+
+    def another(*told):
+        again.append(told)
+        if len(again) == 4:  # while this one is writing
+            with pytest.raises(RequestError, match="another evaluation is writing"):
+                evaluate(llm, selection, ["full", TAPERED], **options)
+
+    evaluate(llm, selection, ["full", TAPERED], progress=another, **options)
     assert [was_there for _, _, was_there in again] == [True] * 3 + [False] * 9
     assert {total for _, total, _ in again} == {12}
 

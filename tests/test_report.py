@@ -51,7 +51,13 @@ def frontier(layers: int, baselines: bool) -> Frontier:
     speedup = {depth: round(layers / (depth + 0.3), 4) for depth in depths}
     if not baselines:
         return Frontier("search", speedup, {"measured order": losses})
-    methods = ["measured order", *OTHERS, *(f"random order {i + 1}" for i in range(RANDOM_SEEDS)), "SkipDecode"]
+    methods = [
+        "measured order",
+        *OTHERS,
+        *(f"random order {i + 1}" for i in range(RANDOM_SEEDS)),
+        "SkipDecode",
+        "HSD (our reading)",
+    ]
     kl = {name: {depth: around(kl * (1.5**i)) for depth, kl in losses.items()} for i, name in enumerate(methods)}
     return Frontier("held out", speedup, kl, agreement={}, kl_above_measured_order={})
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import jinja2
 import numpy as np
+from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
@@ -41,7 +42,7 @@ _Losses = Mapping[str, Mapping[int, float | Estimate]]  # method -> depth -> KL,
 def write_report(folder: Path, summary: Summary) -> None:
     """Write index.html and its pictures, each file whole or not at all, making the folder."""
     drawn = (_frontier, _speed, _loss_by_step, _depth_by_step, _importance)
-    pictures = {function.__name__[1:]: _png(function(summary)) for function in drawn}
+    pictures = {function.__name__[1:]: png(function(summary)) for function in drawn}
     page = _page(summary, pictures)
     for name, picture in pictures.items():
         write_whole(folder / f"{name}.png", picture)
@@ -52,20 +53,27 @@ def write_report(folder: Path, summary: Summary) -> None:
 
 
 def _page(summary: Summary, pictures: dict[str, bytes]) -> str:
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    environment.filters["interval"] = interval
-    source = resources.files(__package__).joinpath("report.html").read_text(encoding="utf-8")
-    return environment.from_string(source).render(
-        vars(summary),
+    return render(
+        resources.files(__package__).joinpath("report.html").read_text(encoding="utf-8"),
+        pictures,
+        **vars(summary),
         verdict=summary.verdict,
         verdict_text=verdict(summary),
         remarks=remarks(summary),
         limits=limits(summary),
-        pictures={name: base64.b64encode(picture).decode() for name, picture in pictures.items()},
         smoothed=SMOOTHED,
         min_steps=MIN_STEPS,
         measured_order=MEASURED_ORDER,
     )
+
+
+def render(template: str, pictures: Mapping[str, bytes], **names: Any) -> str:
+    """A page from its template, in the style of all reports, with its pictures in it."""
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    environment.filters["interval"] = interval
+    style = resources.files(__package__).joinpath("report.css").read_text(encoding="utf-8")
+    encoded = {name: base64.b64encode(picture).decode() for name, picture in pictures.items()}
+    return environment.from_string(template).render(names, pictures=encoded, style=Markup(style))
 
 
 # The pictures
@@ -109,7 +117,7 @@ def _loss_by_step(summary: Summary) -> Figure:
     for axes, values in ((above, np.array(by_step.kl)[1:]), (below, 100 * np.array(by_step.agreement)[1:])):
         axes.plot(steps, values, color=_GREY, linewidth=0.7)
         axes.plot(steps, _running_mean(values, answers), color=_BLUE, linewidth=2)
-        _plain(axes)
+        plain(axes)
     title = f"What the policy costs along the answer (thick: mean over {SMOOTHED} steps)"
     above.set_title(title, loc="left", fontsize=11)
     above.set(ylabel="mean KL per token, nats", ylim=(0, None))
@@ -208,17 +216,19 @@ def _figure(title: str) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     axes.set_title(title, loc="left", fontsize=11)
-    _plain(axes)
+    plain(axes)
     return figure, axes
 
 
-def _plain(axes: Axes) -> None:
+def plain(axes: Axes) -> None:
+    """The look of all pictures: a light grid, and no frame above and to the right."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color="#E4E4E4", linewidth=0.6)
     axes.set_axisbelow(True)
 
 
-def _png(figure: Figure) -> bytes:
+def png(figure: Figure) -> bytes:
+    """A picture as the bytes of a file."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=_DPI, backend="agg", facecolor="white")
     return buffer.getvalue()

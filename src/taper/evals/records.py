@@ -5,6 +5,7 @@ Records are written as they come, so an evaluation that was killed goes on from 
 
 from __future__ import annotations
 
+import fcntl
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -59,7 +60,8 @@ class RecordFile:
     policies; its settings stay, and so does the policy of a label. A last line that is not whole is dropped.
 
     Raises:
-        RequestError: the file cannot be read, is damaged, or belongs to an evaluation with other settings.
+        RequestError: the file cannot be read, is damaged, belongs to an evaluation with other settings, or another
+            process is writing it.
     """
 
     def __init__(
@@ -106,8 +108,10 @@ class RecordFile:
             return
         try:
             if self._file is None:
+                _check_free(self._path)
                 write_whole(self._path, "".join(f"{line}\n" for line in self._lines).encode())
                 self._file = self._path.open("ab", buffering=0)
+                fcntl.flock(self._file, fcntl.LOCK_EX)
             rest = f"{json.dumps(asdict(record))}\n".encode()
             while rest:  # a disk that fills up may take a part
                 rest = rest[self._file.write(rest) :]
@@ -137,9 +141,21 @@ def _read(path: Path) -> list[str]:
     if not path.exists():
         return []
     text = read_text(path, _MAX_BYTES, RequestError)
+    _check_free(path)
     if text and "\n" not in text:
         raise _not_ours(path)
     return text.split("\n")[:-1]  # what follows the last newline was not written to its end
+
+
+def _check_free(path: Path) -> None:
+    """Reject a file that another process is writing."""
+    if path.exists():
+        try:
+            with path.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            hint = "wait for it, or give another file with --out"
+            raise RequestError(f"another evaluation is writing {path}", hint) from None
 
 
 def _header(path: Path, line: str) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def evaluate(
         "max_tokens": max_tokens,
         "seed": seed,
     }
-    evaluator = _Evaluator(llm, by_label, chat, max_tokens, seed)
+    evaluator = _Evaluator(llm, chat, max_tokens, seed)
     problems = [(task, problem) for task in selection.tasks for problem in evaluator.problems(task, limit, indices)]
     records = RecordFile(out, settings, {label: numbers(policy) for label, policy in by_label.items()}, conditions)
     total = len(problems) * len(by_label)
@@ -114,7 +114,7 @@ def prompt_ids(
     llm: LLM, task: EvalTask, indices: Collection[int], chat: bool = False, max_tokens: int | None = None
 ) -> dict[int, tuple[int, ...]]:
     """The token ids of the prompts of some problems of a task, as `evaluate` asks them."""
-    evaluator = _Evaluator(llm, {"full": DepthPolicy.full(llm.config.num_hidden_layers)}, chat, max_tokens, 0)
+    evaluator = _Evaluator(llm, chat, max_tokens, seed=0)
     return {problem.index: evaluator.prompt_ids(problem) for problem in evaluator.problems(task, None, indices)}
 
 
@@ -132,17 +132,10 @@ class _Job:
 class _Evaluator:
     """The model as the harness sees it, and how it is asked."""
 
-    def __init__(
-        self,
-        llm: LLM,
-        policies: Mapping[str, DepthPolicy],
-        chat: bool,
-        max_tokens: int | None,
-        seed: int,
-    ) -> None:
+    def __init__(self, llm: LLM, chat: bool, max_tokens: int | None, seed: int) -> None:
         from .harness import TaperLM  # the harness takes seconds to import
 
-        self._lm = TaperLM(llm, next(iter(policies.values())))
+        self._lm = TaperLM(llm, mode="full")  # each request brings its own policy
         self._chat, self._seed = chat, seed
         self._options = {} if max_tokens is None else {"max_gen_toks": max_tokens}
 

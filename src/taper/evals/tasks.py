@@ -11,6 +11,7 @@ import hashlib
 import io
 import json
 import logging
+import math
 import re
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -269,9 +270,9 @@ def _set_fewshot(task: Task, fewshot: int | None) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it."""
+    """A value as JSON has it; None for what is not a number."""
     if isinstance(value, Real):
-        return float(value)
+        return float(value) if math.isfinite(value) else None
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value if value is None or isinstance(value, str) else str(value)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from ..calibration.wording import interval
 from .summary import Score, Summary, TaskSummary
 
@@ -22,7 +20,8 @@ def as_text(summary: Summary) -> str:
 def _table(result: TaskSummary, summary: Summary) -> list[str]:
     """A task's title and table."""
     settings = summary.settings["tasks"][result.tasks[0]]
-    facts = [f"{result.problems} problems", f"{settings['fewshot']}-shot{' chat' if summary.settings['chat'] else ''}"]
+    problems = "1 problem" if result.problems == 1 else f"{result.problems} problems"
+    facts = [problems, f"{settings['fewshot']}-shot{' chat' if summary.settings['chat'] else ''}"]
     if len(result.tasks) > 1:
         facts.insert(0, f"{len(result.tasks)} tasks together")
     else:
@@ -51,20 +50,14 @@ def _remarks(summary: Summary) -> list[str]:
     """What a reader should know."""
     remarks = ["Intervals are 95 %; the verdict is a one-sided test at the 5 % level."]
     for result in summary.results:
-        for score in result.scores:
-            if score.cut_off > _MANY and len(result.tasks) == 1:
-                label = "full depth" if score.mode == "full" else score.policy
-                remarks.append(
-                    f"{result.name}, {label}: {score.cut_off:.0%} of outputs reached the limit of tokens; "
-                    "--max-tokens raises it."
-                )
+        if len(result.tasks) == 1 and any(score.cut_off > _MANY for score in result.scores):
+            shares = ", ".join(f"{score.cut_off:.0%} ({score.policy})" for score in result.scores)
+            remarks.append(
+                f"{result.name}: outputs that reached the limit of tokens, which --max-tokens raises: {shares}."
+            )
     if summary.missing:
-        remarks.append(f"Not run, as the data folder has no data for them: {_listed(summary.missing)}.")
+        remarks.append(f"Not run, as the data folder has no data for them: {', '.join(summary.missing)}.")
     if summary.num_truncated:
         cut = f"{summary.num_truncated} prompts did" if summary.num_truncated > 1 else "1 prompt did"
         remarks.append(f"{cut} not fit with the output and lost the beginning; --context raises the limit.")
     return remarks
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names)

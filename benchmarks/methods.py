@@ -1,0 +1,123 @@
+"""Every published rule of skipping layers on one engine, at one mean depth: accuracy on tasks, KL, agreement, speed.
+
+    python benchmarks/methods.py --data-dir DATA --folder FOLDER quality speed
+
+Policies are tuned to the same mean depth over the outputs of full depth. `quality` needs no idle machine; `speed` does,
+and measures only tasks that have their quality. Outputs and replays are kept in FOLDER and never computed twice, so a
+run can be interrupted, and a later one can ask for more problems, methods or tasks. Results hold figures alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+from decode import write
+from task_options import (
+    add_options,
+    conditions,
+    listed,
+    losses,
+    mean_depth_of,
+    open_results,
+    open_study,
+    open_task,
+    run,
+    say,
+)
+
+from taper import DepthPolicy
+from taper.bench.measure import alternate, measure
+from taper.calibration.baselines import mean_depth
+from taper.calibration.measure import numbers
+from taper.calibration.summary import to_plain
+from taper.engine import Engine
+from taper.evals import summarise
+from taper.evals.comparison import TaskStudy
+from taper.evals.methods import FULL, chosen
+from taper.schedule import Schedule
+
+ROUNDS = 3
+Json = dict[str, Any]
+
+
+def quality(task: TaskStudy, policies: Mapping[str, DepthPolicy]) -> Json:
+    """Methods by name on the problems of a task; full depth is the first of them."""
+    evaluation = task.evaluate(list(policies.values()))
+    (result,) = summarise(evaluation).results
+    replayed = task.study.scores(task.references, {n: policy for n, policy in policies.items() if n != FULL})
+    outputs = [record.answers[0].token_ids for record in task.records]
+    rows = {}
+    for (name, policy), score in zip(policies.items(), result.scores, strict=True):
+        row: Json = {"numbers": numbers(policy), "tuned_mean_depth": mean_depth(policy, task.lengths)}
+        row |= to_plain(score)
+        if name in replayed:
+            row |= losses(replayed[name])
+        rows[name] = row
+    return {
+        "settings": evaluation.settings["tasks"][task.task.name] | {"chat": task.chat},
+        "problems": result.problems,
+        "figure": result.figure,
+        "output_tokens": round(statistics.median(map(len, outputs))),
+        "prompt_tokens": round(statistics.median(map(len, task.prompts.values()))),
+        "replayed_outputs": len(task.references),
+        "replayed_steps": sum(len(reference.answer_ids) - 1 for reference in task.references),
+        "methods": rows,
+    }
+
+
+def speed(engine: Engine, cell: Mapping[str, Any]) -> dict[str, Json]:
+    """Milliseconds a token of every method, and speed against full depth, at a task's median prompt and output."""
+    policies = {name: restored(row["numbers"]) for name, row in cell["methods"].items()}
+    lengths = {"prompt_tokens": cell["prompt_tokens"], "max_tokens": max(2, cell["output_tokens"])}
+    runs = {name: partial(measure, engine, policy, **lengths) for name, policy in policies.items()}
+    results = alternate(runs, ROUNDS)
+    speeds = {}
+    for name, rounds in results.items():
+        ratios = [full.tpot_s / own.tpot_s for full, own in zip(results[FULL], rounds, strict=True)]
+        speeds[name] = {
+            "tpot_ms": round(1e3 * statistics.median(one.tpot_s for one in rounds), 3),
+            "speedup": [round(value, 4) for value in (statistics.median(ratios), min(ratios), max(ratios))],
+            "mean_depth": round(policies[name].mean_depth(lengths["max_tokens"]), 3),
+        }
+    return speeds
+
+
+def restored(policy: Mapping[str, Any]) -> DepthPolicy:
+    """A policy from its numbers."""
+    schedule = {name: value for name, value in policy.items() if name != "skip_order"}
+    return DepthPolicy(Schedule(**schedule), tuple(policy["skip_order"]))
+
+
+def main(arguments: Iterable[str] | None) -> None:
+    """Measure what is asked for; the file of results is written after each task."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="+", choices=["quality", "speed"])
+    parser.add_argument("--methods", default="", help='words of their names, such as "measured,ShortGPT"; default all')
+    add_options(parser)
+    options = parser.parse_args(arguments)
+    study = open_study(options)
+    path, result = open_results(options, "methods", study.llm)
+    depth, tasks = mean_depth_of(options, study.num_hidden_layers), result.setdefault("tasks", {})
+    about = conditions(study.llm, options)
+    for name in listed(options.tasks):
+        cells, key = tasks.setdefault(name, {}), f"{depth:.6g}"
+        before = cells.get(key, {})
+        if "quality" in options.parts:
+            say(f"{name} at depth {key} ...")
+            task = open_task(study, name, options)
+            every = task.methods(depth)
+            wanted = {*chosen(every, listed(options.methods)), *before.get("methods", {})}
+            figures = quality(task, {one: policy for one, policy in every.items() if one in wanted})
+            cells[key] = figures | {"conditions": about} | {k: before[k] for k in ("speed",) if k in before}
+        if "speed" in options.parts and key in cells:
+            say(f"{name} at depth {key}: speed ...")
+            cells[key]["speed"] = {"rows": speed(study.llm.engine, cells[key]), "conditions": about}
+        write(path, to_plain(result))
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,252 @@
+"""docs/results/methods.md and its pictures, from benchmarks/results/methods-*.json; `render.py` writes them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from pages import prose, table
+
+from taper.calibration.statistics import Estimate
+from taper.calibration.wording import interval
+from taper.evals.methods import FULL
+from taper.evals.statistics import bootstrap_difference, mcnemar, wilson
+
+Json = dict[str, Any]
+GSM8K, BBH = "gsm8k", "bbh"
+# A mark and a colour for each method; random orders share theirs. Okabe and Ito's colours.
+_MARKS = "osD^vP*X<>"
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#AA4499", "#E69F00", "#56B4E9", "#8A6D00", "#333333")
+
+
+def pages(results: Path, docs: Path) -> dict[Path, str]:
+    """The page, if there are results of a model."""
+    models = {path: json.loads(path.read_text()) for path in sorted(results.glob("methods-*.json"))}
+    if not models:
+        return {}
+    lines = [
+        "# Methods compared",
+        "",
+        prose(
+            """
+            This page is written by `python benchmarks/render.py` from `benchmarks/results/methods-*.json`. It compares
+            every published rule of skipping layers that Taper knows on one engine, at one mean depth: full depth, D3
+            in the measured order, D3 with the middle first, SkipDecode, early exit, ShortGPT, Unified Layer Skipping,
+            HSD and random orders.
+            """
+        ),
+        "",
+        prose(
+            """
+            Each method was tuned to the same mean depth over the outputs of full depth to the first problems of the
+            task. Methods of constant depth run the nearest whole number of layers. A method's own outputs are longer or
+            shorter than those of full depth, so over these the mean depth differs; both are shown. The measured order
+            is that of a policy that was calibrated on general prompts, and block influence (ShortGPT) comes from such
+            prompts too: no method saw a problem of these tasks.
+            """
+        ),
+        "",
+        prose(
+            """
+            *Solved* and *difference* are about the outputs that each method wrote itself, to the same problems, scored
+            by lm-evaluation-harness; brackets hold 95 % intervals, and McNemar's test is exact and two-sided. *KL* and
+            *same likeliest token* come from replaying outputs of full depth, over all steps after the first. *Speed*
+            is time per token at full depth over that of the method, for one output at a time of the task's median
+            length, with the slowest and the fastest of the rounds, in which all methods took turns. Tasks whose name
+            says `fewshot` show three worked examples first. All others are asked in a chat, without examples.
+            """
+        ),
+        "",
+    ]
+    for path, result in models.items():
+        lines += _model(result, docs / path.with_suffix(".png").name)
+    return {docs / "methods.md": "\n".join(lines)}
+
+
+def draw_all(results: Path, docs: Path) -> list[Path]:
+    """Draw the picture of each model; returns their files."""
+    files = []
+    for path in sorted(results.glob("methods-*.json")):
+        files.append(docs / path.with_suffix(".png").name)
+        files[-1].parent.mkdir(parents=True, exist_ok=True)
+        _picture(json.loads(path.read_text())).savefig(files[-1], dpi=160)
+    return files
+
+
+def _model(result: Json, picture: Path) -> list[str]:
+    """The section of a model."""
+    model, depths = result["model"], _by_depth(result)
+    lines = [f"## {model['name']}", ""]
+    lines += [f"![Accuracy and KL against mean depth, with a mark for each method]({picture.name})", ""]
+    for depth, cells in depths.items():
+        lines += [f"### Mean depth {depth} of {model['num_hidden_layers']}", ""]
+        lines += ["Made by", "", *(f"    {command}" for command in _commands(model["name"], depth, cells)), ""]
+        lines += [_conditions(cells), ""]
+        for title, tasks in _groups(cells).items():
+            lines += [f"#### {title}", "", *_accuracies([cells[task] for task in tasks]), ""]
+            if len(tasks) == 1:
+                lines += [*_losses(cells[tasks[0]]), ""]
+        several = [task for task in cells if task.startswith(BBH)]
+        if len(several) > 1:
+            titles = [task.removeprefix("bbh_cot_").replace("_", " ") for task in several]
+            for what, cell in (("Solved, %", _solved), ("Mean KL, nats", _kl)):
+                rows = [
+                    (name, *(cell(cells[task]["methods"][name]) for task in several))
+                    for name in cells[several[0]]["methods"]
+                ]
+                lines += [f"{what}, task by task:", "", *table(("method", *titles), rows), ""]
+    return lines
+
+
+def _by_depth(result: Json) -> dict[str, dict[str, Json]]:
+    """The tasks measured at each depth."""
+    depths = sorted({depth for cells in result["tasks"].values() for depth in cells}, key=float, reverse=True)
+    return {
+        depth: {task: cells[depth] for task, cells in result["tasks"].items() if depth in cells} for depth in depths
+    }
+
+
+def _groups(cells: Mapping[str, Json]) -> dict[str, list[str]]:
+    """GSM8K, and all tasks of BBH together."""
+    bbh = [task for task in cells if task.startswith(BBH)]
+    groups = {"GSM8K": [GSM8K]} if GSM8K in cells else {}
+    if bbh:
+        groups[f"BBH, {len(bbh)} tasks together" if len(bbh) > 1 else bbh[0]] = bbh
+    return groups
+
+
+def _accuracies(cells: Sequence[Json]) -> list[str]:
+    """What each method solved of some tasks together, beside full depth."""
+    rows = []
+    for name in cells[0]["methods"]:
+        solved, difference, p_value = pooled(cells, name)
+        compared = ("", "") if difference is None else (interval(difference, 100, digits=1), f"{p_value:.2g}")
+        own = [cell["methods"][name] for cell in cells]
+        tokens, cut = (sum(row[key] for row in own) / len(own) for key in ("tokens", "cut_off"))
+        rows.append((name, interval(solved, 100, digits=1), *compared, f"{tokens:.0f}", f"{100 * cut:.0f}"))
+    problems = sum(cell["problems"] for cell in cells)
+    columns = (f"method, {problems} problems", "solved, %", "difference, points", "McNemar p")
+    return table((*columns, "tokens of an output", "cut off at the limit, %"), rows)
+
+
+def pooled(cells: Sequence[Json], name: str) -> tuple[Estimate, Estimate | None, float]:
+    """Accuracy of a method on some tasks together, its difference to full depth, and McNemar's p-value."""
+    rows, problems = [cell["methods"][name] for cell in cells], sum(cell["problems"] for cell in cells)
+    right = sum(
+        round(row["accuracy"][0] * cell["problems"]) for row, cell in zip(rows, cells, strict=True) if row["accuracy"]
+    )
+    solved = wilson(right, problems)
+    if name == FULL:
+        return solved, None, 1.0
+    only = [sum(row["against_full"][key] for row in rows) for key in ("only_full", "only_tapered")]
+    return solved, bootstrap_difference(problems, *only), mcnemar(*only)
+
+
+def _losses(cell: Json) -> list[str]:
+    """Depths, what replay says, and speed if it was measured."""
+    speeds, rows = cell.get("speed", {}).get("rows", {}), []
+    for name, row in cell["methods"].items():
+        figures = [f"{row['tuned_mean_depth']:.2f}", f"{row['mean_depth']:.2f}", "", ""]
+        if name != FULL:
+            figures[2:] = [interval(Estimate(*row["kl"])), interval(Estimate(*row["agreement"]), 100, digits=1)]
+        if speeds:
+            measured = speeds.get(name, {}).get("speedup")
+            figures.append(interval(Estimate(*measured), 1, "x", digits=2) if measured else "")
+        rows.append((name, *figures))
+    columns = ["method", "mean depth as tuned", "mean depth, its own outputs"]
+    columns += ["KL, nats", "same likeliest token, %", *(["speed"] if speeds else [])]
+    return table(columns, rows)
+
+
+def _solved(row: Json) -> str:
+    return f"{100 * row['accuracy'][0]:.0f}" if row["accuracy"] else "–"
+
+
+def _kl(row: Json) -> str:
+    return f"{row['kl'][0]:.2f}" if "kl" in row else ""
+
+
+def command(script: str, model: str, about: Json, tasks: Sequence[str], depth: str | None, parts: str) -> str:
+    """The line that measures something again, under its conditions."""
+    options = {"model": model, "policy": about.get("policy"), "data-dir": "DATA", "folder": "FOLDER", "depth": depth}
+    options |= {name: about[name.replace("-", "_")] for name in ("limit", "replayed", "max-tokens")}
+    options["tasks"] = ",".join(tasks)
+    given = " ".join(f"--{name} {value}" for name, value in options.items() if value)
+    return f"python benchmarks/{script} {given} {parts}"
+
+
+def _commands(model: str, depth: str, cells: Mapping[str, Json]) -> list[str]:
+    """The commands that measure a table again: one for tasks of the same limits."""
+    groups: dict[tuple[int, int, bool], list[str]] = {}
+    for task, cell in cells.items():
+        limits = (cell["conditions"]["limit"], cell["conditions"]["max_tokens"], "speed" in cell)
+        groups.setdefault(limits, []).append(task)
+    return [
+        command("methods.py", model, cells[tasks[0]]["conditions"], tasks, depth, "quality" + " speed" * timed)
+        for (*_, timed), tasks in groups.items()
+    ]
+
+
+def _conditions(cells: Mapping[str, Json]) -> str:
+    """When, where and with what it was measured."""
+    c = next(iter(cells.values()))["conditions"]
+    dates = sorted({cell["conditions"]["date"] for cell in cells.values()})
+    outputs, steps = (sum(cell[key] for cell in cells.values()) for key in ("replayed_outputs", "replayed_steps"))
+    return prose(
+        f"""
+        on {" and ".join(dates)}, on an {c["machine"]}, with {c["threads"]} threads, Taper {c["taper"]} (commit
+        {c["commit"]}), {c["kernels"]} and Python {c["python"]}. Replay covers {steps:,} steps of {outputs} outputs.
+        """
+    )
+
+
+def _picture(result: Json) -> Figure:
+    """Accuracy above, KL below; GSM8K on the left, BBH on the right."""
+    depths = _by_depth(result)
+    titles = list(dict.fromkeys(title for cells in depths.values() for title in _groups(cells)))
+    figure = Figure(figsize=(5 * len(titles) + 1, 7), layout="constrained")
+    grid = figure.subplots(2, len(titles), squeeze=False)
+    for column, title in enumerate(titles):
+        for cells in depths.values():
+            tasks = _groups(cells).get(title, [])
+            if tasks:
+                _draw(grid[0][column], grid[1][column], [cells[task] for task in tasks])
+        grid[0][column].set_title(title, loc="left", fontsize=11)
+        grid[0][column].set_ylabel("solved, %")
+        grid[1][column].set(ylabel="mean KL, nats", yscale="log")
+        grid[1][column].set_xlabel(f"mean depth over its own outputs, of {result['model']['num_hidden_layers']}")
+    handles = {h.get_label(): h for axes in grid[0] for h in axes.get_legend_handles_labels()[0]}
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    return figure
+
+
+def _draw(above: Axes, below: Axes, cells: Sequence[Json]) -> None:
+    """The marks of some tasks together."""
+    for index, name in enumerate(cells[0]["methods"]):
+        rows = [cell["methods"][name] for cell in cells]
+        random = "random order" in name
+        label = "D3, random orders" if random else name
+        style: Json = {"fmt": "." if random else _MARKS[index % len(_MARKS)], "elinewidth": 1, "capsize": 2}
+        style |= {"color": "#B0B0B0" if random else _COLOURS[index % len(_COLOURS)], "label": label}
+        depth = sum(row["mean_depth"] for row in rows) / len(rows)
+        values = [Estimate(*(100 * x for x in pooled(cells, name)[0]))]
+        if "kl" in rows[0]:
+            values.append(mean_of([Estimate(*row["kl"]) for row in rows]))
+        for axes, (value, low, high) in zip((above, below), values, strict=False):
+            axes.errorbar(depth, value, [[max(0.0, value - low)], [max(0.0, high - value)]], **style)
+            axes.grid(color="#E4E4E4", linewidth=0.6)
+
+
+def mean_of(estimates: Sequence[Estimate]) -> Estimate:
+    """The mean of figures of different tasks; its interval from theirs, which are independent."""
+    value = sum(one.value for one in estimates) / len(estimates)
+    below, above = (math.sqrt(sum((one[end] - one.value) ** 2 for one in estimates)) / len(estimates) for end in (1, 2))
+    return Estimate(value, value - below, value + above)

@@ -1,0 +1,127 @@
+"""The compared methods: mean depth as asked for, nested layers, and the layers that each method keeps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from taper.calibration.baselines import RANDOM_SEEDS, closest_policy, mean_depth
+from taper.errors import PolicyError, RequestError
+from taper.evals.methods import FULL, chosen, methods
+from taper.policy import DepthPolicy
+
+MEASURED, MIDDLE_FIRST = "D3, measured order", "D3, middle first (our reading)"
+RANDOM = [f"D3, random order {i + 1}" for i in range(RANDOM_SEEDS)]
+CONSTANT = ["early exit", "ShortGPT", "Unified (evenly spread)"]
+FIRST_AND_LAST = [MIDDLE_FIRST, *RANDOM, "SkipDecode", "HSD (our reading)", "Unified (evenly spread)"]
+LENGTHS = st.lists(st.integers(1, 150), min_size=1, max_size=12).filter(lambda lengths: max(lengths) >= 30)
+
+
+@st.composite
+def comparisons(draw) -> tuple[int, float, list[int], list[int], list[float], dict[str, DepthPolicy]]:
+    layers = draw(st.integers(6, 48))
+    depth = draw(st.floats(layers / 2, layers - 1))
+    order = draw(st.permutations(range(1, layers)))
+    influence = draw(st.lists(st.floats(0, 1), min_size=layers, max_size=layers))
+    lengths = draw(LENGTHS)
+    return layers, depth, lengths, order, influence, methods(layers, depth, lengths, order, influence)
+
+
+@settings(max_examples=25)
+@given(comparisons())
+def test_every_method_has_the_mean_depth_asked_for_within_half_a_layer(comparison):
+    layers, depth, lengths, *_, policies = comparison
+    assert set(policies) == {FULL, MEASURED, *FIRST_AND_LAST, *CONSTANT}
+    assert policies.pop(FULL) == DepthPolicy.full(layers)
+    for name, policy in policies.items():
+        written = [policy.depth(step) for length in lengths for step in range(1, length)]
+        assert mean_depth(policy, lengths) == pytest.approx(np.mean(written))
+        assert abs(np.mean(written) - depth) <= 0.5, name
+
+
+@settings(max_examples=25)
+@given(comparisons())
+def test_every_method_is_nested_and_retains_the_layers_it_promises(comparison):
+    layers, depth, lengths, order, influence, policies = comparison
+    for name, policy in policies.items():
+        before = set(range(layers))
+        for step in range(1, max(lengths)):
+            now = set(policy.retained_layers(step))
+            assert now <= before, name
+            before = now
+        assert 0 in before or name == "ShortGPT"
+        assert layers - 1 in before or name in ("ShortGPT", "early exit", MEASURED)
+    whole = round(depth)
+    assert [policies[name].depth(step) for name in CONSTANT for step in (1, 149)] == [whole] * 6
+    assert policies["early exit"].retained_layers(1) == tuple(range(whole))
+    assert policies[MEASURED].retained_layers(149) == tuple(
+        sorted({0, *order[layers - policies[MEASURED].depth(149) :]})
+    )
+    least = sorted(influence)[: layers - whole]
+    skipped = set(range(layers)) - set(policies["ShortGPT"].retained_layers(1))
+    assert sorted(influence[layer] for layer in skipped) == least
+
+
+@settings(max_examples=25)
+@given(st.integers(6, 48), st.data())
+def test_hsd_never_skips_two_neighbours_before_half_of_the_layers_are_gone_and_spreads_the_rest(layers, data):
+    policy = methods(layers, layers - 1, [100], range(1, layers), [0.0] * layers)["HSD (our reading)"]
+    retained = policy.retained_at(data.draw(st.integers(3, layers)))
+    gaps = np.diff(retained)
+    # Levels are powers of two, and the last layer may come before the next of its level.
+    level = 2 ** int(np.ceil(np.log2(gaps.max())))
+    assert set(range(0, layers, level)) <= set(retained)
+    assert not level > 2 or set(retained) - {layers - 1} <= set(range(0, layers, level // 2))
+
+
+def test_d3_policies_differ_in_their_order_alone():
+    policies = methods(30, 26.5, [64, 128, 200], list(range(2, 28)), [0.0] * 30)
+    assert len({policies[name].schedule.alpha for name in (MEASURED, MIDDLE_FIRST, *RANDOM)}) == 1
+    assert len({policies[name].skip_order for name in (MEASURED, MIDDLE_FIRST, *RANDOM)}) == 2 + RANDOM_SEEDS
+    assert mean_depth(policies[MEASURED], [64, 128, 200]) == pytest.approx(26.5, abs=0.05)
+
+
+def test_closest_policy_is_the_best_of_all():
+    lengths = [5, 40, 41]
+    for depth in (8.2, 9.0, 10.7):
+        policies = [DepthPolicy.skipdecode(12, 6, span) for span in range(1, 200)]
+        best = min(abs(mean_depth(policy, lengths) - depth) for policy in policies)
+        found = closest_policy(lambda span: DepthPolicy.skipdecode(12, 6, span), 199, depth, lengths)
+        assert abs(mean_depth(found, lengths) - depth) == best
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"depth": 1.5}, "depth is 1.5"),
+        ({"depth": 11.5}, r"depth is 11\.5; it must be a number in \[2, 11\]"),
+        ({"lengths": []}, "no answer has two tokens"),
+        ({"lengths": [1, 1]}, "no answer has two tokens"),
+        ({"lengths": [0, 20]}, "a length is 0"),
+        ({"influence": [0.0] * 11}, "influence has 11 numbers"),
+        (
+            {"measured_order": [3, 4]},
+            "measured order cannot have mean depth 8 over these answers; 10.00 is the closest",
+        ),
+        (
+            {"depth": 6.4, "lengths": [2]},
+            r"SkipDecode cannot have mean depth 6\.4 over these answers; 7\.00 is the closest",
+        ),
+    ],
+)
+def test_what_cannot_be_compared_is_rejected(arguments, message):
+    given_arguments = {"depth": 8, "lengths": [30, 60], "measured_order": range(1, 9), "influence": [0.0] * 12}
+    with pytest.raises(RequestError, match=message):
+        methods(12, **(given_arguments | arguments))
+    with pytest.raises(PolicyError, match="twice"):
+        methods(12, **(given_arguments | {"measured_order": [3, 3, 4, 5]}))
+
+
+def test_methods_are_chosen_by_words_of_their_names():
+    policies = methods(12, 10, [40, 60], range(1, 11), [0.0] * 12)
+    assert chosen(policies, []) == list(policies)
+    assert chosen(policies, ["shortgpt", "random order 2", "Measured"]) == [FULL, MEASURED, RANDOM[1], "ShortGPT"]
+    with pytest.raises(RequestError, match="there is no method 'layerdrop'"):
+        chosen(policies, ["measured", "layerdrop"])

@@ -1,0 +1,217 @@
+"""The benchmarks of methods and claims run end to end on a tiny model, and verdicts and pages follow their figures."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from itertools import pairwise
+
+import claim_tables
+import claims
+import methods
+import numpy as np
+import pytest
+import render_claims
+import render_methods
+import task_options
+import torch
+import unnested
+from eval_data import write_data
+from render import prose, table
+from tiny import TinyModel, random_prompt, twin
+
+from taper import LLM, DepthPolicy
+from taper.evals import comparison
+from taper.evals.methods import FULL
+from taper.evals.records import RecordFile
+from taper.replay import Reference, Replay
+
+TASKS = "gsm8k,bbh_cot_zeroshot_boolean_expressions,bbh_cot_zeroshot_word_sorting"
+ORDER = (4, 1, 2, 3)
+POLICY = DepthPolicy.d3(6, 0.95, skip_order=ORDER)
+
+
+@pytest.fixture(scope="module")
+def arguments(tiny_llama, tmp_path_factory) -> list[str]:
+    """A tiny model, made-up problems and short outputs."""
+    folder = tmp_path_factory.mktemp("benchmark")
+    (folder / "policy.json").write_text(POLICY.to_json())
+    write_data(folder / "data")
+    options = {"model": tiny_llama.folder, "policy": folder / "policy.json", "data-dir": folder / "data"}
+    options |= {"folder": folder / "work", "limit": 2, "max-tokens": 24, "context": 1024, "threads": 1, "depth": 5}
+    return [f"--{name}={value}" for name, value in options.items()]
+
+
+@pytest.fixture(scope="module")
+def results(arguments, tmp_path_factory):
+    """The files of results of every part."""
+    folder = tmp_path_factory.mktemp("results")
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name, value in [
+            (methods, "ROUNDS", 1),
+            (claims, "ROUNDS", 1),
+            (claims, "LENGTHS", (8, 40)),
+            (claims, "HALVED", 4),
+            (unnested, "FREE", 2),
+            (unnested, "FREE_TOKENS", 8),
+            (comparison, "INFLUENCE_TOKENS", 4),
+            (comparison, "INFLUENCE_PROMPTS", 8),
+        ]:
+            patch.setattr(module, name, value)
+        out = f"--out={folder / 'methods-tiny.json'}"
+        methods.main([*arguments, f"--tasks={TASKS}", out, "quality"])
+        methods.main([*arguments, "--tasks=gsm8k", out, "speed"])
+        claims.main([*arguments, f"--tasks={TASKS}", f"--out={folder / 'claims-tiny.json'}", *claims.PARTS])
+    return folder
+
+
+def test_methods_are_measured_on_every_task(results):
+    result = json.loads((results / "methods-tiny.json").read_text())
+    assert set(result["tasks"]) == set(TASKS.split(","))
+    assert set(result["tasks"]["gsm8k"]["5"]["speed"]["rows"]) == set(result["tasks"]["gsm8k"]["5"]["methods"])
+    for cells in result["tasks"].values():
+        cell = cells["5"]
+        assert len(cell["methods"]) == 11
+        full = cell["methods"].pop(FULL)
+        assert full["mean_depth"] == 6
+        for name, row in cell["methods"].items():
+            assert abs(row["tuned_mean_depth"] - 5) <= 0.5, name
+            assert row["kl"][0] > 0
+            assert row["against_full"]["problems"] == cell["problems"] == 2
+    assert "Ann has" not in json.dumps(result)
+
+
+def test_a_second_run_answers_only_what_lacks(arguments, tmp_path, monkeypatch):
+    out, written = tmp_path / "methods.json", []
+    append = RecordFile.append
+    monkeypatch.setattr(RecordFile, "append", lambda file, record: (written.append(record.key), append(file, record)))
+    arguments = [*arguments, f"--folder={tmp_path / 'work'}", "--tasks=gsm8k", f"--out={out}", "quality"]
+    methods.main([*arguments, "--methods=measured,early"])
+    problems = 6  # that policies are tuned on
+    assert len(written) == len(set(written)) == problems + 2 * 2
+    methods.main([*arguments, "--limit=3", "--methods=ShortGPT"])
+    assert len(written) == len(set(written)) == problems + 3 * 3
+    cell = json.loads(out.read_text())["tasks"]["gsm8k"]["5"]
+    assert list(cell["methods"]) == [FULL, "D3, measured order", "early exit", "ShortGPT"]
+    assert cell["problems"] == 3
+    methods.main([*arguments, "--limit=3"])
+    assert len(written) == len(set(written)) == problems + 3 * 10
+
+
+def test_results_of_another_model_are_rejected(results, arguments, tmp_path, capsys):
+    path = tmp_path / "claims.json"
+    path.write_text('{"model": {"name": "other"}}')
+    with pytest.raises(SystemExit) as stop:
+        task_options.run(lambda _: claims.main([*arguments, f"--out={path}", "core"]))
+    assert stop.value.code == 2
+    assert "has results of another model" in capsys.readouterr().err
+
+
+def test_what_is_replayed_was_written_by_full_depth(results, arguments, tiny_llama):
+    options = parsed(arguments)
+    study = task_options.open_study(options)
+    task = task_options.open_task(study, "gsm8k", options)
+    assert len(task.references) == len(task.records) == 2
+    for reference in task.references:
+        ids = reference.answer_ids
+        assert twin(tiny_llama, list(reference.prompt_ids), DepthPolicy.full(6), len(ids)) == list(ids)
+
+
+def parsed(arguments):
+    """The options as the benchmarks parse them."""
+    parser = argparse.ArgumentParser()
+    task_options.add_options(parser)
+    return parser.parse_args(arguments)
+
+
+# Rules that are not nested
+
+
+@pytest.fixture(scope="module")
+def answers() -> list[Reference]:
+    return [Reference(tuple(random_prompt(seed, 9)), tuple(random_prompt(seed + 10, 20))) for seed in (1, 2)]
+
+
+def test_a_nested_rule_costs_what_replay_says(tiny_llama, answers):
+    rules = {"nested": (POLICY, False), "filled": (POLICY, True)}
+    ours, filled = unnested.replay(tiny_llama.hf, answers, rules).values()
+    theirs = Replay(LLM(tiny_llama.folder, device="cpu", dtype="f32", context=64, threads=1).engine, answers)
+    expected = theirs.score(POLICY)
+    theirs.close()
+    for column in ("step", "depth", "kl", "agreement", "nll", "nll_full"):
+        np.testing.assert_allclose(getattr(ours, column), getattr(expected, column), atol=2e-4)
+    np.testing.assert_allclose(filled.kl, ours.kl, atol=1e-6)  # a nested rule misses nothing
+
+
+def test_a_rotating_rule_runs_layers_again_and_misses_their_keys(tiny_llama, answers):
+    rotating = unnested.Rotating(POLICY.schedule, POLICY.skip_order)
+    retained = [set(rotating.retained_layers(step)) for step in range(30)]
+    assert [len(layers) for layers in retained] == [POLICY.depth(step) for step in range(30)]
+    assert any(later - earlier for earlier, later in pairwise(retained))
+    prompt, model = list(answers[0].prompt_ids), unnested.load_f32(tiny_llama.folder)
+    written = twin(TinyModel(model, tiny_llama.folder), prompt, rotating, tokens=20)
+    with torch.no_grad():
+        missing, filled = (
+            unnested.forward(model, [*prompt, *written], len(prompt), rotating, how)[-20:].argmax(-1).tolist()
+            for how in (False, True)
+        )
+    assert missing == written
+    assert filled != written
+
+
+# Verdicts and pages
+
+
+@pytest.mark.parametrize(
+    ("interval", "above", "below"),
+    [
+        ([1.0, 0.5, 1.5], "holds", "does not hold"),
+        ([-1.0, -1.5, -0.5], "does not hold", "holds"),
+        ([0.1, -0.1, 0.3], "cannot be told", "cannot be told"),
+        (None, "cannot be told", "cannot be told"),
+    ],
+)
+def test_verdicts_need_the_whole_interval(interval, above, below):
+    assert (claim_tables.above_zero(interval), claim_tables.below_zero(interval)) == (above, below)
+
+
+def test_a_claim_in_parts_holds_if_every_part_does():
+    holds, fails, unknown = claim_tables.HOLDS, claim_tables.FAILS, claim_tables.UNKNOWN
+    assert claim_tables.all_of([holds, holds]) == holds
+    assert claim_tables.all_of([holds, unknown]) == unknown
+    assert claim_tables.all_of([holds, unknown, fails]) == fails
+
+
+def test_a_start_of_its_own_saves_only_where_tasks_differ():
+    rng = np.random.default_rng(0)
+    noise = rng.uniform(0.9, 1.1, (2, 3, 40))
+    alike = {"a": noise[0] * [[1], [2], [3]], "b": noise[1] * [[1], [2], [3]]}
+    different = {"a": noise[0] * [[1], [2], [3]], "b": noise[1] * [[3], [2], [1]]}
+    assert claims._saved_by_own_start(alike) == (0, 0, 0)
+    saved = claims._saved_by_own_start(different)
+    assert claim_tables.start_verdict({"saved_by_own_start": saved}) == "holds"
+    assert saved.value == pytest.approx(0.5, abs=0.05)
+
+
+def test_pooling_adds_up_the_problems_of_tasks(results):
+    result = json.loads((results / "methods-tiny.json").read_text())
+    cells = [cells["5"] for cells in result["tasks"].values()]
+    for name in cells[0]["methods"]:
+        solved, difference, _ = render_methods.pooled(cells, name)
+        assert solved.value == pytest.approx(np.mean([cell["methods"][name]["accuracy"][0] for cell in cells]))
+        if difference is not None:
+            own = [cell["methods"][name]["against_full"]["difference"][0] for cell in cells]
+            assert difference.value == pytest.approx(np.mean(own))
+
+
+def test_pages_show_every_method_and_claim(results, tmp_path):
+    ((path, page),) = render_methods.pages(results, tmp_path, table, prose).items()
+    assert path.name == "methods.md"
+    assert all(name in page for name in ("SkipDecode", "HSD", "#### GSM8K", "BBH, 2 tasks together"))
+    assert [file.name for file in render_methods.draw_all(results, tmp_path)] == ["methods-tiny.png"]
+    ((path, page),) = render_claims.pages(results, tmp_path, table, prose).items()
+    assert path.name == "paper.md"
+    for claim in render_claims.CLAIMS:
+        assert f"## {claim.title}" in page
+        assert claim.part in page
+    assert page.count("Repeat it with") == len(claims.PARTS)
