@@ -17,7 +17,6 @@ import task_options
 import torch
 import unnested
 from eval_data import write_data
-from render import prose, table
 from tiny import TinyModel, random_prompt, twin
 
 from taper import LLM, DepthPolicy
@@ -205,11 +204,11 @@ def test_pooling_adds_up_the_problems_of_tasks(results):
 
 
 def test_pages_show_every_method_and_claim(results, tmp_path):
-    ((path, page),) = render_methods.pages(results, tmp_path, table, prose).items()
+    ((path, page),) = render_methods.pages(results, tmp_path).items()
     assert path.name == "methods.md"
     assert all(name in page for name in ("SkipDecode", "HSD", "#### GSM8K", "BBH, 2 tasks together"))
     assert [file.name for file in render_methods.draw_all(results, tmp_path)] == ["methods-tiny.png"]
-    ((path, page),) = render_claims.pages(results, tmp_path, table, prose).items()
+    ((path, page),) = render_claims.pages(results, tmp_path).items()
     assert path.name == "paper.md"
     for claim in render_claims.CLAIMS:
         assert f"## {claim.title}" in page
