@@ -88,8 +88,10 @@ class WordProblems:
         if not self.tell:
             return None
         full, own = (self._solved(self._held_out, each).astype(float) for each in (self._full, policy))
-        ones = np.ones(len(full))
-        return SolvedProblems(*(ratio_estimate(part, ones) for part in (own, full, own - full)), len(full))
+        policy_share, full_share, difference = (
+            ratio_estimate(part, np.ones(len(full))) for part in (own, full, own - full)
+        )
+        return SolvedProblems(policy_share, full_share, difference, len(full))
 
     def _solved(self, problems: Sequence[Problem], policy: DepthPolicy) -> np.ndarray:
         """Which ones: bool [problems]."""

@@ -6,7 +6,7 @@ tokens. So layers are judged by what the model writes without them, and policies
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -209,7 +209,7 @@ class _TaskCalibrator:
                 order.append(max(near, key=lambda layer: right[layer]))  # of equals, the one of the lowest KL
         return order
 
-    def _num_solved(self, skipped: Sequence[int], problems: Sequence[int]) -> int:
+    def _num_solved(self, skipped: Sequence[int], problems: Iterable[int]) -> int:
         """How many problems are solved without some layers."""
         stage = f"layer {len(skipped)}: answers without {skipped[-1]}"
         records = self._answers(stage, self._policy(skipped), list(problems))
