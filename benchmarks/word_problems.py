@@ -1,6 +1,6 @@
 """Writes word problems of one to three steps with their answers: JSON lines, the same for a seed.
 
-    python benchmarks/word_problems.py --count 128 --out src/taper/calibration/problems.jsonl
+    python benchmarks/word_problems.py --out src/taper/calibration/problems.jsonl
 
 Calibration asks them. They are also a small task for `taper eval` and `taper calibrate --task`.
 """
@@ -10,8 +10,9 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Felix", "Grace", "Henry", "Iris", "Jack")
 THINGS = ("apples", "books", "coins", "marbles", "pencils", "stickers", "shells", "cards")
@@ -72,28 +73,32 @@ TEMPLATES: dict[int, tuple[Template, ...]] = {
 }
 
 
-def problems(count: int, seed: int = 0, steps: tuple[int, ...] = (1, 2, 1, 3)) -> list[dict[str, str]]:
-    """That many different problems, of each number of steps in turn."""
-    draw, found = random.Random(seed), {}
-    while len(found) < count:
-        text, answer = draw.choice(TEMPLATES[steps[len(found) % len(steps)]])
-        a, b, c = draw.randint(3, 12), draw.randint(2, 9), draw.randint(3, 12)
-        p = 100 if a * b + 2 * c < 100 else 200
-        name, other = draw.sample(NAMES, 2)
-        facts = {"name": name, "other": other, "things": draw.choice(THINGS), "a": a, "b": b, "c": c, "p": p}
-        found[text.format(**facts, f=a + b)] = str(answer(a, b, c, p))
-    return [{"prompt": prompt, "answer": answer} for prompt, answer in found.items()]
+def problems(count: int, seed: int = 0, steps: Sequence[int] = (1, 2, 3)) -> list[dict[str, Any]]:
+    """So many different problems of each number of steps."""
+    draw, found = random.Random(seed), []
+    for number in steps:
+        of_this: dict[str, dict[str, Any]] = {}
+        while len(of_this) < count:
+            text, answer = draw.choice(TEMPLATES[number])
+            a, b, c = draw.randint(3, 12), draw.randint(2, 9), draw.randint(3, 12)
+            p = 100 if a * b + 2 * c < 100 else 200
+            name, other = draw.sample(NAMES, 2)
+            facts = {"name": name, "other": other, "things": draw.choice(THINGS), "a": a, "b": b, "c": c, "p": p}
+            prompt = text.format(**facts, f=a + b)
+            of_this[prompt] = {"prompt": prompt, "answer": str(answer(a, b, c, p)), "steps": number}
+        found += of_this.values()
+    return found
 
 
 def main() -> None:
     """Write the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=400, help="default %(default)s")
+    parser.add_argument("--count", type=int, default=128, help="of each number of steps; default %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default %(default)s")
-    parser.add_argument("--steps", type=int, nargs="+", choices=TEMPLATES, default=[1, 2, 1, 3], help="in turn")
+    parser.add_argument("--steps", type=int, nargs="+", choices=TEMPLATES, default=[1, 2, 3], help="all by default")
     parser.add_argument("--out", type=Path, required=True, help="the file to write")
     options = parser.parse_args()
-    lines = (json.dumps(problem) for problem in problems(options.count, options.seed, tuple(options.steps)))
+    lines = (json.dumps(problem) for problem in problems(options.count, options.seed, options.steps))
     options.out.write_text("".join(f"{line}\n" for line in lines))
 
 

@@ -402,10 +402,10 @@ def test_builtin_prompts_are_many_and_different():
 
 
 def test_builtin_problems_are_different_and_their_answers_are_numbers():
-    halves = builtin_problems()
-    problems = [*halves[0], *halves[1]]
-    assert len(halves[0]) == len(halves[1]) == 64
-    assert len({problem.prompt for problem in problems}) == 128
+    levels = builtin_problems()
+    problems = [problem for level in levels for problem in level]
+    assert [len(level) for level in levels] == [128, 128, 128]
+    assert len({problem.prompt for problem in problems}) == 384
     assert all(problem.answer.isdecimal() for problem in problems)
 
 
@@ -433,14 +433,24 @@ def test_harm_is_the_paired_difference_in_standard_errors(llm, monkeypatch, tmp_
     assert found.difference.low < -0.25 < found.difference.high
 
 
-@pytest.mark.parametrize("solved", [[False], [True] * 7 + [False] * 57])
-def test_a_model_that_cannot_solve_problems_is_calibrated_without_them(llm, monkeypatch, tmp_path, solved):
+@pytest.mark.parametrize(
+    ("solved_of_16", "steps"), [((0, 16, 16), None), ((5, 16, 16), None), ((6, 5, 16), 1), ((16, 16, 16), 3)]
+)
+def test_problems_are_of_the_hardest_level_that_the_model_can_do(llm, monkeypatch, tmp_path, solved_of_16, steps):
     monkeypatch.setattr("taper.calibration.problems.MAX_TOKENS", 1)
-    solve(monkeypatch, solved, {1: [False]})
+
+    def solved(self, problems, policy):
+        share = solved_of_16[problems[0].steps - 1] if problems else 0
+        return np.arange(len(problems)) % 16 < share
+
+    monkeypatch.setattr(WordProblems, "_solved", solved)
     problems = WordProblems(llm, Store(tmp_path / "s.sqlite", {}))
-    assert not problems.tell
+    assert problems.tell == (steps is not None)
     assert problems.harm(skipping(6, [1])) == 0
-    assert problems.validate(skipping(6, [1])) is None
+    validated = problems.validate(skipping(6, [1]))
+    assert (validated is None) == (steps is None)
+    if validated is not None:
+        assert validated.full.value == solved_of_16[steps - 1] / 16
 
 
 def test_a_budget_skips_no_layer_that_problems_need(llm, monkeypatch):

@@ -22,7 +22,7 @@ from .statistics import SolvedProblems, ratio_estimate
 from .store import Store
 
 MAX_TOKENS = 160  # of an answer
-MIN_SOLVED = 8  # at full depth: fewer tell nothing
+SOLVED = 1 / 3  # share of a level's first problems that full depth must solve for the level to tell anything
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
@@ -31,14 +31,14 @@ class Problem(NamedTuple):
 
     prompt: str
     answer: str
+    steps: int  # of reasoning
 
 
-def builtin_problems() -> tuple[list[Problem], list[Problem]]:
-    """The problems that come with Taper, of one to three steps: those to search with, and those to validate with."""
+def builtin_problems() -> list[list[Problem]]:
+    """The problems that come with Taper, by level: of one step, two steps and three steps."""
     text = resources.files(__package__).joinpath("problems.jsonl").read_text(encoding="utf-8")
     problems = [Problem(**json.loads(line)) for line in text.splitlines()]
-    half = len(problems) // 2
-    return problems[:half], problems[half:]
+    return [[problem for problem in problems if problem.steps == steps] for steps in (1, 2, 3)]
 
 
 def is_right(output: str, answer: str) -> bool:
@@ -56,30 +56,36 @@ def _value(number: str) -> float:
 
 
 class WordProblems:
-    """The built-in problems on a model: one half to search with, the other half to validate with.
+    """Built-in problems on a model, of the hardest level that it can do at full depth.
 
-    Where it solves hardly any of them at full depth, or its context is too short for them, they tell nothing.
+    One half is to search with, the other half to validate with. A model that cannot do the easiest level, or whose
+    context is too short for it, has none.
     """
 
     def __init__(self, llm: LLM, store: Store) -> None:
         self._llm, self._store = llm, store
-        self._search, self._held_out = builtin_problems()
         self._full = DepthPolicy.full(llm.config.num_hidden_layers)
 
     @cached_property
+    def _halves(self) -> tuple[list[Problem], list[Problem]]:
+        """Those to search with and those to validate with."""
+        level: list[Problem] = []
+        for harder in builtin_problems():
+            longest = max(len(self._llm.encode(problem.prompt)) for problem in harder)
+            too_long = longest + MAX_TOKENS > self._llm.engine.backend.context_length
+            if too_long or self._solved(harder[:BATCH], self._full).mean() < SOLVED:
+                break
+            level = harder
+        return level[: len(level) // 2], level[len(level) // 2 :]
+
+    @property
     def tell(self) -> bool:
-        """Whether the model solves enough of them at full depth."""
-        longest = max(len(self._llm.encode(problem.prompt)) for problem in self._search + self._held_out)
-        if longest + MAX_TOKENS > self._llm.engine.backend.context_length:
-            return False
-        first = self._solved(self._search[:BATCH], self._full)
-        return bool(first.any()) and int(self._solved(self._search, self._full).sum()) >= MIN_SOLVED
+        """Whether there are any for this model."""
+        return bool(self._halves[0])
 
     def harm(self, policy: DepthPolicy) -> float:
         """By how many standard errors fewer search problems are solved than at full depth (McNemar's test)."""
-        if not self.tell:
-            return 0.0
-        full, own = (self._solved(self._search, each) for each in (self._full, policy))
+        full, own = (self._solved(self._halves[0], each) for each in (self._full, policy))
         lost, gained = int((full & ~own).sum()), int((own & ~full).sum())
         return float((lost - gained) / max(1, lost + gained) ** 0.5)
 
@@ -87,7 +93,7 @@ class WordProblems:
         """How many of the held-out problems are solved."""
         if not self.tell:
             return None
-        full, own = (self._solved(self._held_out, each).astype(float) for each in (self._full, policy))
+        full, own = (self._solved(self._halves[1], each).astype(float) for each in (self._full, policy))
         policy_share, full_share, difference = (
             ratio_estimate(part, np.ones(len(full))) for part in (own, full, own - full)
         )
@@ -98,4 +104,4 @@ class WordProblems:
         prompts = [tuple(self._llm.encode(problem.prompt)) for problem in problems]
         answers = completions(self._llm, prompts, policy, MAX_TOKENS, self._store, lambda: None)
         texts = [self._llm.tokenizer.decode(reference.answer_ids) for reference in answers]
-        return np.array([is_right(text, problem.answer) for text, problem in zip(texts, problems, strict=True)])
+        return np.array([is_right(text, problem.answer) for text, problem in zip(texts, problems, strict=True)], bool)
