@@ -16,6 +16,7 @@ from typing import Any
 
 NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Felix", "Grace", "Henry", "Iris", "Jack")
 THINGS = ("apples", "books", "coins", "marbles", "pencils", "stickers", "shells", "cards")
+ENDING = "Calculate it, and give the number at the end."  # small models otherwise go on about something else
 # By the number of steps. Numbers: a, c 3 to 12, b 2 to 9; p more than any result that it pays for; f = a + b.
 Template = tuple[str, Callable[[int, int, int, int], int]]
 TEMPLATES: dict[int, tuple[Template, ...]] = {
@@ -84,7 +85,7 @@ def problems(count: int, seed: int = 0, steps: Sequence[int] = (1, 2, 3)) -> lis
             p = 100 if a * b + 2 * c < 100 else 200
             name, other = draw.sample(NAMES, 2)
             facts = {"name": name, "other": other, "things": draw.choice(THINGS), "a": a, "b": b, "c": c, "p": p}
-            prompt = text.format(**facts, f=a + b)
+            prompt = f"{text.format(**facts, f=a + b)} {ENDING}"
             of_this[prompt] = {"prompt": prompt, "answer": str(answer(a, b, c, p)), "steps": number}
         found += of_this.values()
     return found
