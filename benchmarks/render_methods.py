@@ -210,7 +210,7 @@ def _conditions(cells: Mapping[str, Json], prose: Prose) -> str:
     outputs, steps = (sum(cell[key] for cell in cells.values()) for key in ("replayed_outputs", "replayed_steps"))
     return prose(
         f"""
-        on {" and ".join(dates)}, on an {c["machine"]}, with {c["threads"]} threads, Taper {c["taper"]} (commit
+        on {" and ".join(dates)}, on an {c["machine"]}, with --threads {c["threads"]}, Taper {c["taper"]} (commit
         {c["commit"]}), {c["kernels"]} and Python {c["python"]}. Replay covers {steps:,} steps of {outputs} outputs.
         """
     )
