@@ -38,6 +38,7 @@ def write_report(folder: Path, reproduction: Reproduction) -> None:
         tables={task: _table(reproduction, task) for task in shown},
         fewer=FEWER,
         calibrated=CALIBRATED,
+        accepted=f"{100 * reproduction.margin:g} {'point' if reproduction.margin == 0.01 else 'points'}",
     )
     write_whole(folder / "results.json", json.dumps(to_plain(reproduction)).encode())
     write_whole(folder / "index.html", page.encode())
@@ -66,7 +67,7 @@ def _accuracy(reproduction: Reproduction, task: str) -> Figure:
     """Accuracy against mean depth, a line and mark for each method, at each length of outputs."""
     results = [one for one in reproduction.results if one.task == task and one.score.accuracy]
     lengths = sorted({result.max_tokens for result in results}) or [0]
-    figure = Figure(figsize=(3.6 * len(lengths) + 1, 4.6), layout="constrained")
+    figure = Figure(figsize=(max(7.0, 3.6 * len(lengths)), 4.6), layout="constrained")
     grid = figure.subplots(1, len(lengths), squeeze=False, sharey=True)[0]
     layers = reproduction.model.num_hidden_layers
     for axes, length in zip(grid, lengths, strict=True):
@@ -77,7 +78,7 @@ def _accuracy(reproduction: Reproduction, task: str) -> Figure:
         _draw(axes, [result for result in results if result.max_tokens == length])
     grid[0].set_ylabel("solved, %")
     handles = {handle.get_label(): handle for axes in grid for handle in axes.get_legend_handles_labels()[0]}
-    figure.legend(handles.values(), handles.keys(), loc="outside lower left", ncols=3, frameon=False, fontsize=9)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower left", ncols=2, frameon=False, fontsize=9)
     return figure
 
 
@@ -121,14 +122,13 @@ def _nll(reproduction: Reproduction, shown: Sequence[str]) -> Figure:
     plain(axes)
     by_task: Mapping[str, Any] = {task.task: task.rows for task in reproduction.nll}
     for name, colour in zip(shown, _COLOURS * len(shown), strict=False):
-        middles = [(row["steps"][0] + row["steps"][1]) / 2 for row in by_task[name]]
         values = [Estimate(*row["nll"]) for row in by_task[name]]
-        below, above = (
-            [max(0.0, one.value - one.low) for one in values],
-            [max(0.0, one.high - one.value) for one in values],
-        )
+        below = [max(0.0, one.value - one.low) for one in values]
+        above = [max(0.0, one.high - one.value) for one in values]
         style: dict[str, Any] = {"fmt": "o-", "color": colour, "capsize": 2, "label": name}
-        axes.errorbar(middles, [one.value for one in values], [below, above], **style)
-    axes.set(xscale="log", ylim=(0, None), xlabel="step: tokens of the output so far", ylabel="mean NLL, nats a token")
+        axes.errorbar(range(len(values)), [one.value for one in values], [below, above], **style)
+    longest = max((by_task[name] for name in shown), key=len)
+    axes.set_xticks(range(len(longest)), ["{} to {}".format(*row["steps"]) for row in longest])
+    axes.set(ylim=(0, None), xlabel="steps: tokens of the output so far", ylabel="mean NLL, nats a token")
     figure.legend(loc="outside lower left", ncols=3, frameon=False)
     return figure
