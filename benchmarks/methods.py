@@ -4,7 +4,8 @@
 
 Policies are tuned to the same mean depth over the outputs of full depth. `quality` needs no idle machine; `speed` does,
 and measures only tasks that have their quality. Outputs and replays are kept in FOLDER and never computed twice, so a
-run can be interrupted, and a later one can ask for more problems, methods or tasks. Results hold figures alone.
+run can be interrupted, and a later one can ask for more problems, methods or tasks. Results hold figures alone; those
+of methods that a run does not ask for stay.
 """
 
 from __future__ import annotations
@@ -52,14 +53,14 @@ def quality(task: TaskStudy, policies: Mapping[str, DepthPolicy]) -> Json:
     outputs = [record.answers[0].token_ids for record in task.records]
     rows = {}
     for (name, policy), score in zip(policies.items(), result.scores, strict=True):
-        row: Json = {"numbers": numbers(policy), "tuned_mean_depth": mean_depth(policy, task.lengths)}
+        row: Json = {"problems": result.problems, "numbers": numbers(policy)}
+        row["tuned_mean_depth"] = mean_depth(policy, task.lengths)
         row |= to_plain(score)
         if name in replayed:
             row |= losses(replayed[name])
         rows[name] = row
     return {
         "settings": evaluation.settings["tasks"][task.task.name] | {"chat": task.chat},
-        "problems": result.problems,
         "figure": result.figure,
         "output_tokens": round(statistics.median(map(len, outputs))),
         "prompt_tokens": round(statistics.median(map(len, task.prompts.values()))),
@@ -110,9 +111,11 @@ def main(arguments: Iterable[str] | None) -> None:
             say(f"{name} at depth {key} ...")
             task = open_task(study, name, options)
             every = task.methods(depth)
-            wanted = {*chosen(every, listed(options.methods)), *before.get("methods", {})}
-            figures = quality(task, {one: policy for one, policy in every.items() if one in wanted})
-            cells[key] = figures | {"conditions": about} | {k: before[k] for k in ("speed",) if k in before}
+            cell = quality(task, {one: every[one] for one in chosen(every, listed(options.methods))})
+            if before and before["conditions"]["max_tokens"] == options.max_tokens:
+                rows = before["methods"] | cell["methods"]  # those that are not measured again stay as they are
+                cell = before | cell | {"methods": {one: rows[one] for one in every if one in rows}}
+            cells[key] = cell | {"conditions": about}
         if "speed" in options.parts and key in cells:
             say(f"{name} at depth {key}: speed ...")
             cells[key]["speed"] = {"rows": speed(study.llm.engine, cells[key]), "conditions": about}

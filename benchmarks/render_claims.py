@@ -65,6 +65,8 @@ def pages(results: Path, docs: Path) -> dict[Path, str]:
 def _section(claim: Claim, models: Sequence[Json]) -> list[str]:
     lines = [f"## {claim.title}", "", prose(f"**The paper says:** {claim.paper}"), ""]
     lines += [prose(f"**Measured:** {claim.measured}"), "", prose(f"**Rule of the verdict:** {claim.rule}"), ""]
+    if not any(claim.part in model for model in models):
+        lines += ["Not measured yet.", ""]
     for model in models:
         if figures := model.get(claim.part):
             lines += [f"### {claim.title.split('. ')[0]}: {model['model']['name']}", ""]
@@ -86,7 +88,7 @@ def _conditions(figures: Json) -> str:
     c = figures["conditions"]
     return prose(
         f"""
-        Measured on {c["date"]}, on an {c["machine"]}, with {c["threads"]} threads, Taper {c["taper"]} (commit
+        Measured on {c["date"]}, on an {c["machine"]}, with --threads {c["threads"]}, Taper {c["taper"]} (commit
         {c["commit"]}), {c["kernels"]} and Python {c["python"]}.
         """
     )

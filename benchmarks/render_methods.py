@@ -57,7 +57,8 @@ def pages(results: Path, docs: Path) -> dict[Path, str]:
         prose(
             """
             *Solved* and *difference* are about the outputs that each method wrote itself, to the same problems, scored
-            by lm-evaluation-harness; brackets hold 95 % intervals, and McNemar's test is exact and two-sided. *KL* and
+            by lm-evaluation-harness. Where a method was asked fewer problems than full depth, the difference is over
+            those. Brackets hold 95 % intervals, and McNemar's test is exact and two-sided. *KL* and
             *same likeliest token* come from replaying outputs of full depth, over all steps after the first. *Speed*
             is time per token at full depth over that of the method, for one output at a time of the task's median
             length, with the slowest and the fastest of the rounds, in which all methods took turns. Tasks whose name
@@ -100,7 +101,7 @@ def _model(result: Json, picture: Path) -> list[str]:
             for what, cell in (("Solved, %", _solved), ("Mean KL, nats", _kl)):
                 rows = [
                     (name, *(cell(cells[task]["methods"][name]) for task in several))
-                    for name in cells[several[0]]["methods"]
+                    for name in _common([cells[task] for task in several])
                 ]
                 lines += [f"{what}, task by task:", "", *table(("method", *titles), rows), ""]
     return lines
@@ -126,24 +127,30 @@ def _groups(cells: Mapping[str, Json]) -> dict[str, list[str]]:
 def _accuracies(cells: Sequence[Json]) -> list[str]:
     """What each method solved of some tasks together, beside full depth."""
     rows = []
-    for name in cells[0]["methods"]:
+    for name in _common(cells):
         solved, difference, p_value = pooled(cells, name)
         compared = ("", "") if difference is None else (interval(difference, 100, digits=1), f"{p_value:.2g}")
         own = [cell["methods"][name] for cell in cells]
         tokens, cut = (sum(row[key] for row in own) / len(own) for key in ("tokens", "cut_off"))
-        rows.append((name, interval(solved, 100, digits=1), *compared, f"{tokens:.0f}", f"{100 * cut:.0f}"))
-    problems = sum(cell["problems"] for cell in cells)
-    columns = (f"method, {problems} problems", "solved, %", "difference, points", "McNemar p")
-    return table((*columns, "tokens of an output", "cut off at the limit, %"), rows)
+        problems = str(sum(row["problems"] for row in own))
+        rows.append((name, problems, interval(solved, 100, digits=1), *compared, f"{tokens:.0f}", f"{100 * cut:.0f}"))
+    columns = ("method", "problems", "solved, %", "difference, points", "McNemar p", "tokens of an output")
+    return table((*columns, "cut off at the limit, %"), rows)
+
+
+def _common(cells: Sequence[Json]) -> list[str]:
+    """The methods that were measured on all of some tasks."""
+    return [name for name in cells[0]["methods"] if all(name in cell["methods"] for cell in cells)]
 
 
 def pooled(cells: Sequence[Json], name: str) -> tuple[Estimate, Estimate | None, float]:
-    """Accuracy of a method on some tasks together, its difference to full depth, and McNemar's p-value."""
-    rows, problems = [cell["methods"][name] for cell in cells], sum(cell["problems"] for cell in cells)
-    right = sum(
-        round(row["accuracy"][0] * cell["problems"]) for row, cell in zip(rows, cells, strict=True) if row["accuracy"]
-    )
-    solved = wilson(right, problems)
+    """Accuracy of a method on some tasks together, its difference to full depth, and McNemar's p-value.
+
+    The difference is over the problems that the method was asked, which may be fewer than full depth was.
+    """
+    rows = [cell["methods"][name] for cell in cells]
+    problems = sum(row["problems"] for row in rows)
+    solved = wilson(sum(round(row["accuracy"][0] * row["problems"]) for row in rows if row["accuracy"]), problems)
     if name == FULL:
         return solved, None, 1.0
     only = [sum(row["against_full"][key] for row in rows) for key in ("only_full", "only_tapered")]
@@ -202,7 +209,7 @@ def _conditions(cells: Mapping[str, Json]) -> str:
     outputs, steps = (sum(cell[key] for cell in cells.values()) for key in ("replayed_outputs", "replayed_steps"))
     return prose(
         f"""
-        on {" and ".join(dates)}, on an {c["machine"]}, with {c["threads"]} threads, Taper {c["taper"]} (commit
+        on {" and ".join(dates)}, on an {c["machine"]}, with --threads {c["threads"]}, Taper {c["taper"]} (commit
         {c["commit"]}), {c["kernels"]} and Python {c["python"]}. Replay covers {steps:,} steps of {outputs} outputs.
         """
     )
@@ -230,7 +237,7 @@ def _picture(result: Json) -> Figure:
 
 def _draw(above: Axes, below: Axes, cells: Sequence[Json]) -> None:
     """The marks of some tasks together."""
-    for index, name in enumerate(cells[0]["methods"]):
+    for index, name in enumerate(_common(cells)):
         rows = [cell["methods"][name] for cell in cells]
         random = "random order" in name
         label = "D3, random orders" if random else name

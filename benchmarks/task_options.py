@@ -43,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tasks", default=",".join(TASKS), help="names with commas between; default %(default)s")
     parser.add_argument("--limit", type=int, default=16, help="problems of each task; default %(default)s")
     parser.add_argument("--replayed", type=int, default=8, help="outputs replayed of each task; default %(default)s")
-    parser.add_argument("--max-tokens", type=int, default=128, help="of an output; default %(default)s")
+    parser.add_argument("--max-tokens", type=int, default=256, help="of an output; default %(default)s")
     parser.add_argument("--depth", type=float, help="mean depth of every method; default 0.9 of the layers")
     parser.add_argument("--context", type=int, default=1024, help="prompt and output together; default %(default)s")
     parser.add_argument("--threads", type=int, default=2, help="default %(default)s")

@@ -79,7 +79,10 @@ HEAVY = {
         for name in ("__init__", "cache", "graph", "tensors", "convert", "compute", "repack", "features")
     },
     "transformers": {"hf.py", "bench/transformers_model.py"},
-    "matplotlib": {"calibration/report.py", "cli/calibrate.py", "bench/plot.py"},
+    "matplotlib": {
+        *("calibration/report.py", "evals/reproduce_report.py", "bench/plot.py"),
+        *("cli/calibrate.py", "cli/reproduce.py"),
+    },
     "lm_eval": {f"evals/{name}.py" for name in ("__main__", "harness", "tasks")},
     "datasets": {"evals/local_data.py", "evals/own_task.py"},
     "vllm": {

@@ -15,7 +15,7 @@ import click
 
 from .. import __version__
 from ..errors import TaperError, TaperWarning
-from . import bench, calibrate, eval, generate, models, policy, vllm
+from . import bench, calibrate, eval, generate, models, policy, reproduce, vllm
 from .common import INTERRUPTED, say
 
 _CLOSED_PIPE, _WRONG = 141, 2
@@ -41,6 +41,7 @@ cli.add_command(generate.chat)
 cli.add_command(models.pull)
 cli.add_command(calibrate.calibrate)
 cli.add_command(eval.evaluate)
+cli.add_command(reproduce.reproduce)
 cli.add_command(bench.bench)
 cli.add_command(policy.policy)
 cli.add_command(vllm.vllm_args)

@@ -27,8 +27,13 @@ def with_options(options: Sequence[Command], command: Command) -> Command:
 
 def model_options(command: Command) -> Command:
     """Which model, and how it runs."""
+    model = click.option("--model", default=None, metavar="MODEL", help="Name, file, folder or hub id ORG/MODEL.")
+    return model(run_options(command))
+
+
+def run_options(command: Command) -> Command:
+    """How a model runs."""
     options = [
-        click.option("--model", default=None, metavar="MODEL", help="Name, file, folder or hub id ORG/MODEL."),
         click.option("--threads", type=int, help="CPU threads. Default: the cores this process may use."),
         click.option("--context", type=int, help="Tokens of prompt and output. Default: 4096 or the model's limit."),
         click.option("--device", type=click.Choice(DEVICES), default="auto"),

@@ -1,0 +1,143 @@
+"""`taper reproduce` end to end on a tiny model: what it compares, that it continues, its page, and mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from eval_data import write_data
+
+import taper.calibration.run
+import taper.calibration.summary
+from taper import DepthPolicy
+from taper.calibration import cost
+from taper.calibration.baselines import mean_depth
+from taper.cli import cli
+from taper.errors import RequestError
+from taper.evals import comparison
+from taper.evals.methods import FULL
+from taper.evals.records import RecordFile
+from taper.evals.reproduce import CALIBRATED
+
+POLICY = DepthPolicy.d3(6, 0.99, skip_order=[4, 1, 2, 3])
+TASKS = "gsm8k,bbh_cot_zeroshot"
+METHODS = [FULL, CALIBRATED, *["D3, measured order", "D3, middle first (our reading)"] * 2]
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    """Few timed runs, and short outputs for block influence."""
+    for module, name, value in [
+        (cost, "ROUNDS", 1),
+        (comparison, "INFLUENCE_TOKENS", 4),
+        (comparison, "INFLUENCE_PROMPTS", 8),
+    ]:
+        monkeypatch.setattr(module, name, value)
+
+
+@pytest.fixture
+def arguments(tiny_llama, tmp_path) -> list[str]:
+    (tmp_path / "policy.json").write_text(POLICY.to_json())
+    options = {"data-dir": write_data(tmp_path / "data"), "tasks": TASKS, "limit": 2, "lengths": "16,24"}
+    options |= {"device": "cpu", "dtype": "f32", "context": 1024, "threads": 1, "out": tmp_path / "out"}
+    return ["reproduce", str(tiny_llama.folder), *(f"--{name}={value}" for name, value in options.items())]
+
+
+def run(arguments: list[str], code: int = 0) -> str:
+    result = CliRunner().invoke(cli, arguments, catch_exceptions=False)
+    assert result.exit_code == code, result.output
+    return result.stderr
+
+
+def written_at_full_depth(folder: Path) -> list[int]:
+    """Tokens of each output of full depth in the records of a folder."""
+    lines = [line for file in folder.glob("*.jsonl") for line in file.read_text().splitlines()[1:]]
+    records = [record for record in map(json.loads, lines) if record["mode"] == "full"]
+    return [len(record["answers"][0]["token_ids"]) for record in records]
+
+
+def test_methods_are_compared_at_both_depths_and_lengths(arguments, tmp_path, monkeypatch):
+    written = []
+    append = RecordFile.append
+    monkeypatch.setattr(RecordFile, "append", lambda file, record: (written.append(record.key), append(file, record)))
+    arguments.append(f"--policy={tmp_path / 'policy.json'}")
+    assert "index.html" in run(arguments)
+    data = json.loads((tmp_path / "out" / "results.json").read_text())
+    names = ["gsm8k", "bbh_cot_zeroshot_boolean_expressions", "bbh_cot_zeroshot_word_sorting", "bbh_cot_zeroshot"]
+    for length in (16, 24):
+        results = [result for result in data["results"] if result["max_tokens"] == length]
+        assert [result["task"] for result in results[:: len(METHODS)]] == names
+        assert [result["method"] for result in results] == METHODS * len(names)
+        assert [result["problems"] for result in results[:: len(METHODS)]] == [2, 2, 2, 4]
+        headline, budget = results[2]["depth"], results[-1]["depth"]
+        assert headline == 4
+        full = results[0]["score"]
+        assert full["mean_depth"] == 6
+        assert full["against_full"] is None
+        assert results[1]["score"]["against_full"]["problems"] == 2
+        assert full["tokens"] <= length
+        lengths = written_at_full_depth(tmp_path / "out" / f"{length}-tokens")
+        assert budget == pytest.approx(mean_depth(POLICY, lengths), abs=0.006)
+    assert [speed["method"] for speed in data["speeds"]] == [CALIBRATED, "D3, measured order at depth 4"] * 2
+    assert [task["task"] for task in data["nll"]] == names
+    assert data["nll"][-1]["rows"][0]["steps"] == [1, 8]
+    page = (tmp_path / "out" / "index.html").read_text()
+    assert page.count("<img") == 3
+    assert "no policy meets" not in page.lower()
+    assert "http" not in page.replace("https://arxiv.org", "")
+    before = len(written)
+    run(arguments)
+    assert len(written) == before > 0
+
+
+def test_a_calibration_gives_the_policy(arguments, monkeypatch, tmp_path):
+    monkeypatch.setenv("TAPER_CACHE", str(tmp_path / "cache"))
+    prompts = [f"Tell me about the number {n}." for n in range(8)]
+    monkeypatch.setattr(taper.calibration.run, "builtin_prompts", lambda: prompts)
+    monkeypatch.setattr(taper.calibration.run, "REFERENCE_TOKENS", 40)
+    arguments += ["--lengths=24", "--tasks=gsm8k", "--min-agreement=0.01"]
+    run(arguments)
+    data = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert data["policy"]["skip_order"] == data["order"]
+    assert data["budget"].startswith("the fastest one that was found for an agreement with full depth of 1 %")
+    assert CALIBRATED in {result["method"] for result in data["results"]}
+
+
+def test_a_budget_that_no_policy_meets_leaves_the_headline(arguments, monkeypatch, tmp_path):
+    monkeypatch.setenv("TAPER_CACHE", str(tmp_path / "cache"))
+    prompts = [f"Tell me about the number {n}." for n in range(8)]
+    monkeypatch.setattr(taper.calibration.run, "builtin_prompts", lambda: prompts)
+    monkeypatch.setattr(taper.calibration.run, "REFERENCE_TOKENS", 40)
+    monkeypatch.setattr(taper.calibration.summary.Provenance, "budget_met", False)
+    assert "no policy meets the budget" in run([*arguments, "--lengths=24", "--tasks=gsm8k"])
+    data = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert data["policy"] is None
+    assert {result["depth"] for result in data["results"]} == {None, 4}
+    assert "No policy meets the budget" in (tmp_path / "out" / "index.html").read_text()
+
+
+def test_baselines_compare_every_method(arguments, tmp_path):
+    run([*arguments, f"--policy={tmp_path / 'policy.json'}", "--tasks=gsm8k", "--lengths=24", "--baselines"])
+    data = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert len(data["results"]) == 2 + 2 * 10
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--lengths=24,x"], "--lengths is '24,x'"),
+        (["--lengths=1"], "an output of 1 tokens"),
+        (["--lengths=1024"], "a context of 1024"),
+        (["--tasks=,"], "--tasks is empty"),
+        (["--margin=1"], "margin is 1"),
+        (["--min-agreement=0.9"], "--min-agreement does nothing with --policy"),
+        (["--limit=0"], "limit is 0"),
+    ],
+)
+def test_mistakes_are_told_before_the_work(arguments, tmp_path, monkeypatch, options, message):
+    monkeypatch.setattr(RecordFile, "append", lambda *_: pytest.fail("an output was computed"))
+    with pytest.raises(RequestError, match=message):
+        run([*arguments, f"--policy={tmp_path / 'policy.json'}", *options])
+    assert not Path(tmp_path / "out" / "results.json").exists()
