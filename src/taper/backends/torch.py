@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from ..errors import ModelError, RequestError
-from ..loading import ModelConfig, Tensor
+from ..loading import ModelConfig, Rope, Tensor
 from . import ForwardOutput, TokenBatch, runs_by_slot
 
 FIRST_BUCKET = 256  # cells that attention reads; doubled until a step's positions fit
@@ -59,14 +59,7 @@ class TorchBackend:
         self.weight_bytes = {name: weight.nbytes for name, weight in self._weights.items()}
         cache = (config.num_hidden_layers, 2, num_slots, config.num_key_value_heads, context_length, config.head_dim)
         self._cache = torch.zeros(cache, dtype=self.dtype, device=self.device)
-        # [context_length, head_dim / 2]
-        pairs = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=self.device)
-        frequencies = config.rope_theta ** (-pairs / config.head_dim)
-        if config.rope_factors:
-            frequencies /= torch.tensor(config.rope_factors, dtype=torch.float32, device=self.device)
-        positions = torch.arange(context_length, dtype=torch.float32, device=self.device) * config.rope_scale
-        angles = torch.outer(positions, frequencies)
-        self._cos, self._sin = angles.cos(), angles.sin()
+        self._rotations = {spec.rope: self._rotation_table(spec.rope) for spec in config.layers}
         self._graphs: OrderedDict[tuple[Any, ...], _CapturedStep] = OrderedDict()
 
     def _convert(self, name: str, weights: torch.Tensor) -> torch.Tensor:
@@ -75,6 +68,16 @@ class TorchBackend:
             value = float(weights[~converted.isfinite().to(weights.device)][0])
             raise ModelError(f"tensor {name} has the value {value:g}, which f16 cannot hold", "use --dtype bf16 or f32")
         return converted
+
+    def _rotation_table(self, rope: Rope) -> torch.Tensor:
+        """Cosines and sines of each position: [2, context_length, dim / 2]."""
+        pairs = torch.arange(0, rope.dim, 2, dtype=torch.float32, device=self.device)
+        frequencies = rope.theta ** (-pairs / rope.dim)
+        if rope.factors:
+            frequencies /= torch.tensor(rope.factors, dtype=torch.float32, device=self.device)
+        positions = torch.arange(self.context_length, dtype=torch.float32, device=self.device)
+        angles = torch.outer(positions, frequencies)
+        return torch.stack((angles.cos(), angles.sin()))
 
     def forward(self, batch: TokenBatch) -> ForwardOutput:
         """Run the batch and write its keys and values."""
@@ -140,10 +143,10 @@ class TorchBackend:
         `runs` None promises one token a slot, so that nothing depends on which slots they are. `sharing` says at which
         layer to begin.
         """
-        weights = self._weights
         _, positions, slots = inputs
         first_layer, wanted = (sharing.first_layer, sharing.output_hidden_states) if sharing else (0, ())
-        cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)  # [N, 1, head_dim / 2]
+        # [2, N, 1, dim / 2]
+        rotations = {rope: table[:, positions].unsqueeze(2) for rope, table in self._rotations.items()}
         visible = torch.arange(kv_length, device=self.device) <= positions.unsqueeze(1)  # [N, kv_length]
         hidden_states = {}
         for layer, n in enumerate((*num_active, 0)):
@@ -151,43 +154,47 @@ class TorchBackend:
                 hidden_states[layer] = x.clone()
             if n == 0 or layer < first_layer:
                 continue
-            w = {name: weights[f"layers.{layer}.{name}"] for name in _LAYER_WEIGHTS}
-            q, k, v = self._project(self._norm(x[:n], w["input_layernorm"]), layer, cos[:n], sin[:n])
+            spec, name = self.config.layers[layer], f"layers.{layer}"
+            h = self._norm(x[:n], f"{name}.pre_attention_norm")
+            q, k, v = self._project(h, layer, rotations[spec.rope][:, :n])
             keys, values = self._cache[layer]  # [num_slots, key-value heads, context_length, head_dim]
             keys[slots[:n], :, positions[:n]], values[slots[:n], :, positions[:n]] = k, v
-            attended = _attend(q, keys[:, :, :kv_length], values[:, :, :kv_length], visible[:n], slots[:n], runs)
-            x[:n] += F.linear(attended, w["o_proj"])
-            h = self._norm(x[:n], w["post_attention_layernorm"])
-            x[:n] += F.linear(F.silu(F.linear(h, w["gate_proj"])) * F.linear(h, w["up_proj"]), w["down_proj"])
+            cached = keys[:, :, :kv_length], values[:, :, :kv_length]
+            attended = _attend(q, *cached, visible[:n], slots[:n], runs, spec.attention_scale)
+            x[:n] += self._times(attended, layer, "o_proj")
+            x[:n] += self._mlp(self._norm(x[:n], f"{name}.pre_mlp_norm"), layer)
         return hidden_states
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         """Logits [N, vocab_size] of hidden states [N, hidden_size] after the last layer."""
         head = self._weights.get("lm_head", self._weights["embed_tokens"])
-        return F.linear(self._norm(x, self._weights["norm"]), head)
+        return F.linear(self._norm(x, "norm"), head)
 
-    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
+    def _times(self, h: torch.Tensor, layer: int, name: str) -> torch.Tensor:
+        """Rows h times a matrix of a layer."""
+        return F.linear(h, self._weights[f"layers.{layer}.{name}"])
+
+    def _mlp(self, h: torch.Tensor, layer: int) -> torch.Tensor:
+        gated = F.silu(self._times(h, layer, "gate_proj")) * self._times(h, layer, "up_proj")
+        return self._times(gated, layer, "down_proj")
+
+    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        """RMS norm along rows, where the model has one of this name; else x itself."""
+        weight = self._weights.get(name)
+        return x if weight is None else F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
 
     def _project(
-        self, h: torch.Tensor, layer: int, cos: torch.Tensor, sin: torch.Tensor
+        self, h: torch.Tensor, layer: int, rotation: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Rotated queries [n, heads, head_dim] and keys, and values [n, key-value heads, head_dim]."""
         out = {}
         for name in "qkv":
             bias = self._weights.get(f"layers.{layer}.{name}_bias")
             projected = F.linear(h, self._weights[f"layers.{layer}.{name}_proj"], bias)
-            out[name] = projected.unflatten(-1, (-1, self.config.head_dim))
-            if (norm := self._weights.get(f"layers.{layer}.{name}_norm")) is not None:
-                out[name] = self._norm(out[name], norm)
-        return self._rotate(out["q"], cos, sin), self._rotate(out["k"], cos, sin), out["v"]
-
-    def _rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Rotary embedding in f32 (RoFormer, arXiv 2104.09864)."""
-        pairs = (-1, 2) if self.config.rope_interleaved else (2, -1)
-        axis = -1 if self.config.rope_interleaved else -2
-        a, b = x.float().unflatten(-1, pairs).unbind(axis)
-        return torch.stack((a * cos - b * sin, b * cos + a * sin), axis).flatten(-2).to(x.dtype)
+            heads = projected.unflatten(-1, (-1, self.config.head_dim))
+            out[name] = self._norm(heads, f"layers.{layer}.{name}_norm")
+        interleaved = self.config.layers[layer].rope.interleaved
+        return _rotate(out["q"], rotation, interleaved), _rotate(out["k"], rotation, interleaved), out["v"]
 
 
 def check_device(device: str) -> None:
@@ -200,7 +207,12 @@ def check_device(device: str) -> None:
         raise RequestError("PyTorch finds no CUDA device", "use --device cpu, or install a CUDA build of PyTorch")
 
 
-_LAYER_WEIGHTS = ("input_layernorm", "o_proj", "post_attention_layernorm", "gate_proj", "up_proj", "down_proj")
+def _rotate(x: torch.Tensor, rotation: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """Rotary embedding of heads x [n, heads, head_dim] in f32, by cosines and sines [2, n, 1, head_dim / 2]."""
+    pairs, axis = ((-1, 2), -1) if interleaved else ((2, -1), -2)
+    cos, sin = rotation
+    a, b = x.float().unflatten(-1, pairs).unbind(axis)
+    return torch.stack((a * cos - b * sin, b * cos + a * sin), axis).flatten(-2).to(x.dtype)
 
 
 def _attend(
@@ -210,6 +222,7 @@ def _attend(
     visible: torch.Tensor,
     slots: torch.Tensor,
     runs: tuple[tuple[int, int, int], ...] | None,
+    scale: float,
 ) -> torch.Tensor:
     """Attention of q [n, heads, head_dim] over caches [slots, kv heads, cells, head_dim]: [n, heads * head_dim]."""
     group = q.shape[1] // keys.shape[1]  # heads that share keys and values
@@ -217,7 +230,8 @@ def _attend(
     if runs is None:  # one token a row, the heads of a group as its queries: [n, key-value heads, group, head_dim]
         if len(keys) > 1:  # a single slot is read where it is
             keys, values = keys[slots], values[slots]
-        out = F.scaled_dot_product_attention(q.unflatten(1, (-1, group)), keys, values, visible[:, None, None])
+        queries, mask = q.unflatten(1, (-1, group)), visible[:, None, None]
+        out = F.scaled_dot_product_attention(queries, keys, values, mask, scale=scale)
         return out.flatten(1)
     parts = []
     for slot, first, end in runs:  # the tokens of a slot together: [1, heads, tokens, head_dim]
@@ -225,7 +239,7 @@ def _attend(
         if first < end:
             queries = q[first:end].transpose(0, 1).unsqueeze(0)
             k, v = (cache[slot : slot + 1].repeat_interleave(group, 1) for cache in (keys, values))
-            out = F.scaled_dot_product_attention(queries, k, v, visible[first:end])
+            out = F.scaled_dot_product_attention(queries, k, v, visible[first:end], scale=scale)
             parts.append(out[0].transpose(0, 1).flatten(1))
     return torch.cat(parts)
 

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ..loading import ModelConfig
-from ..loading.folder import FOLDER_NAMES
+from ..loading.families import FOLDER_NAMES
 
 
 def transformers_model(config: ModelConfig, weights: Mapping[str, torch.Tensor], attention: str = "sdpa") -> Any:
@@ -24,7 +24,7 @@ def transformers_model(config: ModelConfig, weights: Mapping[str, torch.Tensor],
         num_key_value_heads=c.num_key_value_heads,
         head_dim=c.head_dim,
         rms_norm_eps=c.rms_norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
+        rope_parameters={"rope_type": "default", "rope_theta": c.layers[0].rope.theta},
         max_position_embeddings=c.max_position_embeddings,
         tie_word_embeddings=c.tie_word_embeddings,
         attn_implementation=attention,

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..errors import ModelError
-from ..policy import ModelIdentity
-from ..schedule import MAX_LAYERS
+from .config import ModelConfig, expected_shapes
 
 if TYPE_CHECKING:
     from .tokenizer import Tokenizer
-
-# Architectures that run here; whatever else a file names is refused.
-SUPPORTED = ("llama", "qwen2", "qwen3")
 
 # ggml's tensor types that can hold weights: name -> (type id, values a block, bytes a block).
 WEIGHT_TYPES = {
@@ -48,40 +43,6 @@ WEIGHT_TYPES = {
     "NVFP4": (40, 64, 36),
     "Q1_0": (41, 128, 18),
 }
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """Facts about a decoder-only model, named as in transformers.
-
-    `rope_interleaved`: rotary pairs are neighbours (2i, 2i+1), as in GGUF llama files, not halves (i, i + head_dim/2).
-    `rope_scale`: factor on positions (linear scaling). `rope_factors`: divisors of each pair's frequency (Llama 3.1).
-    `quantization`: type of most weights, in ggml's names.
-    """
-
-    architecture: str
-    num_hidden_layers: int
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-    max_position_embeddings: int
-    rms_norm_eps: float
-    rope_theta: float
-    rope_interleaved: bool
-    qkv_bias: bool
-    qk_norm: bool
-    tie_word_embeddings: bool
-    quantization: str
-    rope_scale: float = 1.0
-    rope_factors: tuple[float, ...] | None = None
-
-    @property
-    def identity(self) -> ModelIdentity:
-        """What a policy remembers of the model it was made on."""
-        return ModelIdentity(self.architecture, self.hidden_size, self.vocab_size, self.quantization)
 
 
 @dataclass(frozen=True)
@@ -140,16 +101,6 @@ class TensorNames:
         return reverse[name]
 
 
-def check_architecture(name: str, supported: tuple[str, ...] = SUPPORTED) -> None:
-    """Refuse by name an architecture that does not run here.
-
-    Raises:
-        ModelError: it is not among those supported.
-    """
-    if name not in supported:
-        raise ModelError(f"architecture {name!r} is not supported", f"supported: {', '.join(supported)}")
-
-
 def row_bytes(dtype: str, columns: int) -> int:
     """Bytes of one row of `columns` weights.
 
@@ -160,58 +111,6 @@ def row_bytes(dtype: str, columns: int) -> int:
     if columns % block:
         raise ModelError(f"rows of {columns} weights do not divide into {dtype} blocks of {block}")
     return columns // block * size
-
-
-def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The tensors a model of this config has, with their shapes [out, in]."""
-    c = config
-    q_size, kv_size = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    layer: dict[str, tuple[int, ...]] = {
-        "input_layernorm": (c.hidden_size,),
-        "q_proj": (q_size, c.hidden_size),
-        "k_proj": (kv_size, c.hidden_size),
-        "v_proj": (kv_size, c.hidden_size),
-        "o_proj": (c.hidden_size, q_size),
-        "post_attention_layernorm": (c.hidden_size,),
-        "gate_proj": (c.intermediate_size, c.hidden_size),
-        "up_proj": (c.intermediate_size, c.hidden_size),
-        "down_proj": (c.hidden_size, c.intermediate_size),
-    }
-    if c.qkv_bias:
-        layer |= {"q_bias": (q_size,), "k_bias": (kv_size,), "v_bias": (kv_size,)}
-    if c.qk_norm:
-        layer |= {"q_norm": (c.head_dim,), "k_norm": (c.head_dim,)}
-    shapes: dict[str, tuple[int, ...]] = {"embed_tokens": (c.vocab_size, c.hidden_size), "norm": (c.hidden_size,)}
-    if not c.tie_word_embeddings:
-        shapes["lm_head"] = (c.vocab_size, c.hidden_size)
-    for index in range(c.num_hidden_layers):
-        shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
-    return shapes
-
-
-def check_config(config: ModelConfig) -> None:
-    """Refuse numbers that no real model has, before anything is sized by them.
-
-    Raises:
-        ModelError: a number is out of range or two contradict each other.
-    """
-    bounds = {"num_hidden_layers": MAX_LAYERS, "head_dim": 1024, "num_attention_heads": 1 << 16}
-    for item in fields(config):
-        value = getattr(config, item.name)
-        if item.type == "int" and not 1 <= value <= bounds.get(item.name, 1 << 30):
-            raise ModelError(f"{item.name} is {value}; no model has that", "the file is damaged or not a model")
-        if item.type == "float" and not (math.isfinite(value) and 0 < value < 1e12):
-            raise ModelError(f"{item.name} is {value}; it must be a positive number")
-    if config.num_attention_heads % config.num_key_value_heads:
-        heads = f"{config.num_attention_heads} heads to {config.num_key_value_heads} key-value heads"
-        raise ModelError(f"{heads}: the first must be a multiple of the second")
-    if config.head_dim % 2:
-        raise ModelError(f"head_dim is {config.head_dim}; rotary embeddings need an even one")
-    factors = config.rope_factors
-    if factors is not None and not (
-        len(factors) == config.head_dim // 2 and all(math.isfinite(f) and f > 0 for f in factors)
-    ):
-        raise ModelError(f"rope factors must be {config.head_dim // 2} positive numbers")
 
 
 def check_tensors(config: ModelConfig, tensors: dict[str, Tensor], names: TensorNames) -> None:

@@ -51,15 +51,15 @@ class GgmlBackend:
         progress: ReportProgress | None = None,
     ) -> None:
         self.num_slots, self.context_length = num_slots, context_length
-        self._constants = TensorContext(1)
-        factors = config.rope_factors
-        rope_factors = self._constants.over(np.array(factors, np.float32)) if factors else None
+        ropes = dict.fromkeys(spec.rope for spec in config.layers)
+        self._constants = TensorContext(len(ropes))
+        tables = {r: self._constants.over(np.array(r.factors, np.float32)) if r.factors else None for r in ropes}
         threads = threads or available_threads()
         weights = Weights(tensors, dtype, repack, threads, progress)
         self.config = replace(config, quantization=weights.quantization) if dtype in QUANTISED_DTYPES else config
         self.weight_bytes = weights.num_bytes
         cache = KeyValueCache(config, num_slots, context_length, "f32" if weights.beyond_f16 else kv_dtype)
-        self._model = Model(config, weights, cache, rope_factors)
+        self._model = Model(config, weights, cache, tuple(tables[spec.rope] for spec in config.layers))
         self._graphs: OrderedDict[GraphKey, Graph] = OrderedDict()
         self._backend = ggml.ggml_backend_cpu_init()
         params = ggml.ggml_threadpool_params_default(threads)

@@ -39,7 +39,7 @@ class Model:
     config: ModelConfig
     weights: Weights
     cache: KeyValueCache
-    rope_factors: Any  # a tensor, or None
+    rope_factors: tuple[Any, ...]  # of each layer: a tensor, or None
 
 
 class Graph:
@@ -102,7 +102,7 @@ class Graph:
                 x = self._layer(x, layer, key.num_active[layer])
         if not key.num_outputs:
             return None, hidden_states
-        rows = self._norm(ggml.ggml_get_rows(context, x, self._inputs["rows"]), weights["norm"])
+        rows = self._norm(ggml.ggml_get_rows(context, x, self._inputs["rows"]), "norm")
         head = weights.get("lm_head") or weights["embed_tokens"]
         return self._output(ggml.ggml_mul_mat(context, head, rows)), hidden_states
 
@@ -114,8 +114,11 @@ class Graph:
         self._run(tensor)
         return tensor
 
-    def _norm(self, x: Any, weight: Any) -> Any:
-        context = self._context.pointer
+    def _norm(self, x: Any, name: str) -> Any:
+        """RMS norm along rows, where the model has one of this name; else x itself."""
+        context, weight = self._context.pointer, self._model.weights.get(name)
+        if weight is None:
+            return x
         return ggml.ggml_mul(context, ggml.ggml_rms_norm(context, x, self._model.config.rms_norm_eps), weight)
 
     def _layer(self, x: Any, layer: int, active: int) -> Any:
@@ -124,29 +127,33 @@ class Graph:
         prefix = x if active == count else ggml.ggml_view_2d(context, x, x.contents.ne[0], active, x.contents.nb[1], 0)
         # A part of x is updated in place: the rest keeps its value, and a token may re-enter at a later layer.
         add = ggml.ggml_add if active == count else ggml.ggml_add_inplace
-        weights = {name: self._model.weights[f"layers.{layer}.{name}"] for name in _LAYER_WEIGHTS}
-        attended = self._attention(self._norm(prefix, weights["input_layernorm"]), layer, active)
-        prefix = add(context, prefix, ggml.ggml_mul_mat(context, weights["o_proj"], attended))
-        h = self._norm(prefix, weights["post_attention_layernorm"])
-        gate = ggml.ggml_mul_mat(context, weights["gate_proj"], h)
-        up = ggml.ggml_mul_mat(context, weights["up_proj"], h)
-        down = ggml.ggml_mul_mat(context, weights["down_proj"], ggml.ggml_swiglu_split(context, gate, up))
-        prefix = add(context, prefix, down)
+        attended = self._attention(self._norm(prefix, f"layers.{layer}.pre_attention_norm"), layer, active)
+        prefix = add(context, prefix, self._times(attended, layer, "o_proj"))
+        prefix = add(context, prefix, self._mlp(self._norm(prefix, f"layers.{layer}.pre_mlp_norm"), layer))
         self._run(prefix)
         return prefix if active == count else x
+
+    def _times(self, h: Any, layer: int, name: str) -> Any:
+        """Rows h times a matrix of a layer."""
+        return ggml.ggml_mul_mat(self._context.pointer, self._model.weights[f"layers.{layer}.{name}"], h)
+
+    def _mlp(self, h: Any, layer: int) -> Any:
+        gate, up = self._times(h, layer, "gate_proj"), self._times(h, layer, "up_proj")
+        return self._times(ggml.ggml_swiglu_split(self._context.pointer, gate, up), layer, "down_proj")
 
     def _attention(self, h: Any, layer: int, active: int) -> Any:
         """Write keys and values of the active tokens, then attend; returns [heads * head_dim, active]."""
         context, config, length = self._context.pointer, self._model.config, self._key.kv_length
+        scale = config.layers[layer].attention_scale
         keys, values = self._model.cache[layer]
-        q = self._rotated(self._project(h, layer, "q", config.num_attention_heads, active), active)
-        k = self._rotated(self._project(h, layer, "k", config.num_key_value_heads, active), active)
+        q = self._rotated(self._project(h, layer, "q", config.num_attention_heads, active), layer, active)
+        k = self._rotated(self._project(h, layer, "k", config.num_key_value_heads, active), layer, active)
         v = self._project(h, layer, "v", config.num_key_value_heads, active)
         cells = ggml.ggml_view_1d(context, self._inputs["cells"], active, 0)
         for cache, new in ((keys, k), (values, v)):
             flat = ggml.ggml_reshape_2d(context, new, config.num_key_value_heads * config.head_dim, active)
             self._run(ggml.ggml_set_rows(context, cache, flat, cells))
-        outputs, mask, scale = None, self._inputs["mask"], config.head_dim**-0.5
+        outputs, mask = None, self._inputs["mask"]
         for slot, first, end in self._key.runs:
             if first >= active:
                 break
@@ -165,20 +172,15 @@ class Graph:
     def _project(self, h: Any, layer: int, name: str, heads: int, active: int) -> Any:
         """One of q, k, v as [head_dim, heads, active]."""
         context, weights = self._context.pointer, self._model.weights
-        out = ggml.ggml_mul_mat(context, weights[f"layers.{layer}.{name}_proj"], h)
+        out = self._times(h, layer, f"{name}_proj")
         if (bias := weights.get(f"layers.{layer}.{name}_bias")) is not None:
             out = ggml.ggml_add(context, out, bias)
         out = ggml.ggml_reshape_3d(context, out, self._model.config.head_dim, heads, active)
-        if (norm := weights.get(f"layers.{layer}.{name}_norm")) is not None:
-            out = self._norm(out, norm)
-        return out
+        return self._norm(out, f"layers.{layer}.{name}_norm")
 
-    def _rotated(self, x: Any, active: int) -> Any:
-        context, config, factors = self._context.pointer, self._model.config, self._model.rope_factors
-        mode = _ROPE_NEIGHBOURS if config.rope_interleaved else _ROPE_HALVES
+    def _rotated(self, x: Any, layer: int, active: int) -> Any:
+        context, rope = self._context.pointer, self._model.config.layers[layer].rope
+        mode = _ROPE_NEIGHBOURS if rope.interleaved else _ROPE_HALVES
         positions = ggml.ggml_view_1d(context, self._inputs["positions"], active, 0)
-        scaling = (config.rope_theta, config.rope_scale, 0.0, 1.0, 0.0, 0.0)
-        return ggml.ggml_rope_ext(context, x, positions, factors, config.head_dim, mode, 0, *scaling)
-
-
-_LAYER_WEIGHTS = ("input_layernorm", "o_proj", "post_attention_layernorm", "gate_proj", "up_proj", "down_proj")
+        factors, scaling = self._model.rope_factors[layer], (rope.theta, 1.0, 0.0, 1.0, 0.0, 0.0)
+        return ggml.ggml_rope_ext(context, x, positions, factors, rope.dim, mode, 0, *scaling)
