@@ -38,7 +38,7 @@ def transformers_from_gguf(path: Path) -> LlamaForCausalLM:
         num_attention_heads=c.num_attention_heads,
         num_key_value_heads=c.num_key_value_heads,
         rms_norm_eps=c.rms_norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": c.layers[0].rope.theta},
+        rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
         max_position_embeddings=c.max_position_embeddings,
         tie_word_embeddings=True,
         eos_token_id=None,

@@ -67,7 +67,7 @@ INSIDE_VLLM = {f"vllm_plugin/{name}.py" for name in ("attention", "models", "run
 TORCH_IN_BENCH = {f"bench/{name}.py" for name in ("torch_device", "transformers_model", "peers")}
 HEAVY = {
     "torch": {
-        "backends/torch.py",
+        *(f"backends/torch/{name}.py" for name in ("__init__", "blocks", "graphs", "tensors")),
         "backends/__init__.py",
         "hf.py",
         *TORCH_IN_BENCH,

@@ -191,11 +191,10 @@ def _vllm_config(target: Target) -> dict[str, Any]:
     c, dtype = target.config, next(iter((target.weights or {}).values()), None)
     names = [
         *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
-        *("head_dim", "vocab_size", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"),
+        *("head_dim", "vocab_size", "max_position_embeddings", "rms_norm_eps", "rope_theta", "tie_word_embeddings"),
     ]
     config = {name: getattr(c, name) for name in names}
     kind = {"model_type": c.architecture, "architectures": ["LlamaForCausalLM"], "hidden_act": "silu"}
-    config["rope_theta"] = c.layers[0].rope.theta
     return config | kind | {"dtype": str(getattr(dtype, "dtype", "float32")).removeprefix("torch.")}
 
 

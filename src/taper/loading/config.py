@@ -18,31 +18,47 @@ class Rope:
 
     `interleaved`: pairs are neighbours (2i, 2i+1), as in GGUF llama files, not halves (i, i + dim/2).
     `factors`: divisors of each pair's frequency, as linear scaling, Llama 3.1 and YaRN give them; None: all 1.
+    `long_factors`: those of contexts of more than `original_context` tokens (LongRoPE); None: the same.
+    `attention_factor`: what cosines and sines are multiplied by (YaRN, LongRoPE).
     """
 
     theta: float
     dim: int
     interleaved: bool = False
     factors: tuple[float, ...] | None = None
+    long_factors: tuple[float, ...] | None = None
+    original_context: int = 1
+    attention_factor: float = 1.0
+
+    def factors_for(self, context_length: int) -> tuple[float, ...] | None:
+        """The divisors in contexts of up to that many tokens."""
+        return self.long_factors if self.long_factors and context_length > self.original_context else self.factors
 
 
 @dataclass(frozen=True)
 class LayerSpec:
     """What a layer computes.
 
-    `qk_norm`: queries and keys are normalised, each head by itself.
+    `rope`: None where positions do not matter (NoPE). `window`: the number of last tokens, itself included, that a
+    token attends to; None: all. `pre_norm`: RMS norms before attention and MLP. `post_norm`: norms after them, before
+    they are added. `qk_norm`: norms of queries and keys, each "head" by itself, or the "whole" vector; "" for none.
     """
 
-    rope: Rope
+    rope: Rope | None
     attention_scale: float
+    window: int | None = None
+    pre_norm: bool = True
+    post_norm: bool = False
     qkv_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: str = ""
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """Facts about a decoder-only model, named as in transformers.
 
+    `embedding_scale`, `residual_scale`, `logit_scale`: what embeddings, that which attention and MLP add, and logits
+    are multiplied by.
     `quantization`: type of most weights, in ggml's names.
     """
 
@@ -58,11 +74,19 @@ class ModelConfig:
     rms_norm_eps: float
     tie_word_embeddings: bool
     quantization: str
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
 
     @property
     def num_hidden_layers(self) -> int:
         """How many layers the model has."""
         return len(self.layers)
+
+    @property
+    def rope_theta(self) -> float:
+        """The base of rotary frequencies, of the first layer that has positions."""
+        return next(spec.rope.theta for spec in self.layers if spec.rope)
 
     @property
     def identity(self) -> ModelIdentity:
@@ -85,12 +109,10 @@ def _layer_shapes(config: ModelConfig, spec: LayerSpec) -> dict[str, tuple[int, 
     c = config
     q_size, kv_size = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
     shapes: dict[str, tuple[int, ...]] = {
-        "pre_attention_norm": (c.hidden_size,),
         "q_proj": (q_size, c.hidden_size),
         "k_proj": (kv_size, c.hidden_size),
         "v_proj": (kv_size, c.hidden_size),
         "o_proj": (c.hidden_size, q_size),
-        "pre_mlp_norm": (c.hidden_size,),
         "gate_proj": (c.intermediate_size, c.hidden_size),
         "up_proj": (c.intermediate_size, c.hidden_size),
         "down_proj": (c.hidden_size, c.intermediate_size),
@@ -98,7 +120,11 @@ def _layer_shapes(config: ModelConfig, spec: LayerSpec) -> dict[str, tuple[int, 
     if spec.qkv_bias:
         shapes |= {"q_bias": (q_size,), "k_bias": (kv_size,), "v_bias": (kv_size,)}
     if spec.qk_norm:
-        shapes |= {"q_norm": (c.head_dim,), "k_norm": (c.head_dim,)}
+        whole = spec.qk_norm == "whole"
+        shapes |= {"q_norm": (q_size if whole else c.head_dim,), "k_norm": (kv_size if whole else c.head_dim,)}
+    for place, there in (("pre", spec.pre_norm), ("post", spec.post_norm)):
+        if there:
+            shapes |= {f"{place}_{part}_norm": (c.hidden_size,) for part in ("attention", "mlp")}
     return shapes
 
 
@@ -125,7 +151,10 @@ def check_config(config: ModelConfig) -> None:
         raise ModelError(f"{heads}: the first must be a multiple of the second")
     for spec in set(config.layers):
         _check_numbers(spec)
-        _check_rope(spec.rope, config.head_dim)
+        if spec.window is not None and not 1 <= spec.window <= 1 << 30:
+            raise _unreal("sliding_window", spec.window)
+        if spec.rope is not None:
+            _check_rope(spec.rope, config.head_dim)
 
 
 def _check_numbers(facts: ModelConfig | LayerSpec | Rope) -> None:
@@ -143,9 +172,9 @@ def _check_rope(rope: Rope, head_dim: int) -> None:
     _check_numbers(rope)
     if rope.dim % 2 or rope.dim > head_dim:
         raise ModelError(f"{rope.dim} dimensions of a head are rotated; it must be an even number up to {head_dim}")
-    factors = rope.factors
-    if factors is not None and not (len(factors) == rope.dim // 2 and all(0 < f < math.inf for f in factors)):
-        raise ModelError(f"rope factors must be {rope.dim // 2} positive numbers")
+    for factors in (rope.factors, rope.long_factors):
+        if factors is not None and not (len(factors) == rope.dim // 2 and all(0 < f < math.inf for f in factors)):
+            raise ModelError(f"rope factors must be {rope.dim // 2} positive numbers")
 
 
 def _unreal(name: str, value: int) -> ModelError:

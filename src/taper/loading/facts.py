@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
-from ..checks import shown
+from ..checks import limited_attention, shown
 from ..errors import ModelError
 from .config import LayerSpec, ModelConfig, Rope, check_config, check_layers
-from .families import Family
+from .families import SWITCHES, Family
 from .model import Tensor
 from .rope import scaled_rope
 from .settings import Settings
@@ -35,8 +36,11 @@ def read_config(
     Raises:
         ModelError: a value is missing, of the wrong kind, out of range or not supported.
     """
+    for key, neutral in SWITCHES.items():
+        if key not in family.reads and settings.values.get(key) not in (None, neutral):
+            raise settings.error(key, f"Taper does not know what this means for {family.architecture} models")
     try:
-        rope = _rope(settings, interleaved, rope_factors)
+        rope = _rope(family, settings, interleaved, rope_factors)
         config = _read(family, settings, tensors, rope)
     except (TypeError, ValueError, ArithmeticError) as error:  # a value of a kind that no formula expects
         raise ModelError(f"{settings.source} holds a value that makes no sense: {error}") from None
@@ -45,19 +49,22 @@ def read_config(
 
 
 def _read(family: Family, settings: Settings, tensors: dict[str, Tensor], rope: Rope) -> ModelConfig:
-    get, head_dim = settings.get, _head_dim(settings)
+    get, head_dim = settings.get, head_size(settings)
     count = get("num_hidden_layers", int)
     check_layers(count)
     spec = LayerSpec(
         rope=rope,
-        attention_scale=max(head_dim, 1) ** -0.5,
+        attention_scale=get("attention_multiplier", float, max(head_dim, 1) ** -0.5),
+        pre_norm=family.pre_norm,
+        post_norm=family.post_norm,
         qkv_bias="layers.0.q_bias" in tensors,
         qk_norm=family.qk_norm,
     )
+    layers = zip(_windows(family, settings, count), _positions(family, settings, count), strict=True)
     matrices = Counter(tensor.dtype for tensor in tensors.values() if len(tensor.shape) > 1)
     return ModelConfig(
         architecture=family.architecture,
-        layers=(spec,) * count,
+        layers=tuple(replace(spec, window=window, rope=rope if positions else None) for window, positions in layers),
         hidden_size=get("hidden_size", int),
         intermediate_size=get("intermediate_size", int),
         num_attention_heads=get("num_attention_heads", int),
@@ -68,22 +75,69 @@ def _read(family: Family, settings: Settings, tensors: dict[str, Tensor], rope: 
         rms_norm_eps=get("rms_norm_eps", float),
         tie_word_embeddings=get("tie_word_embeddings", bool, False),
         quantization=matrices.most_common(1)[0][0] if matrices else "F32",
+        embedding_scale=get("embedding_multiplier", float, 1.0),
+        residual_scale=get("residual_multiplier", float, 1.0),
+        logit_scale=1.0 / get("logits_scaling", float, 1.0),
     )
 
 
-def _head_dim(settings: Settings) -> int:
+def head_size(settings: Settings) -> int:
+    """Values of a head: as the file says, or those of the hidden states shared out."""
     heads: int = settings.get("num_attention_heads", int)
     head_dim: int = settings.get("head_dim", int, settings.get("hidden_size", int) // max(heads, 1))
     return head_dim
 
 
-def _rope(settings: Settings, interleaved: bool, factors: Sequence[float] | None) -> Rope:
+def _rope(family: Family, settings: Settings, interleaved: bool, factors: Sequence[float] | None) -> Rope:
     parameters: Any = settings.values.get("rope_parameters") or settings.values.get("rope_scaling") or {}
     if not isinstance(parameters, dict):
         raise ModelError(f"{settings.source}: rope parameters are {shown(parameters)}; they must be an object")
-    theta = settings.get("rope_theta", float, parameters.get("rope_theta", 10000.0))
-    rope = scaled_rope(parameters, theta, _head_dim(settings), interleaved)
+    # Old files have these beside the object, new ones inside it; transformers prefers the length beside it.
+    both = Settings({**settings.values, **parameters}, settings.source)
+    theta, part = both.get("rope_theta", float, 10000.0), both.get("partial_rotary_factor", float, 1.0)
+    if (original := settings.values.get("original_max_position_embeddings")) is not None:
+        parameters = {**parameters, "original_max_position_embeddings": original}
+    head_dim = head_size(settings)
+    dim = settings.get("rotary_dim", int, int(head_dim * part))
+    if dim != head_dim and "partial_rotary_factor" not in family.reads:
+        raise ModelError(f"{settings.source}: {dim} of {head_dim} dimensions of a head are rotated; it must be all")
+    rope = scaled_rope(parameters, theta, dim, interleaved, settings.get("max_position_embeddings", int))
     if factors is None:
         return rope
     scaled = rope.factors or (1.0,) * len(factors)
     return replace(rope, factors=tuple(a * b for a, b in zip(scaled, factors, strict=True)))
+
+
+def _windows(family: Family, settings: Settings, count: int) -> list[int | None]:
+    """The window of each layer's attention; None where it attends to all."""
+    kinds = settings.values.get("layer_types")
+    if kinds is not None and not isinstance(kinds, list):
+        raise settings.error("layer_types", "it must be a list")
+    if family.slides is None:
+        if attention := limited_attention(SimpleNamespace(**{"use_sliding_window": False, **settings.values})):
+            message = (
+                f"{settings.source} asks for {attention} attention, which {family.architecture} models do not have"
+            )
+            raise ModelError(message, "this variant is not supported")
+        return [None] * count
+    window = settings.get("sliding_window", int, 0) if settings.get("use_sliding_window", bool, True) else 0
+    if not kinds:
+        return [window if window and family.slides(settings, layer) else None for layer in range(count)]
+    if len(kinds) != count or not all(kind in ("full_attention", "sliding_attention") for kind in kinds):
+        raise settings.error("layer_types", f"each of {count} layers must be full_attention or sliding_attention")
+    if "sliding_attention" in kinds and not window:
+        raise settings.error("sliding_window", "layers with sliding attention need one")
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def _positions(family: Family, settings: Settings, count: int) -> list[bool]:
+    """Whether the attention of each layer has positions."""
+    if not family.no_rope_interval:
+        return [True] * count
+    listed = settings.values.get("no_rope_layers")  # in spite of its name, 1 where a layer has them
+    if listed is None:
+        interval = settings.get("no_rope_layer_interval", int, family.no_rope_interval)
+        return [(layer + 1) % interval != 0 for layer in range(count)]
+    if not isinstance(listed, list) or len(listed) < count or not all(one in (0, 1) for one in listed):
+        raise settings.error("no_rope_layers", f"it must be a list of 0 or 1 for each of {count} layers")
+    return [bool(one) for one in listed[:count]]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import ModelError
 from .model import TensorNames
+from .settings import Settings
 
 _FOLDER_MODEL = {"model.embed_tokens.weight": "embed_tokens", "model.norm.weight": "norm", "lm_head.weight": "lm_head"}
 _FOLDER_LAYER = {
@@ -24,30 +25,60 @@ _FOLDER_LAYER = {
     "mlp.up_proj.weight": "up_proj",
     "mlp.down_proj.weight": "down_proj",
 }
-# transformers names a norm by the layers that it knew first: what comes before the MLP comes after attention.
+# By the same name, transformers means a norm after attention, or one before the MLP that follows.
 _PRE_NORMS = {"input_layernorm.weight": "pre_attention_norm", "post_attention_layernorm.weight": "pre_mlp_norm"}
-FOLDER_NAMES = TensorNames("model.layers.", _FOLDER_LAYER | _PRE_NORMS, _FOLDER_MODEL)
+_POST_NORMS = {
+    "post_attention_layernorm.weight": "post_attention_norm",
+    "post_feedforward_layernorm.weight": "post_mlp_norm",
+}
+_GGUF_MODEL = {"token_embd.weight": "embed_tokens", "output_norm.weight": "norm", "output.weight": "lm_head"}
+_GGUF_LAYER = {
+    "attn_norm.weight": "pre_attention_norm",
+    "attn_q.weight": "q_proj",
+    "attn_k.weight": "k_proj",
+    "attn_v.weight": "v_proj",
+    "attn_q.bias": "q_bias",
+    "attn_k.bias": "k_bias",
+    "attn_v.bias": "v_bias",
+    "attn_q_norm.weight": "q_norm",
+    "attn_k_norm.weight": "k_norm",
+    "attn_output.weight": "o_proj",
+    "post_attention_norm.weight": "post_attention_norm",
+    "ffn_norm.weight": "pre_mlp_norm",
+    "ffn_gate.weight": "gate_proj",
+    "ffn_up.weight": "up_proj",
+    "ffn_down.weight": "down_proj",
+    "post_ffw_norm.weight": "post_mlp_norm",
+}
+# Several tensors in one: the parts are rows of it, in this order.
+_QKV, _GATE_UP = "q_proj+k_proj+v_proj", "gate_proj+up_proj"
+_FUSED_FOLDER = {"self_attn.qkv_proj.weight": _QKV, "mlp.gate_up_proj.weight": _GATE_UP}
+_FUSED_GGUF = {"attn_qkv.weight": _QKV, "ffn_up.weight": _GATE_UP}
 
-GGUF_NAMES = TensorNames(
-    "blk.",
-    {
-        "attn_norm.weight": "pre_attention_norm",
-        "attn_q.weight": "q_proj",
-        "attn_k.weight": "k_proj",
-        "attn_v.weight": "v_proj",
-        "attn_q.bias": "q_bias",
-        "attn_k.bias": "k_bias",
-        "attn_v.bias": "v_bias",
-        "attn_q_norm.weight": "q_norm",
-        "attn_k_norm.weight": "k_norm",
-        "attn_output.weight": "o_proj",
-        "ffn_norm.weight": "pre_mlp_norm",
-        "ffn_gate.weight": "gate_proj",
-        "ffn_up.weight": "up_proj",
-        "ffn_down.weight": "down_proj",
-    },
-    {"token_embd.weight": "embed_tokens", "output_norm.weight": "norm", "output.weight": "lm_head"},
-)
+FOLDER_NAMES = TensorNames("model.layers.", _FOLDER_LAYER | _PRE_NORMS, _FOLDER_MODEL)
+GGUF_NAMES = TensorNames("blk.", _GGUF_LAYER, _GGUF_MODEL)
+
+# Settings that change what a model computes, with values that change nothing. Each family reads some of them.
+SWITCHES: dict[str, Any] = {
+    "attention_chunk_size": None,
+    "attention_multiplier": None,
+    "attn_logit_softcapping": None,
+    "clip_qkv": None,
+    "embedding_multiplier": 1.0,
+    "final_logit_softcapping": None,
+    "logit_scale": None,
+    "logits_scaling": 1.0,
+    "mlp_bias": False,
+    "no_rope_layer_interval": None,
+    "no_rope_layers": None,
+    "num_experts": 0,
+    "num_kv_shared_layers": 0,
+    "num_local_experts": 0,
+    "query_pre_attn_scalar": None,
+    "residual_multiplier": 1.0,
+    "use_bidirectional_attention": False,
+    "use_qk_norm": False,
+}
 
 
 @dataclass(frozen=True)
@@ -55,25 +86,66 @@ class Family:
     """What the files of an architecture leave unsaid.
 
     `architecture`: its name in GGUF files and policies. `interleaved`: GGUF files hold queries and keys permuted, so
-    that rotary pairs are neighbours. `defaults`: values that config.json may leave out, as transformers fills them in.
+    that rotary pairs are neighbours. `pre_norm`, `post_norm`, `qk_norm`: as in `LayerSpec`. `no_rope_interval`: every
+    so many layers, one has no positions. `slides`: whether a layer has a window, where files name one and do not say
+    for which layers; None: never. `reads`: which of `SWITCHES` it has. `defaults`: what config.json may leave out, as
+    transformers fills it in.
     """
 
     architecture: str
     interleaved: bool = False
-    qk_norm: bool = False
+    pre_norm: bool = True
+    post_norm: bool = False
+    qk_norm: str = ""
+    no_rope_interval: int = 0
+    slides: Callable[[Settings, int], bool] | None = None
+    reads: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     folder_names: TensorNames = FOLDER_NAMES
     gguf_names: TensorNames = GGUF_NAMES
 
 
+def _every_layer(settings: Settings, layer: int) -> bool:
+    return True
+
+
+def _later_layers(settings: Settings, layer: int) -> bool:
+    return layer >= int(settings.get("max_window_layers", int))
+
+
+_QWEN = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+_MULTIPLIERS = ("attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier")
+
 # By model_type of config.json.
 MODEL_TYPES = {
     "llama": Family("llama", interleaved=True),
-    "mistral": Family("llama", interleaved=True, defaults={"use_sliding_window": True, "sliding_window": 4096}),
-    "qwen2": Family("qwen2"),
-    "qwen3": Family("qwen3", qk_norm=True, defaults={"head_dim": 128}),
+    "mistral": Family("llama", interleaved=True, slides=_every_layer, defaults={"sliding_window": 4096}),
+    "qwen2": Family("qwen2", slides=_later_layers, defaults=_QWEN),
+    "qwen3": Family("qwen3", slides=_later_layers, qk_norm="head", defaults={**_QWEN, "head_dim": 128}),
+    "phi3": Family(
+        "phi3",
+        slides=_every_layer,
+        reads=("partial_rotary_factor",),
+        folder_names=TensorNames("model.layers.", _FOLDER_LAYER | _PRE_NORMS | _FUSED_FOLDER, _FOLDER_MODEL),
+        gguf_names=TensorNames("blk.", _GGUF_LAYER | _FUSED_GGUF, _GGUF_MODEL),
+    ),
+    "smollm3": Family(
+        "smollm3",
+        interleaved=True,
+        no_rope_interval=4,
+        reads=("no_rope_layer_interval", "no_rope_layers"),
+        defaults={"tie_word_embeddings": True, "rope_theta": 2e6},
+    ),
+    "olmo2": Family(
+        "olmo2",
+        pre_norm=False,
+        post_norm=True,
+        qk_norm="whole",
+        folder_names=TensorNames("model.layers.", _FOLDER_LAYER | _POST_NORMS, _FOLDER_MODEL),
+    ),
+    "granite": Family("granite", interleaved=True, reads=_MULTIPLIERS, defaults={"attention_multiplier": 1.0}),
 }
-# By general.architecture of GGUF files.
+# By general.architecture of GGUF files: what a file may say is then that of the first model type.
 ARCHITECTURES = {family.architecture: family for family in reversed(MODEL_TYPES.values())}
 
 

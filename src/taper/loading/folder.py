@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 
-from ..checks import limited_attention, unique_keys
+from ..checks import unique_keys
 from ..errors import ModelError
 from ..files import open_file, read_json
 from .facts import read_config
 from .families import MODEL_TYPES, find_family
-from .model import LoadedModel, Tensor, check_tensors
+from .model import LoadedModel, Tensor, check_tensors, split_fused
 from .settings import Settings
 from .tokenizer_files import tokenizer_from_folder
 
@@ -39,6 +38,7 @@ def load_folder(path: Path) -> LoadedModel:
     names = family.folder_names
     tensors = names.rename({name: t for name, t in _read_weights(path).items() if "rotary_emb" not in name})
     config = read_config(family, settings, tensors)
+    tensors = split_fused(config, tensors, names)
     if config.tie_word_embeddings:
         tensors.pop("lm_head", None)
     check_tensors(config, tensors, names)
@@ -97,18 +97,8 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _refuse_variants(settings: Settings) -> None:
-    """Refuse what these architectures can be configured to do and Taper does not."""
-    values = settings.values
-    if not isinstance(values.get("layer_types") or [], list):
-        raise settings.error("layer_types", "it must be a list")
-    if attention := limited_attention(SimpleNamespace(**{"use_sliding_window": False, **values})):
-        raise ModelError(
-            f"config.json asks for {attention} attention, which is not supported",
-            "Taper runs models with full attention in every layer",
-        )
-    if values.get("hidden_act", "silu") != "silu":
+    """Refuse what a model can be configured to do and Taper does not."""
+    if settings.values.get("hidden_act", "silu") != "silu":
         raise settings.error("hidden_act", "supported: silu")
-    if values.get("quantization_config"):
+    if settings.values.get("quantization_config"):
         raise ModelError("quantised safetensors are not supported", "use the original weights, or a GGUF file")
-    if values.get("partial_rotary_factor", 1.0) != 1.0 or values.get("mlp_bias"):
-        raise ModelError("config.json asks for partial rotary embeddings or MLP biases, which are not supported")

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from ..errors import ModelError
-from .facts import read_config
+from .facts import head_size, read_config
 from .families import ARCHITECTURES, find_family
 from .gguf_file import DAMAGED, GGUFFile, read_gguf
-from .model import LoadedModel, Tensor, check_tensors
+from .model import LoadedModel, Tensor, check_tensors, split_fused
 from .settings import Settings
 from .tokenizer_files import tokenizer_from_gguf
 
@@ -25,8 +24,32 @@ _KEYS = {
     "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": "head_dim",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.scale": "attention_multiplier",
+    "attention.sliding_window": "sliding_window",
+    "embedding_scale": "embedding_multiplier",
+    "expert_count": "num_local_experts",
+    "logit_scale": "logits_scaling",
+    "residual_scale": "residual_multiplier",
+    "rope.dimension_count": "rotary_dim",
     "rope.freq_base": "rope_theta",
 }
+_ROPE_KEYS = {
+    "rope.scaling.attn_factor": "attention_factor",
+    "rope.scaling.factor": "factor",
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
+    "rope.scaling.type": "rope_type",
+    "rope.scaling.yarn_beta_fast": "beta_fast",
+    "rope.scaling.yarn_beta_slow": "beta_slow",
+}
+# Keys that say nothing more of what the model computes, or are checked by themselves.
+_OTHER_KEYS = (
+    "attention.causal",
+    "attention.value_length",
+    "rope.scaling.finetuned",
+    "tensor_data_layout",
+    "vocab_size",
+)
+_ROPE_TABLES = {"rope_factors_short.weight": "short_factor", "rope_factors_long.weight": "long_factor"}
 # Rotary tables that some converters leave behind; they are computed from the config instead.
 _UNUSED_SUFFIXES = ("rotary_emb.inv_freq", "attn_rot_embd", "attn_rot_embd.weight")
 
@@ -42,47 +65,56 @@ def load_gguf(path: Path) -> LoadedModel:
     family = find_family(architecture, ARCHITECTURES)
     names = family.gguf_names
     tensors = names.rename({name: t for name, t in file.tensors.items() if not name.endswith(_UNUSED_SUFFIXES)})
-    factors = _rope_factors(file, tensors)
+    factors = _rope_table(file, tensors, "rope_freqs.weight")
     settings = _settings(file, architecture, tensors)
     config = read_config(family, settings, tensors, family.interleaved, factors)
+    tensors = split_fused(config, tensors, names)
     check_tensors(config, tensors, names)
     return LoadedModel(config, tensors, tokenizer_from_gguf(file.path.name, file.metadata, config.vocab_size))
 
 
 def _settings(file: GGUFFile, architecture: str, tensors: dict[str, Tensor]) -> Settings:
-    """What the header says, by transformers' names."""
-
-    def get(key: str, kind: type, default: Any = None) -> Any:
-        return file.get(f"{architecture}.{key}", kind, default)
-
-    for key in ("expert_count", "attention.sliding_window"):
-        if file.metadata.get(f"{architecture}.{key}"):
-            raise ModelError(f"{file.path.name} has {key}; mixtures of experts and sliding windows are not supported")
-    names = {ours: f"{architecture}.{theirs}" for theirs, ours in _KEYS.items()}
-    values = {ours: file.metadata.get(theirs) for ours, theirs in names.items()}
-    head_dim = values["head_dim"] or get("embedding_length", int) // max(get("attention.head_count", int), 1)
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if get(key, int, head_dim) != head_dim:
-            message = f"{file.path.name}: keys, values and rotary embeddings must all have {head_dim} dimensions"
-            raise ModelError(message)
+    """What the header says, by transformers' names; takes tables of rotary factors out of the tensors."""
+    header = {
+        key.removeprefix(f"{architecture}."): value
+        for key, value in file.metadata.items()
+        if key.startswith(f"{architecture}.")
+    }
+    for key, value in header.items():
+        if value and key not in {*_KEYS, *_ROPE_KEYS, *_OTHER_KEYS}:
+            raise ModelError(
+                f"{file.path.name} has the metadata key {architecture}.{key}, which Taper does not know",
+                "this variant is not supported",
+            )
+    values = {ours: header.get(theirs) for theirs, ours in _KEYS.items()}
+    settings = Settings(values, file.path.name, {ours: f"{architecture}.{theirs}" for theirs, ours in _KEYS.items()})
+    if header.get("attention.causal", True) is not True:
+        raise ModelError(f"{file.path.name} is of a model whose tokens see later ones", "it does not generate text")
+    if header.get("attention.value_length", head_dim := head_size(settings)) != head_dim:
+        raise ModelError(f"{file.path.name}: keys and values must both have {head_dim} dimensions")
     if "embed_tokens" not in tensors:
         raise ModelError("tensor token_embd.weight is missing", DAMAGED)
-    values["vocab_size"] = tensors["embed_tokens"].shape[0]
-    values["tie_word_embeddings"] = "lm_head" not in tensors
-    scaling = get("rope.scaling.type", str, "none")
-    values["rope_parameters"] = {
-        "rope_type": "default" if scaling == "none" else scaling,
-        "factor": get("rope.scaling.factor", float, 1.0),
+    rope = {ours: header[theirs] for theirs, ours in _ROPE_KEYS.items() if theirs in header}
+    if rope.get("rope_type") == "none":
+        del rope["rope_type"]
+    tables = {ours: table for name, ours in _ROPE_TABLES.items() if (table := _rope_table(file, tensors, name))}
+    if tables:
+        rope |= {"rope_type": "longrope", "attention_factor": rope.get("attention_factor", 1.0), **tables}
+    values |= {
+        "rope_parameters": rope,
+        "tie_word_embeddings": "lm_head" not in tensors,
+        "use_sliding_window": bool(values["sliding_window"]),
+        "vocab_size": tensors["embed_tokens"].shape[0],
     }
-    return Settings(values, file.path.name, names)
+    return settings
 
 
-def _rope_factors(file: GGUFFile, tensors: dict[str, Tensor]) -> list[float] | None:
-    """The table of Llama 3.1's divisors of frequencies, taken out of the tensors; None if there is none."""
-    factors = tensors.pop("rope_freqs.weight", None)
-    if factors is None:
+def _rope_table(file: GGUFFile, tensors: dict[str, Tensor], name: str) -> list[float] | None:
+    """A table of divisors of rotary frequencies, taken out of the tensors; None if there is none."""
+    table = tensors.pop(name, None)
+    if table is None:
         return None
-    if factors.dtype != "F32":
-        raise ModelError(f"{file.path.name}: rope_freqs.weight must be F32")
-    values: list[float] = factors.data.view(np.float32).tolist()
+    if table.dtype != "F32":
+        raise ModelError(f"{file.path.name}: {name} must be F32")
+    values: list[float] = table.data.view(np.float32).tolist()
     return values

@@ -65,7 +65,10 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class TensorNames:
-    """A file format's names of tensors: `layer_prefix` + index + "." + a name of `layer`, or a name of `model`."""
+    """A file format's names of tensors: `layer_prefix` + index + "." + a name of `layer`, or a name of `model`.
+
+    Several tensors in one have our names joined by "+".
+    """
 
     layer_prefix: str
     layer: dict[str, str]  # the file's -> ours
@@ -94,7 +97,7 @@ class TensorNames:
 
     def theirs(self, name: str) -> str:
         """The file's name of one of our tensors."""
-        reverse = {ours: theirs for theirs, ours in (self.layer | self.model).items()}
+        reverse = {part: theirs for theirs, ours in (self.layer | self.model).items() for part in ours.split("+")}
         if name.startswith("layers."):
             _, index, rest = name.split(".", 2)
             return f"{self.layer_prefix}{index}.{reverse[rest]}"
@@ -111,6 +114,31 @@ def row_bytes(dtype: str, columns: int) -> int:
     if columns % block:
         raise ModelError(f"rows of {columns} weights do not divide into {dtype} blocks of {block}")
     return columns // block * size
+
+
+def split_fused(config: ModelConfig, tensors: dict[str, Tensor], names: TensorNames) -> dict[str, Tensor]:
+    """Tensors with their parts in place of those that hold several: rows of them, in the order of the name.
+
+    Raises:
+        ModelError: its rows are not those of its parts together.
+    """
+    shapes, split = expected_shapes(config), dict(tensors)
+    for fused, tensor in tensors.items():
+        prefix, _, parts = fused.rpartition(".")
+        part_names = [f"{prefix}.{part}" for part in parts.split("+")]
+        if len(part_names) == 1 or not all(name in shapes for name in part_names):
+            continue
+        first = 0
+        del split[fused]
+        rows = sum(shapes[name][0] for name in part_names)
+        if tensor.shape != (rows, config.hidden_size):
+            actual = f"{names.theirs(part_names[0])} has shape {list(tensor.shape)}"
+            raise ModelError(f"tensor {actual}; its config asks for {[rows, config.hidden_size]}")
+        size = row_bytes(tensor.dtype, config.hidden_size)
+        for name in part_names:
+            end = first + shapes[name][0] * size
+            split[name], first = Tensor(tensor.dtype, shapes[name], tensor.data[first:end]), end
+    return split
 
 
 def check_tensors(config: ModelConfig, tensors: dict[str, Tensor], names: TensorNames) -> None:

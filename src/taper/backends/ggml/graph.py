@@ -17,7 +17,7 @@ from .cache import KeyValueCache
 from .tensors import TensorContext, new_input, view
 from .weights import Weights
 
-_NODES_PER_LAYER, _NODES_PER_RUN, _OTHER_NODES = 40, 8, 32
+_NODES_PER_LAYER, _NODES_PER_RUN, _OTHER_NODES = 64, 8, 32
 _ROPE_NEIGHBOURS, _ROPE_HALVES = 0, 2
 
 
@@ -45,6 +45,8 @@ class Model:
 class Graph:
     """A prepared forward. Set `inputs`, compute, then read `logits` and `hidden_states`: all numpy views.
 
+    `windows`: the windows of its layers, and the names of the inputs that say what a token attends to with each.
+
     Raises:
         ModelError: there is not enough memory for its intermediate results.
     """
@@ -56,8 +58,10 @@ class Graph:
             "tokens": ((count,), np.int32),
             "positions": ((count,), np.int32),
             "cells": ((count,), np.int64),
-            "mask": ((count, key.kv_length), np.float16),
         }
+        active = zip(config.layers, key.num_active, strict=True)
+        self.windows = {spec.window: mask_name(spec.window) for spec, n in active if n}
+        shapes |= dict.fromkeys(self.windows.values(), ((count, key.kv_length), np.float16))
         if key.first_layer:
             shapes["hidden_states"] = ((count, config.hidden_size), np.float32)
             del shapes["tokens"]
@@ -92,6 +96,7 @@ class Graph:
             x = self._inputs["hidden_states"]  # [hidden_size, tokens]
         else:
             x = ggml.ggml_get_rows(context, weights["embed_tokens"], self._inputs["tokens"])
+            x = self._scaled(x, self._model.config.embedding_scale)
         hidden_states = {}
         layers = self._model.config.num_hidden_layers
         for layer in range(key.first_layer, layers + 1):
@@ -104,7 +109,8 @@ class Graph:
             return None, hidden_states
         rows = self._norm(ggml.ggml_get_rows(context, x, self._inputs["rows"]), "norm")
         head = weights.get("lm_head") or weights["embed_tokens"]
-        return self._output(ggml.ggml_mul_mat(context, head, rows)), hidden_states
+        logits = self._scaled(ggml.ggml_mul_mat(context, head, rows), self._model.config.logit_scale)
+        return self._output(logits), hidden_states
 
     def _run(self, tensor: Any) -> None:
         ggml.ggml_build_forward_expand(self.pointer, tensor)
@@ -113,6 +119,9 @@ class Graph:
         ggml.ggml_set_output(tensor)
         self._run(tensor)
         return tensor
+
+    def _scaled(self, x: Any, scale: float) -> Any:
+        return x if scale == 1.0 else ggml.ggml_scale(self._context.pointer, x, scale)
 
     def _norm(self, x: Any, name: str) -> Any:
         """RMS norm along rows, where the model has one of this name; else x itself."""
@@ -127,9 +136,11 @@ class Graph:
         prefix = x if active == count else ggml.ggml_view_2d(context, x, x.contents.ne[0], active, x.contents.nb[1], 0)
         # A part of x is updated in place: the rest keeps its value, and a token may re-enter at a later layer.
         add = ggml.ggml_add if active == count else ggml.ggml_add_inplace
-        attended = self._attention(self._norm(prefix, f"layers.{layer}.pre_attention_norm"), layer, active)
-        prefix = add(context, prefix, self._times(attended, layer, "o_proj"))
-        prefix = add(context, prefix, self._mlp(self._norm(prefix, f"layers.{layer}.pre_mlp_norm"), layer))
+        for part in ("attention", "mlp"):
+            h = self._norm(prefix, f"layers.{layer}.pre_{part}_norm")
+            h = self._attention(h, layer, active) if part == "attention" else self._mlp(h, layer)
+            h = self._norm(h, f"layers.{layer}.post_{part}_norm")
+            prefix = add(context, prefix, self._scaled(h, self._model.config.residual_scale))
         self._run(prefix)
         return prefix if active == count else x
 
@@ -142,9 +153,9 @@ class Graph:
         return self._times(ggml.ggml_swiglu_split(self._context.pointer, gate, up), layer, "down_proj")
 
     def _attention(self, h: Any, layer: int, active: int) -> Any:
-        """Write keys and values of the active tokens, then attend; returns [heads * head_dim, active]."""
+        """Write keys and values of the active tokens, then attend; returns [hidden_size, active]."""
         context, config, length = self._context.pointer, self._model.config, self._key.kv_length
-        scale = config.layers[layer].attention_scale
+        spec = config.layers[layer]
         keys, values = self._model.cache[layer]
         q = self._rotated(self._project(h, layer, "q", config.num_attention_heads, active), layer, active)
         k = self._rotated(self._project(h, layer, "k", config.num_key_value_heads, active), layer, active)
@@ -153,7 +164,7 @@ class Graph:
         for cache, new in ((keys, k), (values, v)):
             flat = ggml.ggml_reshape_2d(context, new, config.num_key_value_heads * config.head_dim, active)
             self._run(ggml.ggml_set_rows(context, cache, flat, cells))
-        outputs, mask = None, self._inputs["mask"]
+        outputs, mask = None, self._inputs[self.windows[spec.window]]
         for slot, first, end in self._key.runs:
             if first >= active:
                 break
@@ -165,22 +176,32 @@ class Graph:
             mask_rows = ggml.ggml_view_2d(context, mask, length, rows, stride, first * stride)
             cached = (self._model.cache.slot(context, tensor, slot, length) for tensor in (keys, values))
             queries = ggml.ggml_permute(context, q_rows, 0, 2, 1, 3)
-            out = ggml.ggml_flash_attn_ext(context, queries, *cached, mask_rows, scale, 0.0, 0.0)
+            out = ggml.ggml_flash_attn_ext(context, queries, *cached, mask_rows, spec.attention_scale, 0.0, 0.0)
             outputs = out if outputs is None else ggml.ggml_concat(context, outputs, out, 2)
-        return ggml.ggml_reshape_2d(context, outputs, config.num_attention_heads * config.head_dim, active)
+        outputs = ggml.ggml_reshape_2d(context, outputs, config.num_attention_heads * config.head_dim, active)
+        return self._times(outputs, layer, "o_proj")
 
     def _project(self, h: Any, layer: int, name: str, heads: int, active: int) -> Any:
         """One of q, k, v as [head_dim, heads, active]."""
         context, weights = self._context.pointer, self._model.weights
+        whole, norm = self._model.config.layers[layer].qk_norm == "whole", f"layers.{layer}.{name}_norm"
         out = self._times(h, layer, f"{name}_proj")
         if (bias := weights.get(f"layers.{layer}.{name}_bias")) is not None:
             out = ggml.ggml_add(context, out, bias)
+        out = self._norm(out, norm) if whole else out
         out = ggml.ggml_reshape_3d(context, out, self._model.config.head_dim, heads, active)
-        return self._norm(out, f"layers.{layer}.{name}_norm")
+        return out if whole else self._norm(out, norm)
 
     def _rotated(self, x: Any, layer: int, active: int) -> Any:
         context, rope = self._context.pointer, self._model.config.layers[layer].rope
+        if rope is None:
+            return x
         mode = _ROPE_NEIGHBOURS if rope.interleaved else _ROPE_HALVES
         positions = ggml.ggml_view_1d(context, self._inputs["positions"], active, 0)
-        factors, scaling = self._model.rope_factors[layer], (rope.theta, 1.0, 0.0, 1.0, 0.0, 0.0)
+        factors, scaling = self._model.rope_factors[layer], (rope.theta, 1.0, 0.0, rope.attention_factor, 0.0, 0.0)
         return ggml.ggml_rope_ext(context, x, positions, factors, rope.dim, mode, 0, *scaling)
+
+
+def mask_name(window: int | None) -> str:
+    """The input that says what tokens attend to in layers of that window."""
+    return "mask" if window is None else f"mask of {window}"
