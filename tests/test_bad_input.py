@@ -254,6 +254,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ({"rope_parameters": {"rope_type": "yarn"}}, "factor"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "beta_fast": "a"}}, "makes no sense"),
         ({"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}}, "long_factor"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "rope parameters"),
         ({"rope_parameters": "linear"}, "rope"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "factor"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 10**400}}, "factor"),

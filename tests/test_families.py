@@ -14,10 +14,9 @@ from taper.engine import Engine
 from taper.loading import load_model
 from taper.policy import DepthPolicy
 
-TOKENS, LAYERS = 64, 5
+TOKENS = 64
 PROMPTS = [random_prompt(100 + seed, 23) for seed in range(8)]
 CHOSEN = ("d3 late", "skipdecode", "static")
-POLICIES = {"full": DepthPolicy.full(LAYERS), **{name: policies(LAYERS)[name] for name in CHOSEN}}
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -32,6 +31,10 @@ SCALES = {
     "logits_scaling": 5.0,
     "residual_multiplier": 0.6,
 }
+GEMMA = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
 # Windows are shorter than the prompts. What GGUF files cannot say is tested from folders alone.
 FAMILIES = {
     "mistral with a window": ("mistral", {"sliding_window": 16}),
@@ -43,6 +46,7 @@ FAMILIES = {
     "smollm3": ("smollm3", {}),
     "olmo2": ("olmo2", {"tied": False}),
     "granite": ("granite", SCALES),
+    "gemma3": ("gemma3", {"layers": 7, "sliding_window": 16, "query_pre_attn_scalar": 16, "rope_parameters": GEMMA}),
 }
 NOT_IN_GGUF = ("mistral with a window", "qwen2 with windows")
 CONTEXTS = {"phi3 with longrope": 90}  # one token more would choose the other table of factors
@@ -52,7 +56,9 @@ CONTEXTS = {"phi3 with longrope": 90}  # one token more would choose the other t
 def family(request, tmp_path_factory) -> SimpleNamespace:
     """A tiny model, and what transformers makes of the prompts under a policy."""
     architecture, options = FAMILIES[request.param]
-    tiny = make_tiny(tmp_path_factory.mktemp("family"), architecture, layers=LAYERS, **options)
+    tiny = make_tiny(tmp_path_factory.mktemp("family"), architecture, **options)
+    layers = tiny.hf.config.num_hidden_layers
+    chosen = {"full": DepthPolicy.full(layers), **{name: policies(layers)[name] for name in CHOSEN}}
 
     @cache
     def expected(policy: DepthPolicy) -> list[list[int]]:
@@ -66,8 +72,9 @@ def family(request, tmp_path_factory) -> SimpleNamespace:
         )
         return out[:, ids.shape[1] :].tolist()
 
+    context_length = CONTEXTS.get(request.param, 512)
     return SimpleNamespace(
-        name=request.param, tiny=tiny, expected=expected, context_length=CONTEXTS.get(request.param, 512)
+        name=request.param, tiny=tiny, policies=chosen, expected=expected, context_length=context_length
     )
 
 
@@ -79,8 +86,8 @@ def completed(family, kind, loaded, policy, prompts=PROMPTS, num_slots=8):
 @BACKENDS
 def test_every_policy_equals_transformers(family, kind):
     loaded = family.tiny.load()
-    answers = {name: completed(family, kind, loaded, policy) for name, policy in POLICIES.items()}
-    for name, policy in POLICIES.items():
+    answers = {name: completed(family, kind, loaded, policy) for name, policy in family.policies.items()}
+    for name, policy in family.policies.items():
         assert answers[name] == family.expected(policy), name
         assert name == "full" or answers[name] != answers["full"], f"{name} changes nothing, so this proves nothing"
 
@@ -92,12 +99,13 @@ def test_gguf_equals_transformers(family, kind, tmp_path):
     write_gguf(tmp_path / "tiny.gguf", family.tiny)
     loaded = load_model(tmp_path / "tiny.gguf")
     for name in ("full", "d3 late"):
-        assert completed(family, kind, loaded, POLICIES[name]) == family.expected(POLICIES[name])
+        policy = family.policies[name]
+        assert completed(family, kind, loaded, policy) == family.expected(policy)
 
 
 @BACKENDS
 def test_prompts_alone_and_a_second_turn_equal_a_batch_from_a_cold_start(family, kind):
-    loaded, policy = family.tiny.load(), POLICIES["d3 late"]
+    loaded, policy = family.tiny.load(), family.policies["d3 late"]
     together = completed(family, kind, loaded, policy)
     backend = make_backend(kind, loaded, context_length=family.context_length)
     warm = Engine(backend)

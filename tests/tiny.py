@@ -17,6 +17,8 @@ import torch
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
@@ -68,6 +70,7 @@ _CLASSES = {
     "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
     "olmo2": (Olmo2Config, Olmo2ForCausalLM),
     "granite": (GraniteConfig, GraniteForCausalLM),
+    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
 }
 PERMUTED = ("llama", "smollm3", "granite")  # queries and keys in GGUF files, so that rotary pairs are neighbours
 
@@ -160,7 +163,7 @@ def write_gguf(path: Path, tiny: TinyModel, dtype=np.float32, vocabulary: str = 
     `quantise`: type and bytes, by rows, of a matrix of the file's name; None writes all in `dtype`.
     """
     config = tiny.hf.config
-    architecture = "llama" if config.model_type == "mistral" else config.model_type
+    architecture = {"mistral": "llama", "gemma3_text": "gemma3"}.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -168,9 +171,31 @@ def write_gguf(path: Path, tiny: TinyModel, dtype=np.float32, vocabulary: str = 
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     add_facts(writer, config)
+    add_vocabulary(writer, vocabulary)
+    by_name = {name: architecture for architecture, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(by_name[architecture], config.num_hidden_layers)
+    for name, parameter in tiny.hf.named_parameters():
+        array = parameter.detach().numpy()
+        if architecture == "gemma3" and name.endswith("norm.weight"):
+            array = array + 1
+        if name.split(".")[-2] in ("q_proj", "k_proj") and architecture in PERMUTED:
+            array = array.reshape(-1, 2, config.head_dim // 2, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
+        target = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if quantise is not None and array.ndim == 2:
+            stored, rows = quantise(target, array)
+            writer.add_tensor(target, rows, raw_dtype=gguf.GGMLQuantizationType[stored])
+        else:
+            writer.add_tensor(target, array.astype(np.float32 if array.ndim == 1 else dtype))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def add_vocabulary(writer, vocabulary: str = "byte-level") -> None:
+    """A tokenizer of `VOCAB_SIZE` tokens, and the chat template."""
     if vocabulary == "byte-level":
         tokens = byte_tokenizer().get_vocab()
         pieces = [*sorted(tokens, key=tokens.get), "qz"]  # one merge: the writer leaves out empty lists
@@ -197,28 +222,19 @@ def write_gguf(path: Path, tiny: TinyModel, dtype=np.float32, vocabulary: str = 
     writer.add_token_types([*types, *[5] * len(unused)])
     writer.add_eos_token_id(2)
     writer.add_chat_template(TEMPLATE)
-    by_name = {name: architecture for architecture, name in gguf.MODEL_ARCH_NAMES.items()}
-    names = gguf.get_tensor_name_map(by_name[architecture], config.num_hidden_layers)
-    for name, parameter in tiny.hf.named_parameters():
-        array = parameter.detach().numpy()
-        if name.split(".")[-2] in ("q_proj", "k_proj") and architecture in PERMUTED:
-            array = array.reshape(-1, 2, config.head_dim // 2, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
-        target = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        if quantise is not None and array.ndim == 2:
-            stored, rows = quantise(target, array)
-            writer.add_tensor(target, rows, raw_dtype=gguf.GGMLQuantizationType[stored])
-        else:
-            writer.add_tensor(target, array.astype(np.float32 if array.ndim == 1 else dtype))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 def add_facts(writer, config) -> None:
     """What llama.cpp's converter writes of one architecture and not of another."""
-    rope = config.rope_parameters
-    writer.add_rope_dimension_count(int(config.head_dim * rope.get("partial_rotary_factor", 1.0)))
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if config.model_type == "gemma3_text":
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+    else:
+        writer.add_rope_dimension_count(int(config.head_dim * rope.get("partial_rotary_factor", 1.0)))
     if config.model_type == "granite":
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)

@@ -58,7 +58,7 @@ class ModelConfig:
     """Facts about a decoder-only model, named as in transformers.
 
     `embedding_scale`, `residual_scale`, `logit_scale`: what embeddings, that which attention and MLP add, and logits
-    are multiplied by.
+    are multiplied by. `activation`: of the MLP, "silu" or "gelu_pytorch_tanh".
     `quantization`: type of most weights, in ggml's names.
     """
 
@@ -77,6 +77,7 @@ class ModelConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    activation: str = "silu"
 
     @property
     def num_hidden_layers(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ from .config import LayerSpec, ModelConfig, Rope, check_config, check_layers
 from .families import SWITCHES, Family
 from .model import Tensor
 from .rope import scaled_rope
-from .settings import Settings
+from .settings import Settings, head_size
 
 
 def read_config(
@@ -40,32 +41,38 @@ def read_config(
         if key not in family.reads and settings.values.get(key) not in (None, neutral):
             raise settings.error(key, f"Taper does not know what this means for {family.architecture} models")
     try:
-        rope = _rope(family, settings, interleaved, rope_factors)
-        config = _read(family, settings, tensors, rope)
+        ropes = _ropes(family, settings, interleaved, rope_factors)
+        config = _read(family, settings, tensors, *ropes)
     except (TypeError, ValueError, ArithmeticError) as error:  # a value of a kind that no formula expects
         raise ModelError(f"{settings.source} holds a value that makes no sense: {error}") from None
     check_config(config)
     return config
 
 
-def _read(family: Family, settings: Settings, tensors: dict[str, Tensor], rope: Rope) -> ModelConfig:
+def _read(family: Family, settings: Settings, tensors: dict[str, Tensor], rope: Rope, local_rope: Rope) -> ModelConfig:
     get, head_dim = settings.get, head_size(settings)
-    count = get("num_hidden_layers", int)
+    hidden, count = max(get("hidden_size", int), 0), get("num_hidden_layers", int)
     check_layers(count)
+    for key in ("hidden_act", "hidden_activation"):
+        if settings.values.get(key) not in (None, family.activation):
+            raise settings.error(key, f"it must be {family.activation}")
+    scale = max(get("query_pre_attn_scalar", float, float(head_dim)), 1.0) ** -0.5
     spec = LayerSpec(
         rope=rope,
-        attention_scale=get("attention_multiplier", float, max(head_dim, 1) ** -0.5),
+        attention_scale=get("attention_multiplier", float, scale),
         pre_norm=family.pre_norm,
         post_norm=family.post_norm,
         qkv_bias="layers.0.q_bias" in tensors,
         qk_norm=family.qk_norm,
     )
-    layers = zip(_windows(family, settings, count), _positions(family, settings, count), strict=True)
+    windows, positions = _windows(family, settings, count), _positions(family, settings, count)
+    by_window = zip((rope if window is None else local_rope for window in windows), positions, strict=True)
+    ropes = [each if there else None for each, there in by_window]
     matrices = Counter(tensor.dtype for tensor in tensors.values() if len(tensor.shape) > 1)
     return ModelConfig(
         architecture=family.architecture,
-        layers=tuple(replace(spec, window=window, rope=rope if positions else None) for window, positions in layers),
-        hidden_size=get("hidden_size", int),
+        layers=tuple(replace(spec, window=window, rope=each) for window, each in zip(windows, ropes, strict=True)),
+        hidden_size=hidden,
         intermediate_size=get("intermediate_size", int),
         num_attention_heads=get("num_attention_heads", int),
         num_key_value_heads=get("num_key_value_heads", int, get("num_attention_heads", int)),
@@ -75,23 +82,33 @@ def _read(family: Family, settings: Settings, tensors: dict[str, Tensor], rope: 
         rms_norm_eps=get("rms_norm_eps", float),
         tie_word_embeddings=get("tie_word_embeddings", bool, False),
         quantization=matrices.most_common(1)[0][0] if matrices else "F32",
-        embedding_scale=get("embedding_multiplier", float, 1.0),
+        embedding_scale=get("embedding_multiplier", float, hidden**0.5 if family.scales_embeddings else 1.0),
         residual_scale=get("residual_multiplier", float, 1.0),
         logit_scale=1.0 / get("logits_scaling", float, 1.0),
+        activation=family.activation,
     )
 
 
-def head_size(settings: Settings) -> int:
-    """Values of a head: as the file says, or those of the hidden states shared out."""
-    heads: int = settings.get("num_attention_heads", int)
-    head_dim: int = settings.get("head_dim", int, settings.get("hidden_size", int) // max(heads, 1))
-    return head_dim
-
-
-def _rope(family: Family, settings: Settings, interleaved: bool, factors: Sequence[float] | None) -> Rope:
+def _ropes(family: Family, settings: Settings, interleaved: bool, factors: Sequence[float] | None) -> tuple[Rope, Rope]:
+    """The rotary embeddings of layers that attend to all, and of those with a window."""
     parameters: Any = settings.values.get("rope_parameters") or settings.values.get("rope_scaling") or {}
     if not isinstance(parameters, dict):
         raise ModelError(f"{settings.source}: rope parameters are {shown(parameters)}; they must be an object")
+    if "rope_local_base_freq" in family.reads:
+        outer, inner = parameters.get("full_attention", parameters), parameters.get("sliding_attention")
+        local = {"rope_theta": settings.get("rope_local_base_freq", float), **(inner or {})}
+    else:
+        outer = local = parameters
+    if any(isinstance(value, dict) for value in outer.values()):
+        raise ModelError(f"{settings.source} gives layers other rope parameters", "this variant is not supported")
+    ropes = [_rope(family, settings, each, interleaved) for each in (outer, local)]
+    if factors is not None:
+        scaled = ropes[0].factors or (1.0,) * len(factors)
+        ropes = [replace(rope, factors=tuple(map(operator.mul, scaled, factors))) for rope in ropes]
+    return ropes[0], ropes[1]
+
+
+def _rope(family: Family, settings: Settings, parameters: dict[str, Any], interleaved: bool) -> Rope:
     # Old files have these beside the object, new ones inside it; transformers prefers the length beside it.
     both = Settings({**settings.values, **parameters}, settings.source)
     theta, part = both.get("rope_theta", float, 10000.0), both.get("partial_rotary_factor", float, 1.0)
@@ -101,11 +118,7 @@ def _rope(family: Family, settings: Settings, interleaved: bool, factors: Sequen
     dim = settings.get("rotary_dim", int, int(head_dim * part))
     if dim != head_dim and "partial_rotary_factor" not in family.reads:
         raise ModelError(f"{settings.source}: {dim} of {head_dim} dimensions of a head are rotated; it must be all")
-    rope = scaled_rope(parameters, theta, dim, interleaved, settings.get("max_position_embeddings", int))
-    if factors is None:
-        return rope
-    scaled = rope.factors or (1.0,) * len(factors)
-    return replace(rope, factors=tuple(a * b for a, b in zip(scaled, factors, strict=True)))
+    return scaled_rope(parameters, theta, dim, interleaved, settings.get("max_position_embeddings", int))
 
 
 def _windows(family: Family, settings: Settings, count: int) -> list[int | None]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import ModelError
 from .model import TensorNames
-from .settings import Settings
+from .settings import Settings, head_size
 
 _FOLDER_MODEL = {"model.embed_tokens.weight": "embed_tokens", "model.norm.weight": "norm", "lm_head.weight": "lm_head"}
 _FOLDER_LAYER = {
@@ -30,6 +30,11 @@ _PRE_NORMS = {"input_layernorm.weight": "pre_attention_norm", "post_attention_la
 _POST_NORMS = {
     "post_attention_layernorm.weight": "post_attention_norm",
     "post_feedforward_layernorm.weight": "post_mlp_norm",
+}
+_FOUR_NORMS = {
+    "input_layernorm.weight": "pre_attention_norm",
+    "pre_feedforward_layernorm.weight": "pre_mlp_norm",
+    **_POST_NORMS,
 }
 _GGUF_MODEL = {"token_embd.weight": "embed_tokens", "output_norm.weight": "norm", "output.weight": "lm_head"}
 _GGUF_LAYER = {
@@ -75,10 +80,15 @@ SWITCHES: dict[str, Any] = {
     "num_kv_shared_layers": 0,
     "num_local_experts": 0,
     "query_pre_attn_scalar": None,
+    "rope_local_base_freq": None,
     "residual_multiplier": 1.0,
     "use_bidirectional_attention": False,
     "use_qk_norm": False,
 }
+
+
+def _nothing(settings: Settings) -> dict[str, Any]:
+    return {}
 
 
 @dataclass(frozen=True)
@@ -88,8 +98,9 @@ class Family:
     `architecture`: its name in GGUF files and policies. `interleaved`: GGUF files hold queries and keys permuted, so
     that rotary pairs are neighbours. `pre_norm`, `post_norm`, `qk_norm`: as in `LayerSpec`. `no_rope_interval`: every
     so many layers, one has no positions. `slides`: whether a layer has a window, where files name one and do not say
-    for which layers; None: never. `reads`: which of `SWITCHES` it has. `defaults`: what config.json may leave out, as
-    transformers fills it in.
+    for which layers; None: never. `reads`: which of `SWITCHES` it has. `scales_embeddings`: by the square root of their
+    size. `norm_offset`: what folders leave out of the weights of norms. `defaults`: what config.json may leave out, as
+    transformers fills it in; `gguf_defaults`: the same of GGUF files, as llama.cpp does.
     """
 
     architecture: str
@@ -100,7 +111,11 @@ class Family:
     no_rope_interval: int = 0
     slides: Callable[[Settings, int], bool] | None = None
     reads: tuple[str, ...] = ()
+    activation: str = "silu"
+    scales_embeddings: bool = False
+    norm_offset: float = 0.0
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    gguf_defaults: Callable[[Settings], Mapping[str, Any]] = _nothing
     folder_names: TensorNames = FOLDER_NAMES
     gguf_names: TensorNames = GGUF_NAMES
 
@@ -111,6 +126,17 @@ def _every_layer(settings: Settings, layer: int) -> bool:
 
 def _later_layers(settings: Settings, layer: int) -> bool:
     return layer >= int(settings.get("max_window_layers", int))
+
+
+def _all_but_every_sixth(settings: Settings, layer: int) -> bool:
+    return (layer + 1) % int(settings.get("sliding_window_pattern", int, 6)) != 0
+
+
+def _gemma3_header(settings: Settings) -> dict[str, Any]:
+    # The largest Gemma 3, of 62 layers, is the one that does not scale attention by the size of a head.
+    largest = settings.get("num_hidden_layers", int) == 62
+    size = settings.get("hidden_size", int) // max(settings.get("num_attention_heads", int), 1)
+    return {"rope_local_base_freq": 1e4, "query_pre_attn_scalar": size if largest else head_size(settings)}
 
 
 _QWEN = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
@@ -142,6 +168,20 @@ MODEL_TYPES = {
         post_norm=True,
         qk_norm="whole",
         folder_names=TensorNames("model.layers.", _FOLDER_LAYER | _POST_NORMS, _FOLDER_MODEL),
+    ),
+    "gemma3_text": Family(
+        "gemma3",
+        post_norm=True,
+        qk_norm="head",
+        slides=_all_but_every_sixth,
+        reads=("query_pre_attn_scalar", "rope_local_base_freq"),
+        activation="gelu_pytorch_tanh",
+        scales_embeddings=True,
+        norm_offset=1.0,
+        defaults={"tie_word_embeddings": True, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "head_dim": 256}
+        | {"query_pre_attn_scalar": 256, "sliding_window": 4096},
+        gguf_defaults=_gemma3_header,
+        folder_names=TensorNames("model.layers.", _FOLDER_LAYER | _FOUR_NORMS, _FOLDER_MODEL),
     ),
     "granite": Family("granite", interleaved=True, reads=_MULTIPLIERS, defaults={"attention_multiplier": 1.0}),
 }

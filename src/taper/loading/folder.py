@@ -34,11 +34,13 @@ def load_folder(path: Path) -> LoadedModel:
     settings = Settings(read_json(path / "config.json"), "config.json")
     family = find_family(settings.get("model_type", str), MODEL_TYPES)
     settings = Settings({**family.defaults, **settings.values}, "config.json")
-    _refuse_variants(settings)
+    if settings.values.get("quantization_config"):
+        raise ModelError("quantised safetensors are not supported", "use the original weights, or a GGUF file")
     names = family.folder_names
     tensors = names.rename({name: t for name, t in _read_weights(path).items() if "rotary_emb" not in name})
     config = read_config(family, settings, tensors)
     tensors = split_fused(config, tensors, names)
+    tensors = {name: _with_offset(name, tensor, family.norm_offset) for name, tensor in tensors.items()}
     if config.tie_word_embeddings:
         tensors.pop("lm_head", None)
     check_tensors(config, tensors, names)
@@ -96,9 +98,12 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _refuse_variants(settings: Settings) -> None:
-    """Refuse what a model can be configured to do and Taper does not."""
-    if settings.values.get("hidden_act", "silu") != "silu":
-        raise settings.error("hidden_act", "supported: silu")
-    if settings.values.get("quantization_config"):
-        raise ModelError("quantised safetensors are not supported", "use the original weights, or a GGUF file")
+def _with_offset(name: str, tensor: Tensor, offset: float) -> Tensor:
+    """The weights of a norm as f32, with what the folder leaves out; any other tensor as it is."""
+    if not offset or not name.endswith("norm"):
+        return tensor
+    stored = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}[tensor.dtype]
+    values = np.frombuffer(tensor.data.tobytes(), stored)
+    # A bf16 number is the upper half of an f32 one.
+    floats = (values.astype(np.uint32) << 16).view(np.float32) if tensor.dtype == "BF16" else values.astype(np.float32)
+    return Tensor("F32", tensor.shape, (floats + np.float32(offset)).view(np.uint8))

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import ModelError
-from .facts import head_size, read_config
-from .families import ARCHITECTURES, find_family
+from .facts import read_config
+from .families import ARCHITECTURES, Family, find_family
 from .gguf_file import DAMAGED, GGUFFile, read_gguf
 from .model import LoadedModel, Tensor, check_tensors, split_fused
-from .settings import Settings
+from .settings import Settings, head_size
 from .tokenizer_files import tokenizer_from_gguf
 
 # Keys of a header, without the architecture before them -> transformers' names.
@@ -26,12 +26,14 @@ _KEYS = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.scale": "attention_multiplier",
     "attention.sliding_window": "sliding_window",
+    "attention.sliding_window_pattern": "sliding_window_pattern",
     "embedding_scale": "embedding_multiplier",
     "expert_count": "num_local_experts",
     "logit_scale": "logits_scaling",
     "residual_scale": "residual_multiplier",
     "rope.dimension_count": "rotary_dim",
     "rope.freq_base": "rope_theta",
+    "rope.freq_base_swa": "rope_local_base_freq",
 }
 _ROPE_KEYS = {
     "rope.scaling.attn_factor": "attention_factor",
@@ -61,20 +63,20 @@ def load_gguf(path: Path) -> LoadedModel:
         ModelError: the file is damaged, or the model is not supported.
     """
     file = read_gguf(path)
-    architecture = file.get("general.architecture", str)
-    family = find_family(architecture, ARCHITECTURES)
+    family = find_family(file.get("general.architecture", str), ARCHITECTURES)
     names = family.gguf_names
     tensors = names.rename({name: t for name, t in file.tensors.items() if not name.endswith(_UNUSED_SUFFIXES)})
     factors = _rope_table(file, tensors, "rope_freqs.weight")
-    settings = _settings(file, architecture, tensors)
+    settings = _settings(file, family, tensors)
     config = read_config(family, settings, tensors, family.interleaved, factors)
     tensors = split_fused(config, tensors, names)
     check_tensors(config, tensors, names)
     return LoadedModel(config, tensors, tokenizer_from_gguf(file.path.name, file.metadata, config.vocab_size))
 
 
-def _settings(file: GGUFFile, architecture: str, tensors: dict[str, Tensor]) -> Settings:
+def _settings(file: GGUFFile, family: Family, tensors: dict[str, Tensor]) -> Settings:
     """What the header says, by transformers' names; takes tables of rotary factors out of the tensors."""
+    architecture = family.architecture
     header = {
         key.removeprefix(f"{architecture}."): value
         for key, value in file.metadata.items()
@@ -106,6 +108,7 @@ def _settings(file: GGUFFile, architecture: str, tensors: dict[str, Tensor]) -> 
         "use_sliding_window": bool(values["sliding_window"]),
         "vocab_size": tensors["embed_tokens"].shape[0],
     }
+    values |= {key: value for key, value in family.gguf_defaults(settings).items() if values.get(key) is None}
     return settings
 
 

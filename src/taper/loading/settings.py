@@ -43,3 +43,10 @@ class Settings:
 
     def _named(self, key: str) -> str:
         return self._names.get(key, key)
+
+
+def head_size(settings: Settings) -> int:
+    """Values of a head: as the file says, or those of the hidden states shared out."""
+    heads: int = settings.get("num_attention_heads", int)
+    head_dim: int = settings.get("head_dim", int, settings.get("hidden_size", int) // max(heads, 1))
+    return head_dim

@@ -59,7 +59,7 @@ class GgmlBackend:
         self.config = replace(config, quantization=weights.quantization) if dtype in QUANTISED_DTYPES else config
         self.weight_bytes = weights.num_bytes
         cache = KeyValueCache(config, num_slots, context_length, "f32" if weights.beyond_f16 else kv_dtype)
-        self._model = Model(config, weights, cache, rope_factors)
+        self._model = Model(config, weights, cache, rope_factors, exact_gelu=weights.quantization == "F32")
         self._graphs: OrderedDict[GraphKey, Graph] = OrderedDict()
         self._backend = ggml.ggml_backend_cpu_init()
         params = ggml.ggml_threadpool_params_default(threads)

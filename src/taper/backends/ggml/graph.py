@@ -5,6 +5,7 @@ Shapes in comments are in ggml's order: the dimension that changes fastest comes
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,6 +20,8 @@ from .weights import Weights
 
 _NODES_PER_LAYER, _NODES_PER_RUN, _OTHER_NODES = 64, 8, 32
 _ROPE_NEIGHBOURS, _ROPE_HALVES = 0, 2
+_GELU_A = 2 * math.sqrt(2 / math.pi)
+_GELU_B = 0.044715 * _GELU_A
 
 
 class GraphKey(NamedTuple):
@@ -40,6 +43,7 @@ class Model:
     weights: Weights
     cache: KeyValueCache
     rope_factors: tuple[Any, ...]  # of each layer: a tensor, or None
+    exact_gelu: bool  # in f32; ggml's own looks it up in a table of f16
 
 
 class Graph:
@@ -136,13 +140,16 @@ class Graph:
         prefix = x if active == count else ggml.ggml_view_2d(context, x, x.contents.ne[0], active, x.contents.nb[1], 0)
         # A part of x is updated in place: the rest keeps its value, and a token may re-enter at a later layer.
         add = ggml.ggml_add if active == count else ggml.ggml_add_inplace
-        for part in ("attention", "mlp"):
-            h = self._norm(prefix, f"layers.{layer}.pre_{part}_norm")
-            h = self._attention(h, layer, active) if part == "attention" else self._mlp(h, layer)
-            h = self._norm(h, f"layers.{layer}.post_{part}_norm")
-            prefix = add(context, prefix, self._scaled(h, self._model.config.residual_scale))
+        attended = self._attention(self._norm(prefix, f"layers.{layer}.pre_attention_norm"), layer, active)
+        prefix = add(context, prefix, self._added(attended, f"layers.{layer}.post_attention_norm"))
+        h = self._mlp(self._norm(prefix, f"layers.{layer}.pre_mlp_norm"), layer)
+        prefix = add(context, prefix, self._added(h, f"layers.{layer}.post_mlp_norm"))
         self._run(prefix)
         return prefix if active == count else x
+
+    def _added(self, h: Any, norm: str) -> Any:
+        """What attention or MLP adds to hidden states."""
+        return self._scaled(self._norm(h, norm), self._model.config.residual_scale)
 
     def _times(self, h: Any, layer: int, name: str) -> Any:
         """Rows h times a matrix of a layer."""
@@ -150,7 +157,19 @@ class Graph:
 
     def _mlp(self, h: Any, layer: int) -> Any:
         gate, up = self._times(h, layer, "gate_proj"), self._times(h, layer, "up_proj")
-        return self._times(ggml.ggml_swiglu_split(self._context.pointer, gate, up), layer, "down_proj")
+        return self._times(self._gated(gate, up), layer, "down_proj")
+
+    def _gated(self, gate: Any, up: Any) -> Any:
+        """The activation of `gate`, times `up`."""
+        context = self._context.pointer
+        if self._model.config.activation == "silu":
+            return ggml.ggml_swiglu_split(context, gate, up)
+        if not self._model.exact_gelu:
+            return ggml.ggml_geglu_split(context, gate, up)
+        # gelu(x) = x * sigmoid(x * (a + b * x * x)) in its tanh form (arXiv 1606.08415).
+        factor = ggml.ggml_scale_bias(context, ggml.ggml_sqr(context, gate), _GELU_B, _GELU_A)
+        inner = ggml.ggml_mul(context, gate, factor)
+        return ggml.ggml_mul(context, ggml.ggml_mul(context, gate, ggml.ggml_sigmoid(context, inner)), up)
 
     def _attention(self, h: Any, layer: int, active: int) -> Any:
         """Write keys and values of the active tokens, then attend; returns [hidden_size, active]."""

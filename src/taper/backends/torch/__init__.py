@@ -176,8 +176,9 @@ class TorchBackend:
         return F.linear(h, self._weights[f"layers.{layer}.{name}"])
 
     def _mlp(self, h: torch.Tensor, layer: int) -> torch.Tensor:
-        gated = F.silu(self._times(h, layer, "gate_proj")) * self._times(h, layer, "up_proj")
-        return self._times(gated, layer, "down_proj")
+        gate, up = self._times(h, layer, "gate_proj"), self._times(h, layer, "up_proj")
+        gate = F.silu(gate) if self.config.activation == "silu" else F.gelu(gate, approximate="tanh")
+        return self._times(gate * up, layer, "down_proj")
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """RMS norm along rows, where the model has one of this name; else x itself."""
