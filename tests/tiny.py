@@ -21,10 +21,14 @@ from transformers import (
     Gemma3TextConfig,
     GraniteConfig,
     GraniteForCausalLM,
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     Phi3Config,
@@ -33,6 +37,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
@@ -71,8 +77,12 @@ _CLASSES = {
     "olmo2": (Olmo2Config, Olmo2ForCausalLM),
     "granite": (GraniteConfig, GraniteForCausalLM),
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
+    "mixtral": (MixtralConfig, MixtralForCausalLM),
+    "qwen3moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "granitemoe": (GraniteMoeConfig, GraniteMoeForCausalLM),
 }
-PERMUTED = ("llama", "smollm3", "granite")  # queries and keys in GGUF files, so that rotary pairs are neighbours
+GGUF_NAMES = {"mistral": "llama", "mixtral": "llama", "gemma3_text": "gemma3", "qwen3_moe": "qwen3moe"}
+PERMUTED = ("llama", "smollm3", "granite", "granitemoe")  # GGUF files have their rotary pairs side by side
 
 
 @dataclass
@@ -163,7 +173,7 @@ def write_gguf(path: Path, tiny: TinyModel, dtype=np.float32, vocabulary: str = 
     `quantise`: type and bytes, by rows, of a matrix of the file's name; None writes all in `dtype`.
     """
     config = tiny.hf.config
-    architecture = {"mistral": "llama", "gemma3_text": "gemma3"}.get(config.model_type, config.model_type)
+    architecture = GGUF_NAMES.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -182,7 +192,14 @@ def write_gguf(path: Path, tiny: TinyModel, dtype=np.float32, vocabulary: str = 
             array = array + 1
         if name.split(".")[-2] in ("q_proj", "k_proj") and architecture in PERMUTED:
             array = array.reshape(-1, 2, config.head_dim // 2, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
-        target = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if ".experts." in name:
+            layer, halves = name.split(".")[2], {"down": array}
+            if name.endswith("gate_up_proj"):
+                halves = dict(zip(("gate", "up"), np.split(array, 2, axis=1), strict=True))
+            for part, half in halves.items():
+                writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.weight", half.astype(dtype))
+            continue
+        target = names.get_name(name.replace("router.", "router.layer."), try_suffixes=(".weight", ".bias"))
         if quantise is not None and array.ndim == 2:
             stored, rows = quantise(target, array)
             writer.add_tensor(target, rows, raw_dtype=gguf.GGMLQuantizationType[stored])
@@ -235,7 +252,12 @@ def add_facts(writer, config) -> None:
         writer.add_value_length(config.head_dim)
     else:
         writer.add_rope_dimension_count(int(config.head_dim * rope.get("partial_rotary_factor", 1.0)))
-    if config.model_type == "granite":
+    if hasattr(config, "num_experts_per_tok"):
+        writer.add_expert_count(getattr(config, "num_experts", None) or config.num_local_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+    if hasattr(config, "moe_intermediate_size"):
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if config.model_type in ("granite", "granitemoe"):
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)

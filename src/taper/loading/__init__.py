@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 
 from ..errors import ModelError
-from .config import LayerSpec, ModelConfig, Rope
+from .config import Experts, LayerSpec, ModelConfig, Rope
 from .model import LoadedModel, Tensor
 
-__all__ = ["LayerSpec", "LoadedModel", "ModelConfig", "Rope", "Tensor", "load_model"]
+__all__ = ["Experts", "LayerSpec", "LoadedModel", "ModelConfig", "Rope", "Tensor", "load_model"]
 
 
 def load_model(path: Path) -> LoadedModel:

@@ -36,12 +36,26 @@ class Rope:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """Several MLPs of which a router chooses some for each token, by the softmax of its logits.
+
+    `norm_topk_prob`: the probabilities of those that are chosen are divided by their sum.
+    """
+
+    num_experts: int
+    num_experts_per_tok: int
+    intermediate_size: int
+    norm_topk_prob: bool = True
+
+
+@dataclass(frozen=True)
 class LayerSpec:
     """What a layer computes.
 
     `rope`: None where positions do not matter (NoPE). `window`: the number of last tokens, itself included, that a
     token attends to; None: all. `pre_norm`: RMS norms before attention and MLP. `post_norm`: norms after them, before
     they are added. `qk_norm`: norms of queries and keys, each "head" by itself, or the "whole" vector; "" for none.
+    `experts`: in place of one MLP.
     """
 
     rope: Rope | None
@@ -51,6 +65,7 @@ class LayerSpec:
     post_norm: bool = False
     qkv_bias: bool = False
     qk_norm: str = ""
+    experts: Experts | None = None
 
 
 @dataclass(frozen=True)
@@ -114,10 +129,18 @@ def _layer_shapes(config: ModelConfig, spec: LayerSpec) -> dict[str, tuple[int, 
         "k_proj": (kv_size, c.hidden_size),
         "v_proj": (kv_size, c.hidden_size),
         "o_proj": (c.hidden_size, q_size),
-        "gate_proj": (c.intermediate_size, c.hidden_size),
-        "up_proj": (c.intermediate_size, c.hidden_size),
-        "down_proj": (c.hidden_size, c.intermediate_size),
     }
+    if spec.experts is None:
+        inner: tuple[int, ...] = (c.intermediate_size, c.hidden_size)
+        shapes |= {"gate_proj": inner, "up_proj": inner, "down_proj": inner[::-1]}
+    else:
+        count, size = spec.experts.num_experts, spec.experts.intermediate_size
+        shapes |= {
+            "router": (count, c.hidden_size),
+            "gate_experts": (count, size, c.hidden_size),
+            "up_experts": (count, size, c.hidden_size),
+            "down_experts": (count, c.hidden_size, size),
+        }
     if spec.qkv_bias:
         shapes |= {"q_bias": (q_size,), "k_bias": (kv_size,), "v_bias": (kv_size,)}
     if spec.qk_norm:
@@ -154,12 +177,17 @@ def check_config(config: ModelConfig) -> None:
         _check_numbers(spec)
         if spec.window is not None and not 1 <= spec.window <= 1 << 30:
             raise _unreal("sliding_window", spec.window)
+        if spec.experts is not None:
+            _check_numbers(spec.experts)
+            if spec.experts.num_experts_per_tok > spec.experts.num_experts:
+                chosen = f"{spec.experts.num_experts_per_tok} of {spec.experts.num_experts} experts"
+                raise ModelError(f"a token cannot have {chosen}", "the file is damaged")
         if spec.rope is not None:
             _check_rope(spec.rope, config.head_dim)
 
 
-def _check_numbers(facts: ModelConfig | LayerSpec | Rope) -> None:
-    bounds = {"head_dim": 1024, "num_attention_heads": 1 << 16}
+def _check_numbers(facts: ModelConfig | LayerSpec | Experts | Rope) -> None:
+    bounds = {"head_dim": 1024, "num_attention_heads": 1 << 16, "num_experts": 1 << 12}
     for item in fields(facts):
         value = getattr(facts, item.name)
         if item.type == "int" and not 1 <= value <= bounds.get(item.name, 1 << 30):

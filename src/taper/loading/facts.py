@@ -11,7 +11,7 @@ from typing import Any
 
 from ..checks import limited_attention, shown
 from ..errors import ModelError
-from .config import LayerSpec, ModelConfig, Rope, check_config, check_layers
+from .config import Experts, LayerSpec, ModelConfig, Rope, check_config, check_layers
 from .families import SWITCHES, Family
 from .model import Tensor
 from .rope import scaled_rope
@@ -64,6 +64,7 @@ def _read(family: Family, settings: Settings, tensors: dict[str, Tensor], rope: 
         post_norm=family.post_norm,
         qkv_bias="layers.0.q_bias" in tensors,
         qk_norm=family.qk_norm,
+        experts=_experts(settings) if family.experts else None,
     )
     windows, positions = _windows(family, settings, count), _positions(family, settings, count)
     by_window = zip((rope if window is None else local_rope for window in windows), positions, strict=True)
@@ -119,6 +120,16 @@ def _rope(family: Family, settings: Settings, parameters: dict[str, Any], interl
     if dim != head_dim and "partial_rotary_factor" not in family.reads:
         raise ModelError(f"{settings.source}: {dim} of {head_dim} dimensions of a head are rotated; it must be all")
     return scaled_rope(parameters, theta, dim, interleaved, settings.get("max_position_embeddings", int))
+
+
+def _experts(settings: Settings) -> Experts:
+    count = settings.get("num_experts" if settings.values.get("num_experts") else "num_local_experts", int)
+    return Experts(
+        num_experts=count,
+        num_experts_per_tok=settings.get("num_experts_per_tok", int),
+        intermediate_size=settings.get("moe_intermediate_size", int, settings.get("intermediate_size", int)),
+        norm_topk_prob=settings.get("norm_topk_prob", bool, True),
+    )
 
 
 def _windows(family: Family, settings: Settings, count: int) -> list[int | None]:

@@ -36,6 +36,24 @@ _FOUR_NORMS = {
     "pre_feedforward_layernorm.weight": "pre_mlp_norm",
     **_POST_NORMS,
 }
+# Experts have a tensor each, whose number takes the place of "*", or one for all.
+_MIXTRAL_EXPERTS = {
+    "block_sparse_moe.gate.weight": "router",
+    "block_sparse_moe.experts.*.w1.weight": "gate_experts.*",
+    "block_sparse_moe.experts.*.w2.weight": "down_experts.*",
+    "block_sparse_moe.experts.*.w3.weight": "up_experts.*",
+}
+_QWEN_EXPERTS = {
+    "mlp.gate.weight": "router",
+    "mlp.experts.*.gate_proj.weight": "gate_experts.*",
+    "mlp.experts.*.down_proj.weight": "down_experts.*",
+    "mlp.experts.*.up_proj.weight": "up_experts.*",
+}
+_GRANITE_EXPERTS = {
+    "block_sparse_moe.router.layer.weight": "router",
+    "block_sparse_moe.input_linear.weight": "gate_experts+up_experts",
+    "block_sparse_moe.output_linear.weight": "down_experts",
+}
 _GGUF_MODEL = {"token_embd.weight": "embed_tokens", "output_norm.weight": "norm", "output.weight": "lm_head"}
 _GGUF_LAYER = {
     "attn_norm.weight": "pre_attention_norm",
@@ -54,6 +72,10 @@ _GGUF_LAYER = {
     "ffn_up.weight": "up_proj",
     "ffn_down.weight": "down_proj",
     "post_ffw_norm.weight": "post_mlp_norm",
+    "ffn_gate_inp.weight": "router",
+    "ffn_gate_exps.weight": "gate_experts",
+    "ffn_up_exps.weight": "up_experts",
+    "ffn_down_exps.weight": "down_experts",
 }
 # Several tensors in one: the parts are rows of it, in this order.
 _QKV, _GATE_UP = "q_proj+k_proj+v_proj", "gate_proj+up_proj"
@@ -69,11 +91,13 @@ SWITCHES: dict[str, Any] = {
     "attention_multiplier": None,
     "attn_logit_softcapping": None,
     "clip_qkv": None,
+    "decoder_sparse_step": 1,
     "embedding_multiplier": 1.0,
     "final_logit_softcapping": None,
     "logit_scale": None,
     "logits_scaling": 1.0,
     "mlp_bias": False,
+    "mlp_only_layers": [],
     "no_rope_layer_interval": None,
     "no_rope_layers": None,
     "num_experts": 0,
@@ -81,6 +105,7 @@ SWITCHES: dict[str, Any] = {
     "num_local_experts": 0,
     "query_pre_attn_scalar": None,
     "rope_local_base_freq": None,
+    "shared_intermediate_size": 0,
     "residual_multiplier": 1.0,
     "use_bidirectional_attention": False,
     "use_qk_norm": False,
@@ -98,9 +123,10 @@ class Family:
     `architecture`: its name in GGUF files and policies. `interleaved`: GGUF files hold queries and keys permuted, so
     that rotary pairs are neighbours. `pre_norm`, `post_norm`, `qk_norm`: as in `LayerSpec`. `no_rope_interval`: every
     so many layers, one has no positions. `slides`: whether a layer has a window, where files name one and do not say
-    for which layers; None: never. `reads`: which of `SWITCHES` it has. `scales_embeddings`: by the square root of their
-    size. `norm_offset`: what folders leave out of the weights of norms. `defaults`: what config.json may leave out, as
-    transformers fills it in; `gguf_defaults`: the same of GGUF files, as llama.cpp does.
+    for which layers; None: never. `reads`: which of `SWITCHES` it has. `experts`: it has them in place of MLPs.
+    `scales_embeddings`: by the square root of their size. `norm_offset`: what folders leave out of the weights of
+    norms. `defaults`: what config.json may leave out, as transformers fills it in; `gguf_defaults`: the same of GGUF
+    files, as llama.cpp fills it in.
     """
 
     architecture: str
@@ -112,6 +138,7 @@ class Family:
     slides: Callable[[Settings, int], bool] | None = None
     reads: tuple[str, ...] = ()
     activation: str = "silu"
+    experts: bool = False
     scales_embeddings: bool = False
     norm_offset: float = 0.0
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -184,6 +211,31 @@ MODEL_TYPES = {
         folder_names=TensorNames("model.layers.", _FOLDER_LAYER | _FOUR_NORMS, _FOLDER_MODEL),
     ),
     "granite": Family("granite", interleaved=True, reads=_MULTIPLIERS, defaults={"attention_multiplier": 1.0}),
+    "granitemoe": Family(
+        "granitemoe",
+        interleaved=True,
+        experts=True,
+        reads=(*_MULTIPLIERS, "num_local_experts"),
+        defaults={"attention_multiplier": 1.0},
+        folder_names=TensorNames("model.layers.", _FOLDER_LAYER | _PRE_NORMS | _GRANITE_EXPERTS, _FOLDER_MODEL),
+    ),
+    "mixtral": Family(
+        "llama",
+        interleaved=True,
+        experts=True,
+        slides=_every_layer,
+        reads=("num_local_experts",),
+        folder_names=TensorNames("model.layers.", _FOLDER_LAYER | _PRE_NORMS | _MIXTRAL_EXPERTS, _FOLDER_MODEL),
+    ),
+    "qwen3_moe": Family(
+        "qwen3moe",
+        qk_norm="head",
+        experts=True,
+        slides=_later_layers,
+        reads=("num_experts", "num_local_experts"),
+        defaults={**_QWEN, "max_window_layers": 0, "norm_topk_prob": False},
+        folder_names=TensorNames("model.layers.", _FOLDER_LAYER | _PRE_NORMS | _QWEN_EXPERTS, _FOLDER_MODEL),
+    ),
 }
 # By general.architecture of GGUF files: what a file may say is then that of the first model type.
 ARCHITECTURES = {family.architecture: family for family in reversed(MODEL_TYPES.values())}

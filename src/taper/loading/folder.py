@@ -13,7 +13,7 @@ from ..errors import ModelError
 from ..files import open_file, read_json
 from .facts import read_config
 from .families import MODEL_TYPES, find_family
-from .model import LoadedModel, Tensor, check_tensors, split_fused
+from .model import LoadedModel, Tensor, check_tensors, split_fused, stack_experts
 from .settings import Settings
 from .tokenizer_files import tokenizer_from_folder
 
@@ -39,7 +39,7 @@ def load_folder(path: Path) -> LoadedModel:
     names = family.folder_names
     tensors = names.rename({name: t for name, t in _read_weights(path).items() if "rotary_emb" not in name})
     config = read_config(family, settings, tensors)
-    tensors = split_fused(config, tensors, names)
+    tensors = stack_experts(config, split_fused(config, tensors, names))
     tensors = {name: _with_offset(name, tensor, family.norm_offset) for name, tensor in tensors.items()}
     if config.tie_word_embeddings:
         tensors.pop("lm_head", None)

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..errors import ModelError
 from .facts import read_config
-from .families import ARCHITECTURES, Family, find_family
+from .families import ARCHITECTURES, MODEL_TYPES, Family, find_family
 from .gguf_file import DAMAGED, GGUFFile, read_gguf
 from .model import LoadedModel, Tensor, check_tensors, split_fused
 from .settings import Settings, head_size
@@ -29,6 +29,8 @@ _KEYS = {
     "attention.sliding_window_pattern": "sliding_window_pattern",
     "embedding_scale": "embedding_multiplier",
     "expert_count": "num_local_experts",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_used_count": "num_experts_per_tok",
     "logit_scale": "logits_scaling",
     "residual_scale": "residual_multiplier",
     "rope.dimension_count": "rotary_dim",
@@ -63,20 +65,22 @@ def load_gguf(path: Path) -> LoadedModel:
         ModelError: the file is damaged, or the model is not supported.
     """
     file = read_gguf(path)
-    family = find_family(file.get("general.architecture", str), ARCHITECTURES)
+    architecture = file.get("general.architecture", str)
+    # Files of Mixtral say llama.
+    mixture = architecture == "llama" and file.metadata.get("llama.expert_count")
+    family = MODEL_TYPES["mixtral"] if mixture else find_family(architecture, ARCHITECTURES)
     names = family.gguf_names
     tensors = names.rename({name: t for name, t in file.tensors.items() if not name.endswith(_UNUSED_SUFFIXES)})
     factors = _rope_table(file, tensors, "rope_freqs.weight")
-    settings = _settings(file, family, tensors)
+    settings = _settings(file, architecture, family, tensors)
     config = read_config(family, settings, tensors, family.interleaved, factors)
     tensors = split_fused(config, tensors, names)
     check_tensors(config, tensors, names)
     return LoadedModel(config, tensors, tokenizer_from_gguf(file.path.name, file.metadata, config.vocab_size))
 
 
-def _settings(file: GGUFFile, family: Family, tensors: dict[str, Tensor]) -> Settings:
+def _settings(file: GGUFFile, architecture: str, family: Family, tensors: dict[str, Tensor]) -> Settings:
     """What the header says, by transformers' names; takes tables of rotary factors out of the tensors."""
-    architecture = family.architecture
     header = {
         key.removeprefix(f"{architecture}."): value
         for key, value in file.metadata.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,8 @@ from .config import ModelConfig, expected_shapes
 
 if TYPE_CHECKING:
     from .tokenizer import Tokenizer
+
+_NUMBER = re.compile(r"\.(\d+)\.")
 
 # ggml's tensor types that can hold weights: name -> (type id, values a block, bytes a block).
 WEIGHT_TYPES = {
@@ -67,7 +70,7 @@ class LoadedModel:
 class TensorNames:
     """A file format's names of tensors: `layer_prefix` + index + "." + a name of `layer`, or a name of `model`.
 
-    Several tensors in one have our names joined by "+".
+    Several tensors in one have our names joined by "+". "*" stands for the number of an expert.
     """
 
     layer_prefix: str
@@ -78,8 +81,10 @@ class TensorNames:
         """Our name of a tensor; the file's own where it is not part of any architecture."""
         if name.startswith(self.layer_prefix):
             index, _, rest = name[len(self.layer_prefix) :].partition(".")
+            number = _NUMBER.search(rest)
+            rest = rest if number is None else rest.replace(number[0], ".*.", 1)
             if rest in self.layer:
-                return f"layers.{index}.{self.layer[rest]}"
+                return f"layers.{index}.{self.layer[rest].replace('*', number[1] if number else '*')}"
         return self.model.get(name, name)
 
     def rename(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -100,7 +105,7 @@ class TensorNames:
         reverse = {part: theirs for theirs, ours in (self.layer | self.model).items() for part in ours.split("+")}
         if name.startswith("layers."):
             _, index, rest = name.split(".", 2)
-            return f"{self.layer_prefix}{index}.{reverse[rest]}"
+            return f"{self.layer_prefix}{index}.{reverse.get(rest) or reverse[f'{rest}.*']}"
         return reverse[name]
 
 
@@ -128,17 +133,38 @@ def split_fused(config: ModelConfig, tensors: dict[str, Tensor], names: TensorNa
         part_names = [f"{prefix}.{part}" for part in parts.split("+")]
         if len(part_names) == 1 or not all(name in shapes for name in part_names):
             continue
+        sizes = [shapes[name][-2] for name in part_names]
+        shape = (*shapes[part_names[0]][:-2], sum(sizes), config.hidden_size)
+        if tensor.shape != shape:
+            actual = f"{names.theirs(part_names[0])} has shape {list(tensor.shape)}"
+            raise ModelError(f"tensor {actual}; its config asks for {list(shape)}")
+        rows = tensor.data.reshape(-1, sum(sizes), row_bytes(tensor.dtype, config.hidden_size))
         first = 0
         del split[fused]
-        rows = sum(shapes[name][0] for name in part_names)
-        if tensor.shape != (rows, config.hidden_size):
-            actual = f"{names.theirs(part_names[0])} has shape {list(tensor.shape)}"
-            raise ModelError(f"tensor {actual}; its config asks for {[rows, config.hidden_size]}")
-        size = row_bytes(tensor.dtype, config.hidden_size)
-        for name in part_names:
-            end = first + shapes[name][0] * size
-            split[name], first = Tensor(tensor.dtype, shapes[name], tensor.data[first:end]), end
+        for name, size in zip(part_names, sizes, strict=True):
+            split[name] = Tensor(tensor.dtype, shapes[name], rows[:, first : first + size].reshape(-1))
+            first += size
     return split
+
+
+def stack_experts(config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors with those of experts that have one each stacked, in their order.
+
+    Raises:
+        ModelError: experts of a layer differ in type or shape.
+    """
+    stacked = dict(tensors)
+    for layer, spec in enumerate(config.layers):
+        for name in (f"layers.{layer}.{part}_experts" for part in ("gate", "up", "down")):
+            names = [f"{name}.{number}" for number in range(spec.experts.num_experts if spec.experts else 0)]
+            if not names or not all(each in stacked for each in names):
+                continue
+            parts = [stacked.pop(each) for each in names]
+            dtype, shape = parts[0].dtype, parts[0].shape
+            if any((part.dtype, part.shape) != (dtype, shape) for part in parts):
+                raise ModelError(f"the experts of layer {layer} differ in type or shape", "the file is damaged")
+            stacked[name] = Tensor(dtype, (len(parts), *shape), np.concatenate([part.data for part in parts]))
+    return stacked
 
 
 def check_tensors(config: ModelConfig, tensors: dict[str, Tensor], names: TensorNames) -> None:

@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import ggml
 import numpy as np
 
 from ...errors import ModelError
-from ...loading import ModelConfig
+from ...loading import Experts, ModelConfig
 from .cache import KeyValueCache
 from .tensors import TensorContext, new_input, view
 from .weights import Weights
 
-_NODES_PER_LAYER, _NODES_PER_RUN, _OTHER_NODES = 64, 8, 32
+_NODES_PER_LAYER, _NODES_PER_RUN, _NODES_PER_EXPERT, _OTHER_NODES = 64, 8, 2, 32
 _ROPE_NEIGHBOURS, _ROPE_HALVES = 0, 2
 _GELU_A = 2 * math.sqrt(2 / math.pi)
 _GELU_B = 0.044715 * _GELU_A
@@ -71,7 +72,9 @@ class Graph:
             del shapes["tokens"]
         if key.num_outputs:
             shapes["rows"] = ((key.num_outputs,), np.int32)
-        nodes = config.num_hidden_layers * (_NODES_PER_LAYER + _NODES_PER_RUN * len(key.runs)) + _OTHER_NODES
+        chosen = max(spec.experts.num_experts_per_tok if spec.experts else 0 for spec in config.layers)
+        nodes_per_layer = _NODES_PER_LAYER + _NODES_PER_EXPERT * chosen + _NODES_PER_RUN * len(key.runs)
+        nodes = config.num_hidden_layers * nodes_per_layer + _OTHER_NODES
         self._context = TensorContext(nodes, graph_nodes=nodes)
         self._inputs = {name: new_input(self._context, shape, dtype) for name, (shape, dtype) in shapes.items()}
         self.pointer = ggml.ggml_new_graph_custom(self._context.pointer, nodes, False)
@@ -156,8 +159,32 @@ class Graph:
         return ggml.ggml_mul_mat(self._context.pointer, self._model.weights[f"layers.{layer}.{name}"], h)
 
     def _mlp(self, h: Any, layer: int) -> Any:
+        if (experts := self._model.config.layers[layer].experts) is not None:
+            return self._mixture(h, layer, experts)
         gate, up = self._times(h, layer, "gate_proj"), self._times(h, layer, "up_proj")
         return self._times(self._gated(gate, up), layer, "down_proj")
+
+    def _mixture(self, h: Any, layer: int, experts: Experts) -> Any:
+        """The MLPs of the experts that the router chooses for each row of h, weighted: [hidden_size, active]."""
+        context, weights = self._context.pointer, self._model.weights
+        chosen, (size, active) = experts.num_experts_per_tok, h.contents.ne[:2]
+        shares = ggml.ggml_soft_max(context, self._times(h, layer, "router"))
+        ids = ggml.ggml_argsort_top_k(context, shares, chosen)  # [chosen, active]
+        shares = ggml.ggml_get_rows(context, ggml.ggml_reshape_3d(context, shares, 1, experts.num_experts, active), ids)
+        if experts.norm_topk_prob:
+            shares = ggml.ggml_reshape_2d(context, shares, chosen, active)
+            shares = ggml.ggml_div(context, shares, ggml.ggml_sum_rows(context, shares))
+            shares = ggml.ggml_reshape_3d(context, shares, 1, chosen, active)
+
+        def times(rows: Any, name: str) -> Any:
+            return ggml.ggml_mul_mat_id(context, weights[f"layers.{layer}.{name}"], rows, ids)
+
+        rows = ggml.ggml_reshape_3d(context, h, size, 1, active)
+        out = times(self._gated(times(rows, "gate_experts"), times(rows, "up_experts")), "down_experts")
+        out = ggml.ggml_mul(context, out, shares)  # [hidden_size, chosen, active]
+        _, stride, row = out.contents.nb[:3]
+        parts = [ggml.ggml_view_2d(context, out, size, active, row, place * stride) for place in range(chosen)]
+        return reduce(partial(ggml.ggml_add, context), parts)
 
     def _gated(self, gate: Any, up: Any) -> Any:
         """The activation of `gate`, times `up`."""

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from ...errors import ModelError, RequestError
 from ...loading import ModelConfig, Tensor
 from .. import ForwardOutput, TokenBatch, runs_by_slot
-from .blocks import attend, rotate, rotation_table, visible_cells
+from .blocks import attend, mixture, rotate, rotation_table, visible_cells
 from .graphs import CapturedStep, Inputs
 from .tensors import DTYPES, check_device, to_torch
 
@@ -176,9 +176,17 @@ class TorchBackend:
         return F.linear(h, self._weights[f"layers.{layer}.{name}"])
 
     def _mlp(self, h: torch.Tensor, layer: int) -> torch.Tensor:
+        if (experts := self.config.layers[layer].experts) is not None:
+            probabilities = self._times(h, layer, "router").float().softmax(-1)
+            shares, ids = probabilities.topk(experts.num_experts_per_tok)  # [n, chosen]
+            shares = shares / shares.sum(-1, keepdim=True) if experts.norm_topk_prob else shares
+            gate, up, down = (self._weights[f"layers.{layer}.{part}_experts"] for part in ("gate", "up", "down"))
+            return mixture(h, shares, ids, gate, up, down, self._activation)
         gate, up = self._times(h, layer, "gate_proj"), self._times(h, layer, "up_proj")
-        gate = F.silu(gate) if self.config.activation == "silu" else F.gelu(gate, approximate="tanh")
-        return self._times(gate * up, layer, "down_proj")
+        return self._times(self._activation(gate) * up, layer, "down_proj")
+
+    def _activation(self, x: torch.Tensor) -> torch.Tensor:
+        return F.silu(x) if self.config.activation == "silu" else F.gelu(x, approximate="tanh")
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """RMS norm along rows, where the model has one of this name; else x itself."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
 from ...loading import Rope
+
+FEW_TOKENS = 4  # for so many, each gets a copy of its experts
 
 
 def rotation_table(rope: Rope, context_length: int, device: str) -> torch.Tensor:
@@ -63,3 +67,36 @@ def attend(
             out = F.scaled_dot_product_attention(queries, k, v, visible[first:end], scale=scale)
             parts.append(out[0].transpose(0, 1).flatten(1))
     return torch.cat(parts)
+
+
+def mixture(
+    x: torch.Tensor,
+    shares: torch.Tensor,
+    ids: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    activation: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """The MLPs of each token's experts, weighted: [n, hidden_size].
+
+    Args:
+        x: [n, hidden_size].
+        shares: weights of the chosen experts, [n, chosen].
+        ids: the chosen experts, [n, chosen].
+        gate: of all experts, [experts, intermediate_size, hidden_size]; `up` too.
+        up: see `gate`.
+        down: of all experts, [experts, hidden_size, intermediate_size].
+        activation: of the gate.
+    """
+    if len(x) <= FEW_TOKENS or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        # For each token a copy of its experts, so that nothing depends on which they are.
+        gates, ups = (torch.einsum("nh,nkih->nki", x, matrices[ids]) for matrices in (gate, up))
+        outs = torch.einsum("nki,nkhi->nkh", activation(gates) * ups, down[ids])
+        return (outs * shares.unsqueeze(-1)).sum(1).to(x.dtype)
+    out = torch.zeros_like(x)
+    for expert in ids.unique().tolist():
+        tokens, place = (ids == expert).nonzero(as_tuple=True)
+        h = activation(F.linear(x[tokens], gate[expert])) * F.linear(x[tokens], up[expert])
+        out.index_add_(0, tokens, (F.linear(h, down[expert]) * shares[tokens, place, None]).to(x.dtype))
+    return out
