@@ -41,6 +41,11 @@ CONFIG_KEYS = [
     *("rope_scaling", "rope_parameters", "quantization_config", "layer_types", "sliding_window", "use_sliding_window"),
     *("hidden_act", "partial_rotary_factor", "mlp_bias", "attention_bias", "head_dim", "eos_token_id"),
 ]
+CONFIG_KEYS += [
+    *("num_local_experts", "num_experts_per_tok", "norm_topk_prob", "no_rope_layers", "no_rope_layer_interval"),
+    *("embedding_multiplier", "logits_scaling", "query_pre_attn_scalar", "original_max_position_embeddings"),
+]
+FAMILIES = ("phi3", "smollm3", "olmo2", "granite", "gemma3", "mixtral", "qwen3moe", "granitemoe")
 TOKENIZER_KEYS, POLICY_KEYS = ["chat_template", "bos_token"], ["name", "model", "alpha", "start", "provenance"]
 
 
@@ -131,13 +136,14 @@ class Cases:
         return self.scratch
 
     def gguf(self, rng: random.Random) -> Counter:
-        data = (self.folder / rng.choice(["byte-level.gguf", "sentencepiece.gguf"])).read_bytes()
+        files = sorted(self.folder.glob("*.gguf"))
+        data = rng.choice(files).read_bytes()
         header = data.rindex(b".weight") + 40
         changed = with_odd_numbers(data, header + 32, rng) if rng.random() < 0.2 else mutated(data, rng, header)
         return self.load(self.write("mutated.gguf", changed))
 
     def config(self, rng: random.Random) -> Counter:
-        path = self.copy("f32")
+        path = self.copy(rng.choice(["f32", *FAMILIES]))
         text = (path / "config.json").read_bytes()
         self.write("config.json", mutated_json(text, rng, CONFIG_KEYS))
         return self.load(path)
@@ -293,13 +299,16 @@ def run(kind: str, first: int, count: int, folder: Path) -> tuple[Counter, list[
 
 
 def make_models(folder: Path) -> None:
-    """The files to mutate: a tiny model in f32 and bf16, as GGUF with two kinds of vocabulary, and tokenizers."""
+    """The files to mutate: a tiny model in f32 and bf16, as GGUF with two kinds of vocabulary, one of each other family
+    as both, and tokenizers."""
     import numpy as np
     from tiny import make_tiny, tokenizers, write_gguf
 
     tiny = make_tiny(folder / "f32", layers=4)
     for name in ("byte-level", "sentencepiece"):
         write_gguf(folder / f"{name}.gguf", tiny, np.float32, vocabulary=name)
+    for name in FAMILIES:
+        write_gguf(folder / f"{name}.gguf", make_tiny(folder / name, name, layers=4))
     shutil.copytree(folder / "f32", folder / "bf16")
     tiny.hf.bfloat16().save_pretrained(folder / "bf16")
     (folder / "tokenizers").mkdir()

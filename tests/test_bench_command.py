@@ -27,7 +27,7 @@ from taper.bench.options import Options, from_given, parse
 from taper.bench.text import as_text
 from taper.cli import cli
 from taper.errors import ModelError, RequestError
-from taper.loading.model import expected_shapes
+from taper.loading.config import expected_shapes
 from taper.loading.shapes import RANDOM_TYPES, SHAPES, SPREAD, TINY, random_tensors
 from taper.policy import DepthPolicy
 

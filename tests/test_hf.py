@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import policies, random_prompt, twin
+from tiny import make_tiny, policies, random_prompt, twin
 from transformers import (
     DynamicCache,
     LogitsProcessor,
     LogitsProcessorList,
     MaxLengthCriteria,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
     StoppingCriteriaList,
 )
 
@@ -46,6 +42,8 @@ def naive(model, prompt: list[int], policy: DepthPolicy, tokens: int) -> list[in
         for index, layer in enumerate(inner.layers):
             n = sum(index in policy.retained_at(depth) for depth in depths)
             mask = torch.full((1, 1, n, n), -torch.inf).triu(1)
+            if window := getattr(model.config, "sliding_window", None):
+                mask += torch.full((1, 1, n, n), -torch.inf).tril(-window)
             ran = layer(x[:, :n], attention_mask=mask, position_embeddings=tuple(e[:, :n] for e in embeddings))
             x = torch.cat([ran, x[:, n:]], 1)
         ids.append(int(model.lm_head(inner.norm(x[:, -1])).argmax()))
@@ -53,10 +51,19 @@ def naive(model, prompt: list[int], policy: DepthPolicy, tokens: int) -> list[in
 
 
 @torch.no_grad()
-def test_equals_a_loop_without_any_cache(tiny_llama):
-    prompt = random_prompt(20)
+@pytest.mark.parametrize("window", [None, 8])
+def test_equals_a_loop_without_any_cache(tmp_path, window):
+    tiny, prompt = make_tiny(tmp_path, "mistral", layers=6, sliding_window=window), random_prompt(20)
     for policy in policies(6).values():
-        assert twin(tiny_llama, prompt, policy, 24) == naive(tiny_llama.hf, prompt, policy, 24)
+        assert twin(tiny, prompt, policy, 24) == naive(tiny.hf, prompt, policy, 24)
+
+
+def test_a_cache_that_has_dropped_tokens_is_refused(tmp_path):
+    model = make_tiny(tmp_path, "mistral", layers=6, sliding_window=8).hf
+    cache = DynamicCache(config=model.config)
+    model(torch.tensor([random_prompt(31)]), past_key_values=cache)
+    with pytest.raises(RequestError, match="dropped"):
+        generate(model, [random_prompt(31)], past_key_values=cache)
 
 
 def test_left_padded_batches_equal_each_row_alone(tiny_llama):
@@ -150,19 +157,11 @@ def test_assistants_are_refused(tiny_llama):
         generate(tiny_llama.hf, [random_prompt(29)], assistant_model=tiny_llama.hf)
 
 
-@pytest.mark.parametrize(
-    ("config_class", "model_class", "options"),
-    [
-        (MistralConfig, MistralForCausalLM, {"sliding_window": 8}),
-        (Qwen2Config, Qwen2ForCausalLM, {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
-    ],
-)
-def test_sliding_windows_are_refused(config_class, model_class, options):
-    config = config_class(
-        vocab_size=300, hidden_size=32, intermediate_size=32, num_hidden_layers=6, num_attention_heads=2, **options
-    )
-    with pytest.raises(RequestError, match="sliding"):
-        generate(model_class(config), [random_prompt(30)])
+def test_attention_of_another_kind_is_refused(tmp_path):
+    model = make_tiny(tmp_path, layers=6).hf
+    model.config.layer_types = ["full_attention"] * 5 + ["linear_attention"]
+    with pytest.raises(RequestError, match="hybrid"):
+        generate(model, [random_prompt(30)])
 
 
 def test_policies_that_do_not_fit_are_refused(tiny_llama):

@@ -14,11 +14,12 @@ from tiny import one_slot
 
 from taper.backends.ggml import GgmlBackend
 from taper.backends.ggml.convert import convert
-from taper.loading.model import WEIGHT_TYPES, ModelConfig, Tensor, expected_shapes, row_bytes
+from taper.loading.config import LayerSpec, ModelConfig, Rope, expected_shapes
+from taper.loading.model import WEIGHT_TYPES, Tensor, row_bytes
 
 CONFIG = ModelConfig(
     architecture="llama",
-    num_hidden_layers=2,
+    layers=(LayerSpec(Rope(10000.0, 64, interleaved=True), 64**-0.5),) * 2,
     hidden_size=256,
     intermediate_size=512,
     num_attention_heads=4,
@@ -27,10 +28,6 @@ CONFIG = ModelConfig(
     vocab_size=256,
     max_position_embeddings=64,
     rms_norm_eps=1e-5,
-    rope_theta=10000.0,
-    rope_interleaved=True,
-    qkv_bias=False,
-    qk_norm=False,
     tie_word_embeddings=True,
     quantization="F32",
 )

@@ -31,7 +31,8 @@ from taper.checks import DTYPES, QUANTISED_DTYPES
 from taper.cli import cli
 from taper.errors import RequestError, TaperWarning
 from taper.loading import load_model
-from taper.loading.model import WEIGHT_TYPES, Tensor, expected_shapes, row_bytes
+from taper.loading.config import expected_shapes
+from taper.loading.model import WEIGHT_TYPES, Tensor, row_bytes
 
 each_dtype = pytest.mark.parametrize("dtype", QUANTISED_DTYPES)
 UNTIED = replace(CONFIG, tie_word_embeddings=False)
@@ -257,10 +258,11 @@ from dataclasses import replace
 from pathlib import Path
 from test_quantisation import CONFIG
 from taper.backends.ggml import GgmlBackend
-from taper.loading.model import Tensor, expected_shapes
+from taper.loading.config import expected_shapes
+from taper.loading.model import Tensor
 def status(name):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name)) / 1024
-config = replace(CONFIG, num_hidden_layers=20, hidden_size=512, intermediate_size=2048, head_dim=128)
+config = replace(CONFIG, layers=CONFIG.layers[:1] * 20, hidden_size=512, intermediate_size=2048, head_dim=128)
 shapes, tensors, first = expected_shapes(config), {{}}, 0
 size = sum(int(np.prod(shape)) for shape in shapes.values()) * 2
 with open({str(tmp_path / "weights")!r}, "wb") as file:

@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tiny import BACKENDS, make_backend, one_slot, policies, random_prompt
+from test_families import FAMILIES
+from tiny import BACKENDS, make_backend, make_tiny, one_slot, policies, random_prompt
 
 import taper.replay
 from taper.engine import Engine
 from taper.errors import RequestError
+from taper.loading import LoadedModel
 from taper.policy import DepthPolicy
 from taper.replay import Reference, Replay, Scores
 
@@ -62,14 +64,28 @@ def expected(engine: Engine, reference: Reference, policy: DepthPolicy, top: int
 def test_replay_equals_decoding_step_by_step(tiny_llama, kind, window, monkeypatch):
     monkeypatch.setattr(taper.replay, "WINDOW", window)
     monkeypatch.setattr(taper.replay, "TOP", 50)
-    engine = Engine(make_backend(kind, tiny_llama.load(), num_slots=2))  # fewer slots than answers
+    check_replay(kind, tiny_llama.load())
+
+
+@BACKENDS
+@pytest.mark.parametrize("family", ["gemma3", "granitemoe"])
+def test_replay_equals_decoding_in_layers_with_windows_or_experts(tmp_path, kind, family, monkeypatch):
+    monkeypatch.setattr(taper.replay, "WINDOW", 7)
+    monkeypatch.setattr(taper.replay, "TOP", 50)
+    architecture, options = FAMILIES[family]
+    check_replay(kind, make_tiny(tmp_path, architecture, **options).load())
+
+
+def check_replay(kind: str, loaded: LoadedModel) -> None:
+    """Score every policy by replay and by hand."""
+    engine = Engine(make_backend(kind, loaded, num_slots=2))  # fewer slots than answers
     replay, known = Replay(engine, references()), references()
-    for policy in policies(6).values():
+    for policy in policies(loaded.config.num_hidden_layers).values():
         scores = replay.score(policy)
         assert scores.kl.max() > 1e-3, "the policy changes nothing, so this proves nothing"
         for index, reference in enumerate(known):
             found = scores.where(scores.reference == index)
-            other = Engine(make_backend(kind, tiny_llama.load()))
+            other = Engine(make_backend(kind, loaded))
             kl, agreement, nll, nll_full = expected(other, reference, policy, 50)
             np.testing.assert_allclose(found.kl, kl, atol=2e-4)
             np.testing.assert_allclose(found.nll, nll, atol=2e-4)

@@ -6,23 +6,41 @@ Models are built by transformers, saved as folders, and converted to GGUF by the
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 import torch
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GraniteConfig,
+    GraniteForCausalLM,
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 import taper.hf
@@ -54,7 +72,17 @@ _CLASSES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
+    "phi3": (Phi3Config, Phi3ForCausalLM),
+    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
+    "olmo2": (Olmo2Config, Olmo2ForCausalLM),
+    "granite": (GraniteConfig, GraniteForCausalLM),
+    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
+    "mixtral": (MixtralConfig, MixtralForCausalLM),
+    "qwen3moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "granitemoe": (GraniteMoeConfig, GraniteMoeForCausalLM),
 }
+GGUF_NAMES = {"mistral": "llama", "mixtral": "llama", "gemma3_text": "gemma3", "qwen3_moe": "qwen3moe"}
+PERMUTED = ("llama", "smollm3", "granite", "granitemoe")  # GGUF files have their rotary pairs side by side
 
 
 @dataclass
@@ -140,14 +168,12 @@ def make_tiny(folder: Path, architecture: str = "llama", *, tied: bool = True, l
 
 
 def write_gguf(path: Path, tiny: TinyModel, dtype=np.float32, vocabulary: str = "byte-level", quantise=None) -> None:
-    """Convert a tiny model with the gguf package, independently of our reader.
+    """Convert a tiny model with the gguf package, as llama.cpp's converter does, independently of our reader.
 
     `quantise`: type and bytes, by rows, of a matrix of the file's name; None writes all in `dtype`.
     """
-    import gguf
-
     config = tiny.hf.config
-    architecture = "llama" if config.model_type == "mistral" else config.model_type
+    architecture = GGUF_NAMES.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -155,9 +181,38 @@ def write_gguf(path: Path, tiny: TinyModel, dtype=np.float32, vocabulary: str = 
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_dimension_count(config.head_dim)
+    add_facts(writer, config)
+    add_vocabulary(writer, vocabulary)
+    by_name = {name: architecture for architecture, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(by_name[architecture], config.num_hidden_layers)
+    for name, parameter in tiny.hf.named_parameters():
+        array = parameter.detach().numpy()
+        if architecture == "gemma3" and name.endswith("norm.weight"):
+            array = array + 1
+        if name.split(".")[-2] in ("q_proj", "k_proj") and architecture in PERMUTED:
+            array = array.reshape(-1, 2, config.head_dim // 2, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
+        if ".experts." in name:
+            layer, halves = name.split(".")[2], {"down": array}
+            if name.endswith("gate_up_proj"):
+                halves = dict(zip(("gate", "up"), np.split(array, 2, axis=1), strict=True))
+            for part, half in halves.items():
+                writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.weight", half.astype(dtype))
+            continue
+        target = names.get_name(name.replace("router.", "router.layer."), try_suffixes=(".weight", ".bias"))
+        if quantise is not None and array.ndim == 2:
+            stored, rows = quantise(target, array)
+            writer.add_tensor(target, rows, raw_dtype=gguf.GGMLQuantizationType[stored])
+        else:
+            writer.add_tensor(target, array.astype(np.float32 if array.ndim == 1 else dtype))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def add_vocabulary(writer, vocabulary: str = "byte-level") -> None:
+    """A tokenizer of `VOCAB_SIZE` tokens, and the chat template."""
     if vocabulary == "byte-level":
         tokens = byte_tokenizer().get_vocab()
         pieces = [*sorted(tokens, key=tokens.get), "qz"]  # one merge: the writer leaves out empty lists
@@ -184,43 +239,50 @@ def write_gguf(path: Path, tiny: TinyModel, dtype=np.float32, vocabulary: str = 
     writer.add_token_types([*types, *[5] * len(unused)])
     writer.add_eos_token_id(2)
     writer.add_chat_template(TEMPLATE)
-    names = {
-        "embed_tokens": "token_embd",
-        "norm": "output_norm",
-        "lm_head": "output",
-        "input_layernorm": "attn_norm",
-        "q_norm": "attn_q_norm",
-        "k_norm": "attn_k_norm",
-        "q_proj": "attn_q",
-        "k_proj": "attn_k",
-        "v_proj": "attn_v",
-        "o_proj": "attn_output",
-        "post_attention_layernorm": "ffn_norm",
-        "gate_proj": "ffn_gate",
-        "up_proj": "ffn_up",
-        "down_proj": "ffn_down",
-    }
-    for name, parameter in tiny.hf.named_parameters():
-        parts = name.split(".")
-        array = parameter.detach().numpy()
-        if parts[-2] in ("q_proj", "k_proj") and architecture == "llama":
-            array = array.reshape(-1, 2, config.head_dim // 2, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
-        target = f"{names[parts[-2]]}.{parts[-1]}"
-        if "layers" in parts:
-            target = f"blk.{parts[parts.index('layers') + 1]}.{target}"
-        if quantise is not None and array.ndim == 2:
-            stored, rows = quantise(target, array)
-            writer.add_tensor(target, rows, raw_dtype=gguf.GGMLQuantizationType[stored])
-        else:
-            writer.add_tensor(target, array.astype(np.float32 if array.ndim == 1 else dtype))
-    if config.rope_parameters["rope_type"] == "llama3":
-        plain = config.rope_parameters["rope_theta"] ** (-np.arange(0, config.head_dim, 2) / config.head_dim)
-        factors = plain / tiny.hf.model.rotary_emb.inv_freq.numpy()
+
+
+def add_facts(writer, config) -> None:
+    """What llama.cpp's converter writes of one architecture and not of another."""
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if config.model_type == "gemma3_text":
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+    else:
+        writer.add_rope_dimension_count(int(config.head_dim * rope.get("partial_rotary_factor", 1.0)))
+    if hasattr(config, "num_experts_per_tok"):
+        writer.add_expert_count(getattr(config, "num_experts", None) or config.num_local_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+    if hasattr(config, "moe_intermediate_size"):
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if config.model_type in ("granite", "granitemoe"):
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    if config.model_type == "phi3":
+        writer.add_sliding_window(config.sliding_window or 0)
+        writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
+    if rope["rope_type"] == "longrope":
+        original = config.original_max_position_embeddings
+        factor = 1 + math.log(config.max_position_embeddings / original) / math.log(original)
+        writer.add_rope_scaling_attn_factors(math.sqrt(factor))
+        for kind in ("long", "short"):
+            writer.add_tensor(f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], np.float32))
+    elif rope["rope_type"] == "llama3":
+        plain = rope["rope_theta"] ** (-np.arange(0, config.head_dim, 2) / config.head_dim)
+        turns = rope["original_max_position_embeddings"] * plain / (2 * np.pi)
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        blend = np.clip((turns - low) / (high - low), 0.0, 1.0)
+        factors = 1 / ((1 - blend) / rope["factor"] + blend)
         writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    elif rope["rope_type"] != "default":
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+        if rope["rope_type"] == "yarn":
+            writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
 
 
 def make_backend(kind: str, loaded, **options):
@@ -253,10 +315,10 @@ def twin(tiny: TinyModel, prompt: list[int], policy: DepthPolicy | None, tokens:
 
 def policies(layers: int) -> dict[str, DepthPolicy]:
     """Each curve, scattered skip orders, short and long plateaus."""
-    last = layers - 1
+    last, least = layers - 1, max(2, layers - 4)
     return {
         "d3": DepthPolicy.d3(layers, 0.96, skip_order=[last - 1, 1, 2]),
-        "d3 late": DepthPolicy.d3(layers, 0.9, start=9, min_depth=2, skip_order=[2, last, 1, last - 1]),
+        "d3 late": DepthPolicy.d3(layers, 0.9, start=9, min_depth=least, skip_order=[2, last, 1, last - 1]),
         "middle first": DepthPolicy.middle_first(layers, 0.98),
         "skipdecode": DepthPolicy.skipdecode(layers, min_depth=2, span=20, start=3),
         "early exit": DepthPolicy.early_exit(layers, 3),

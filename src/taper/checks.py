@@ -81,10 +81,10 @@ def limited_attention(config: object) -> str:
     `config` is a transformers config or has its attributes; those that the model does not have may be missing.
     """
     layer_types = {str(kind) for kind in getattr(config, "layer_types", None) or ["full_attention"]}
+    if layer_types - {"full_attention", "sliding_attention"}:
+        return "hybrid"
     window = getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None)
-    if window or "sliding_attention" in layer_types:
-        return "sliding-window"
-    return "" if layer_types == {"full_attention"} else "hybrid"
+    return "sliding-window" if window or "sliding_attention" in layer_types else ""
 
 
 def shown(value: object) -> str:

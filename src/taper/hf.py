@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation.configuration_utils import GenerationMode
 
 from .checks import limited_attention
@@ -30,8 +31,8 @@ def decode(policy: DepthPolicy) -> Callable[..., Any]:
     the caller passed in is cut back to the tokens whose keys and values every layer has.
 
     Raises (from `generate`):
-        RequestError: attention that is not full in every layer, shared keys and values, beams, assistants,
-            a static cache or none, `inputs_embeds`.
+        RequestError: attention that is neither full nor of a sliding window, shared keys and values, beams, assistants,
+            a static cache or none, one that has dropped tokens, `inputs_embeds`.
         PolicyError: the policy was made for another model, or skips layer 0, from which transformers reads lengths.
     """
 
@@ -47,6 +48,10 @@ def decode(policy: DepthPolicy) -> Callable[..., Any]:
         caller = sys._getframe(1).f_locals
         cache: Any = model_kwargs.get("past_key_values")
         _check(model, policy, generation_config, caller.get("assistant_model"), cache, model_kwargs)
+        # Layers that keep only a window count wrongly once they are skipped; masks limit layers that keep all tokens.
+        cache.layers = [
+            DynamicLayer() if isinstance(layer, DynamicSlidingWindowLayer) else layer for layer in cache.layers
+        ]
         try:
             with _layers_by_step(model.get_decoder().layers, policy, prompt_length=input_ids.shape[1]):
                 return model._sample(
@@ -99,14 +104,16 @@ def _check(
     model: Any, policy: DepthPolicy, generation_config: Any, assistant: Any, cache: Any, model_kwargs: dict[str, Any]
 ) -> None:
     config = model.config.get_text_config()
-    attention = limited_attention(config)
+    windowed = [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, DynamicSlidingWindowLayer)]
+    dropped = any(layer.get_seq_length() for layer in windowed)
     mode = generation_config.get_generation_mode(assistant)
     for wrong, reason in [
         (model.config.is_encoder_decoder, "the model has an encoder"),
-        (attention, f"the model has {attention} attention"),
+        (limited_attention(config) == "hybrid", "the model has hybrid attention"),
         (getattr(config, "num_kv_shared_layers", 0), "layers share keys and values"),
         (mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE), f"{mode.value} is not greedy or sampling"),
         (not generation_config.use_cache, "use_cache is off"),
+        (dropped, "the cache has dropped what is outside a window"),
         (not isinstance(cache, DynamicCache), f"the cache is a {type(cache).__name__}, not a DynamicCache"),
         (model_kwargs.get("inputs_embeds") is not None, "the prompt is inputs_embeds, not input_ids"),
     ]:

@@ -12,7 +12,8 @@ from ..backends import Backend, available_threads, choose_device, open_backend
 from ..checks import one_of
 from ..errors import RequestError
 from ..loading import ModelConfig, load_model
-from ..loading.model import expected_shapes, row_bytes
+from ..loading.config import expected_shapes
+from ..loading.model import row_bytes
 from ..loading.shapes import SHAPES, TINY, random_tensors
 from ..models import DEFAULT_MODEL, find_model
 from ..policies import find_policy, fitting_policies

@@ -11,7 +11,7 @@ import torch
 from ..backends.torch import TorchBackend
 from ..engine import Engine
 from ..loading import ModelConfig
-from ..loading.model import expected_shapes
+from ..loading.config import expected_shapes
 from ..loading.shapes import SPREAD, TINY
 from ..policy import DepthPolicy
 from ..sampling import SamplingParams

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ..loading import ModelConfig
-from ..loading.folder import FOLDER_NAMES
+from ..loading.families import FOLDER_NAMES
 
 
 def transformers_model(config: ModelConfig, weights: Mapping[str, torch.Tensor], attention: str = "sdpa") -> Any:

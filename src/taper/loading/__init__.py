@@ -6,9 +6,10 @@ import os
 from pathlib import Path
 
 from ..errors import ModelError
-from .model import LoadedModel, ModelConfig, Tensor
+from .config import Experts, LayerSpec, ModelConfig, Rope
+from .model import LoadedModel, Tensor
 
-__all__ = ["LoadedModel", "ModelConfig", "Tensor", "load_model"]
+__all__ = ["Experts", "LayerSpec", "LoadedModel", "ModelConfig", "Rope", "Tensor", "load_model"]
 
 
 def load_model(path: Path) -> LoadedModel:

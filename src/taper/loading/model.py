@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, fields
+import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..errors import ModelError
-from ..policy import ModelIdentity
-from ..schedule import MAX_LAYERS
+from .config import ModelConfig, expected_shapes
 
 if TYPE_CHECKING:
     from .tokenizer import Tokenizer
 
-# Architectures that run here; whatever else a file names is refused.
-SUPPORTED = ("llama", "qwen2", "qwen3")
+_NUMBER = re.compile(r"\.(\d+)\.")
 
 # ggml's tensor types that can hold weights: name -> (type id, values a block, bytes a block).
 WEIGHT_TYPES = {
@@ -51,40 +49,6 @@ WEIGHT_TYPES = {
 
 
 @dataclass(frozen=True)
-class ModelConfig:
-    """Facts about a decoder-only model, named as in transformers.
-
-    `rope_interleaved`: rotary pairs are neighbours (2i, 2i+1), as in GGUF llama files, not halves (i, i + head_dim/2).
-    `rope_scale`: factor on positions (linear scaling). `rope_factors`: divisors of each pair's frequency (Llama 3.1).
-    `quantization`: type of most weights, in ggml's names.
-    """
-
-    architecture: str
-    num_hidden_layers: int
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-    max_position_embeddings: int
-    rms_norm_eps: float
-    rope_theta: float
-    rope_interleaved: bool
-    qkv_bias: bool
-    qk_norm: bool
-    tie_word_embeddings: bool
-    quantization: str
-    rope_scale: float = 1.0
-    rope_factors: tuple[float, ...] | None = None
-
-    @property
-    def identity(self) -> ModelIdentity:
-        """What a policy remembers of the model it was made on."""
-        return ModelIdentity(self.architecture, self.hidden_size, self.vocab_size, self.quantization)
-
-
-@dataclass(frozen=True)
 class Tensor:
     """Weights where they lie: a ggml type name, the shape in numpy's order [out, in], and the raw bytes."""
 
@@ -104,7 +68,10 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class TensorNames:
-    """A file format's names of tensors: `layer_prefix` + index + "." + a name of `layer`, or a name of `model`."""
+    """A file format's names of tensors: `layer_prefix` + index + "." + a name of `layer`, or a name of `model`.
+
+    Several tensors in one have our names joined by "+". "*" stands for the number of an expert.
+    """
 
     layer_prefix: str
     layer: dict[str, str]  # the file's -> ours
@@ -114,8 +81,10 @@ class TensorNames:
         """Our name of a tensor; the file's own where it is not part of any architecture."""
         if name.startswith(self.layer_prefix):
             index, _, rest = name[len(self.layer_prefix) :].partition(".")
+            number = _NUMBER.search(rest)
+            rest = rest if number is None else rest.replace(number[0], ".*.", 1)
             if rest in self.layer:
-                return f"layers.{index}.{self.layer[rest]}"
+                return f"layers.{index}.{self.layer[rest].replace('*', number[1] if number else '*')}"
         return self.model.get(name, name)
 
     def rename(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -133,21 +102,11 @@ class TensorNames:
 
     def theirs(self, name: str) -> str:
         """The file's name of one of our tensors."""
-        reverse = {ours: theirs for theirs, ours in (self.layer | self.model).items()}
+        reverse = {part: theirs for theirs, ours in (self.layer | self.model).items() for part in ours.split("+")}
         if name.startswith("layers."):
             _, index, rest = name.split(".", 2)
-            return f"{self.layer_prefix}{index}.{reverse[rest]}"
+            return f"{self.layer_prefix}{index}.{reverse.get(rest) or reverse[f'{rest}.*']}"
         return reverse[name]
-
-
-def check_architecture(name: str, supported: tuple[str, ...] = SUPPORTED) -> None:
-    """Refuse by name an architecture that does not run here.
-
-    Raises:
-        ModelError: it is not among those supported.
-    """
-    if name not in supported:
-        raise ModelError(f"architecture {name!r} is not supported", f"supported: {', '.join(supported)}")
 
 
 def row_bytes(dtype: str, columns: int) -> int:
@@ -162,56 +121,50 @@ def row_bytes(dtype: str, columns: int) -> int:
     return columns // block * size
 
 
-def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The tensors a model of this config has, with their shapes [out, in]."""
-    c = config
-    q_size, kv_size = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    layer: dict[str, tuple[int, ...]] = {
-        "input_layernorm": (c.hidden_size,),
-        "q_proj": (q_size, c.hidden_size),
-        "k_proj": (kv_size, c.hidden_size),
-        "v_proj": (kv_size, c.hidden_size),
-        "o_proj": (c.hidden_size, q_size),
-        "post_attention_layernorm": (c.hidden_size,),
-        "gate_proj": (c.intermediate_size, c.hidden_size),
-        "up_proj": (c.intermediate_size, c.hidden_size),
-        "down_proj": (c.hidden_size, c.intermediate_size),
-    }
-    if c.qkv_bias:
-        layer |= {"q_bias": (q_size,), "k_bias": (kv_size,), "v_bias": (kv_size,)}
-    if c.qk_norm:
-        layer |= {"q_norm": (c.head_dim,), "k_norm": (c.head_dim,)}
-    shapes: dict[str, tuple[int, ...]] = {"embed_tokens": (c.vocab_size, c.hidden_size), "norm": (c.hidden_size,)}
-    if not c.tie_word_embeddings:
-        shapes["lm_head"] = (c.vocab_size, c.hidden_size)
-    for index in range(c.num_hidden_layers):
-        shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
-    return shapes
-
-
-def check_config(config: ModelConfig) -> None:
-    """Refuse numbers that no real model has, before anything is sized by them.
+def split_fused(config: ModelConfig, tensors: dict[str, Tensor], names: TensorNames) -> dict[str, Tensor]:
+    """Tensors with their parts in place of those that hold several: rows of them, in the order of the name.
 
     Raises:
-        ModelError: a number is out of range or two contradict each other.
+        ModelError: its rows are not those of its parts together.
     """
-    bounds = {"num_hidden_layers": MAX_LAYERS, "head_dim": 1024, "num_attention_heads": 1 << 16}
-    for item in fields(config):
-        value = getattr(config, item.name)
-        if item.type == "int" and not 1 <= value <= bounds.get(item.name, 1 << 30):
-            raise ModelError(f"{item.name} is {value}; no model has that", "the file is damaged or not a model")
-        if item.type == "float" and not (math.isfinite(value) and 0 < value < 1e12):
-            raise ModelError(f"{item.name} is {value}; it must be a positive number")
-    if config.num_attention_heads % config.num_key_value_heads:
-        heads = f"{config.num_attention_heads} heads to {config.num_key_value_heads} key-value heads"
-        raise ModelError(f"{heads}: the first must be a multiple of the second")
-    if config.head_dim % 2:
-        raise ModelError(f"head_dim is {config.head_dim}; rotary embeddings need an even one")
-    factors = config.rope_factors
-    if factors is not None and not (
-        len(factors) == config.head_dim // 2 and all(math.isfinite(f) and f > 0 for f in factors)
-    ):
-        raise ModelError(f"rope factors must be {config.head_dim // 2} positive numbers")
+    shapes, split = expected_shapes(config), dict(tensors)
+    for fused, tensor in tensors.items():
+        prefix, _, parts = fused.rpartition(".")
+        part_names = [f"{prefix}.{part}" for part in parts.split("+")]
+        if len(part_names) == 1 or not all(name in shapes for name in part_names):
+            continue
+        sizes = [shapes[name][-2] for name in part_names]
+        shape = (*shapes[part_names[0]][:-2], sum(sizes), config.hidden_size)
+        if tensor.shape != shape:
+            actual = f"{names.theirs(part_names[0])} has shape {list(tensor.shape)}"
+            raise ModelError(f"tensor {actual}; its config asks for {list(shape)}")
+        rows = tensor.data.reshape(-1, sum(sizes), row_bytes(tensor.dtype, config.hidden_size))
+        first = 0
+        del split[fused]
+        for name, size in zip(part_names, sizes, strict=True):
+            split[name] = Tensor(tensor.dtype, shapes[name], rows[:, first : first + size].reshape(-1))
+            first += size
+    return split
+
+
+def stack_experts(config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors with those of experts that have one each stacked, in their order.
+
+    Raises:
+        ModelError: experts of a layer differ in type or shape.
+    """
+    stacked = dict(tensors)
+    for layer, spec in enumerate(config.layers):
+        for name in (f"layers.{layer}.{part}_experts" for part in ("gate", "up", "down")):
+            names = [f"{name}.{number}" for number in range(spec.experts.num_experts if spec.experts else 0)]
+            if not names or not all(each in stacked for each in names):
+                continue
+            parts = [stacked.pop(each) for each in names]
+            dtype, shape = parts[0].dtype, parts[0].shape
+            if any((part.dtype, part.shape) != (dtype, shape) for part in parts):
+                raise ModelError(f"the experts of layer {layer} differ in type or shape", "the file is damaged")
+            stacked[name] = Tensor(dtype, (len(parts), *shape), np.concatenate([part.data for part in parts]))
+    return stacked
 
 
 def check_tensors(config: ModelConfig, tensors: dict[str, Tensor], names: TensorNames) -> None:

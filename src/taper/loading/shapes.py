@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from ..errors import ModelError
-from .model import WEIGHT_TYPES, ModelConfig, Tensor, expected_shapes, row_bytes
+from .config import LayerSpec, ModelConfig, Rope, expected_shapes
+from .model import WEIGHT_TYPES, Tensor, row_bytes
 
 SPREAD = 0.02  # standard deviation of random matrices, as models are initialised
 _ALIGNMENT = 64
@@ -15,21 +16,18 @@ _POOL_BLOCKS = (1 << 21) + 11  # that many random blocks are repeated; drawing e
 def _shape(
     layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, vocab: int, positions: int, theta: float
 ) -> ModelConfig:
+    head_dim = hidden // heads
     return ModelConfig(
         architecture="llama",
-        num_hidden_layers=layers,
+        layers=(LayerSpec(Rope(theta, head_dim), head_dim**-0.5),) * layers,
         hidden_size=hidden,
         intermediate_size=intermediate,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        head_dim=hidden // heads,
+        head_dim=head_dim,
         vocab_size=vocab,
         max_position_embeddings=positions,
         rms_norm_eps=1e-5,
-        rope_theta=theta,
-        rope_interleaved=False,
-        qkv_bias=False,
-        qk_norm=False,
         tie_word_embeddings=False,
         quantization="random",
     )

@@ -28,11 +28,29 @@ _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPLIT_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3_SPLIT = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _SPLIT_TAIL
 _QWEN2_SPLIT = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _SPLIT_TAIL
+# Words of small letters, perhaps after capitals, then words of capitals, perhaps with small letters after them.
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED = r"[^\r\n\p{L}\p{N}]?" + f"{_UPPER}*{_LOWER}+%s|" + r"[^\r\n\p{L}\p{N}]?" + f"{_UPPER}+{_LOWER}*%s"
+_CASED_TAIL = _SPLIT_TAIL.replace(r"[\r\n]*", r"[\r\n/]*")
+_GPT4O_SPLIT = _CASED.replace("%s", f"{_CONTRACTIONS}?") + r"|\p{N}{1,3}" + _CASED_TAIL
+_TEKKEN_SPLIT = _CASED.replace("%s", "") + r"|\p{N}" + _CASED_TAIL
 
+# By GGUF's names of pre-tokenizers: what a text is split into before pieces are merged.
+_SPLITS = {
+    "llama-bpe": _LLAMA3_SPLIT,
+    "dbrx": _LLAMA3_SPLIT,
+    "qwen2": _QWEN2_SPLIT,
+    "gpt-4o": _GPT4O_SPLIT,
+    "tekken": _TEKKEN_SPLIT,
+}
+_WHOLE_WORDS = ("llama-bpe", "tekken")  # a word that is in the vocabulary is one token, whatever the merges say
 # Token types of GGUF's tokenizer.ggml.token_type.
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 # Ends of a turn that some files do not list among their stop ids.
-_END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end_of_text|>")
+_END_OF_TURN = (
+    *("<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end_of_text|>"),
+    *("<|end|>", "<end_of_turn>"),  # Phi, Gemma
+)
 
 
 def tokenizer_from_folder(path: Path, vocab_size: int) -> Tokenizer:
@@ -140,14 +158,13 @@ def _rebuild(file_name: str, metadata: dict[str, Any], vocab_size: int) -> Token
 
 def _byte_level_bpe(file_name: str, pre: str, vocab: dict[str, int], merges: list[Any]) -> FastTokenizer:
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    pipelines: dict[str, list[Any]] = {
-        "smollm": [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-        ],
-        "llama-bpe": [pre_tokenizers.Split(Regex(_LLAMA3_SPLIT), "isolated"), byte_level],
-        "qwen2": [pre_tokenizers.Split(Regex(_QWEN2_SPLIT), "isolated"), byte_level],
-    }
+    digits_apart = [
+        pre_tokenizers.Digits(individual_digits=True),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+    ]
+    pipelines: dict[str, list[Any]] = {"smollm": digits_apart, "refact": digits_apart, "gpt-2": digits_apart[1:]}
+    for name, pattern in _SPLITS.items():
+        pipelines[name] = [pre_tokenizers.Split(Regex(pattern), "isolated"), byte_level]
     if pre not in pipelines:
         raise ModelError(f"pre-tokenizer {pre!r} is not supported", f"supported: {', '.join(pipelines)}")
     pairs: list[tuple[str, str]] = []
@@ -156,7 +173,7 @@ def _byte_level_bpe(file_name: str, pre: str, vocab: dict[str, int], merges: lis
         if not space or " " in right:
             raise ModelError(f"{file_name}: tokenizer merge {merge!r} is not a pair of tokens")
         pairs.append((left, right))
-    fast = FastTokenizer(models.BPE(vocab, pairs, ignore_merges=pre == "llama-bpe"))
+    fast = FastTokenizer(models.BPE(vocab, pairs, ignore_merges=pre in _WHOLE_WORDS))
     if pre == "qwen2":
         fast.normalizer = normalizers.NFC()
     fast.pre_tokenizer = pre_tokenizers.Sequence(pipelines[pre])

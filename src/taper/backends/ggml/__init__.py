@@ -13,12 +13,13 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import ggml
 import numpy as np
 
 from ...checks import QUANTISED_DTYPES
-from ...loading import ModelConfig, Tensor
+from ...loading import LayerSpec, ModelConfig, Tensor
 from .. import ForwardOutput, TokenBatch, available_threads, runs_by_slot
 from .cache import KeyValueCache
 from .compute import InterruptibleCompute
@@ -51,15 +52,14 @@ class GgmlBackend:
         progress: ReportProgress | None = None,
     ) -> None:
         self.num_slots, self.context_length = num_slots, context_length
-        self._constants = TensorContext(1)
-        factors = config.rope_factors
-        rope_factors = self._constants.over(np.array(factors, np.float32)) if factors else None
+        self._constants = TensorContext(config.num_hidden_layers)
+        rope_factors = self._rope_factors(config.layers)
         threads = threads or available_threads()
         weights = Weights(tensors, dtype, repack, threads, progress)
         self.config = replace(config, quantization=weights.quantization) if dtype in QUANTISED_DTYPES else config
         self.weight_bytes = weights.num_bytes
         cache = KeyValueCache(config, num_slots, context_length, "f32" if weights.beyond_f16 else kv_dtype)
-        self._model = Model(config, weights, cache, rope_factors)
+        self._model = Model(config, weights, cache, rope_factors, exact_gelu=weights.quantization == "F32")
         self._graphs: OrderedDict[GraphKey, Graph] = OrderedDict()
         self._backend = ggml.ggml_backend_cpu_init()
         params = ggml.ggml_threadpool_params_default(threads)
@@ -69,6 +69,13 @@ class GgmlBackend:
         self._compute = InterruptibleCompute(self._backend)
         self._pid = os.getpid()  # threads and their locks do not survive a fork
         self._allocator = ggml.ggml_gallocr_new(ggml.ggml_backend_get_default_buffer_type(self._backend))
+
+    def _rope_factors(self, layers: tuple[LayerSpec, ...]) -> tuple[Any, ...]:
+        """A tensor of divisors of rotary frequencies for each layer, or None; equal ones are one."""
+        factors = [spec.rope.factors_for(self.context_length) if spec.rope else None for spec in layers]
+        over = self._constants.over
+        tables = {each: None if each is None else over(np.array(each, np.float32)) for each in set(factors)}
+        return tuple(tables[each] for each in factors)
 
     def forward(self, batch: TokenBatch) -> ForwardOutput:
         """Run the batch and write its keys and values."""
@@ -111,8 +118,12 @@ class GgmlBackend:
         cache, inputs = self._model.cache, graph.inputs
         inputs["positions"][:] = batch.positions
         inputs["cells"][:] = cache.cells(batch.slots, batch.positions)
-        visible = np.arange(key.kv_length) <= batch.positions[:, None]
-        inputs["mask"][:] = np.where(visible, np.float16(0), np.float16(-np.inf))
+        positions, cells = batch.positions[:, None], np.arange(key.kv_length)
+        for window, name in graph.windows.items():
+            visible = cells <= positions
+            if window is not None:
+                visible &= cells > positions - window
+            inputs[name][:] = np.where(visible, np.float16(0), np.float16(-np.inf))
         if batch.first_layer:
             inputs["hidden_states"][:] = batch.hidden_states
         else:

@@ -5,20 +5,24 @@ Shapes in comments are in ggml's order: the dimension that changes fastest comes
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import ggml
 import numpy as np
 
 from ...errors import ModelError
-from ...loading import ModelConfig
+from ...loading import Experts, ModelConfig
 from .cache import KeyValueCache
 from .tensors import TensorContext, new_input, view
 from .weights import Weights
 
-_NODES_PER_LAYER, _NODES_PER_RUN, _OTHER_NODES = 40, 8, 32
+_NODES_PER_LAYER, _NODES_PER_RUN, _NODES_PER_EXPERT, _OTHER_NODES = 64, 8, 2, 32
 _ROPE_NEIGHBOURS, _ROPE_HALVES = 0, 2
+_GELU_A = 2 * math.sqrt(2 / math.pi)
+_GELU_B = 0.044715 * _GELU_A
 
 
 class GraphKey(NamedTuple):
@@ -39,11 +43,14 @@ class Model:
     config: ModelConfig
     weights: Weights
     cache: KeyValueCache
-    rope_factors: Any  # a tensor, or None
+    rope_factors: tuple[Any, ...]  # of each layer: a tensor, or None
+    exact_gelu: bool  # in f32; ggml's own looks it up in a table of f16
 
 
 class Graph:
     """A prepared forward. Set `inputs`, compute, then read `logits` and `hidden_states`: all numpy views.
+
+    `windows`: the windows of its layers, and the names of the inputs that say what a token attends to with each.
 
     Raises:
         ModelError: there is not enough memory for its intermediate results.
@@ -56,14 +63,18 @@ class Graph:
             "tokens": ((count,), np.int32),
             "positions": ((count,), np.int32),
             "cells": ((count,), np.int64),
-            "mask": ((count, key.kv_length), np.float16),
         }
+        active = zip(config.layers, key.num_active, strict=True)
+        self.windows = {spec.window: mask_name(spec.window) for spec, n in active if n}
+        shapes |= dict.fromkeys(self.windows.values(), ((count, key.kv_length), np.float16))
         if key.first_layer:
             shapes["hidden_states"] = ((count, config.hidden_size), np.float32)
             del shapes["tokens"]
         if key.num_outputs:
             shapes["rows"] = ((key.num_outputs,), np.int32)
-        nodes = config.num_hidden_layers * (_NODES_PER_LAYER + _NODES_PER_RUN * len(key.runs)) + _OTHER_NODES
+        chosen = max(spec.experts.num_experts_per_tok if spec.experts else 0 for spec in config.layers)
+        nodes_per_layer = _NODES_PER_LAYER + _NODES_PER_EXPERT * chosen + _NODES_PER_RUN * len(key.runs)
+        nodes = config.num_hidden_layers * nodes_per_layer + _OTHER_NODES
         self._context = TensorContext(nodes, graph_nodes=nodes)
         self._inputs = {name: new_input(self._context, shape, dtype) for name, (shape, dtype) in shapes.items()}
         self.pointer = ggml.ggml_new_graph_custom(self._context.pointer, nodes, False)
@@ -92,6 +103,7 @@ class Graph:
             x = self._inputs["hidden_states"]  # [hidden_size, tokens]
         else:
             x = ggml.ggml_get_rows(context, weights["embed_tokens"], self._inputs["tokens"])
+            x = self._scaled(x, self._model.config.embedding_scale)
         hidden_states = {}
         layers = self._model.config.num_hidden_layers
         for layer in range(key.first_layer, layers + 1):
@@ -102,9 +114,10 @@ class Graph:
                 x = self._layer(x, layer, key.num_active[layer])
         if not key.num_outputs:
             return None, hidden_states
-        rows = self._norm(ggml.ggml_get_rows(context, x, self._inputs["rows"]), weights["norm"])
+        rows = self._norm(ggml.ggml_get_rows(context, x, self._inputs["rows"]), "norm")
         head = weights.get("lm_head") or weights["embed_tokens"]
-        return self._output(ggml.ggml_mul_mat(context, head, rows)), hidden_states
+        logits = self._scaled(ggml.ggml_mul_mat(context, head, rows), self._model.config.logit_scale)
+        return self._output(logits), hidden_states
 
     def _run(self, tensor: Any) -> None:
         ggml.ggml_build_forward_expand(self.pointer, tensor)
@@ -114,8 +127,14 @@ class Graph:
         self._run(tensor)
         return tensor
 
-    def _norm(self, x: Any, weight: Any) -> Any:
-        context = self._context.pointer
+    def _scaled(self, x: Any, scale: float) -> Any:
+        return x if scale == 1.0 else ggml.ggml_scale(self._context.pointer, x, scale)
+
+    def _norm(self, x: Any, name: str) -> Any:
+        """RMS norm along rows, where the model has one of this name; else x itself."""
+        context, weight = self._context.pointer, self._model.weights.get(name)
+        if weight is None:
+            return x
         return ggml.ggml_mul(context, ggml.ggml_rms_norm(context, x, self._model.config.rms_norm_eps), weight)
 
     def _layer(self, x: Any, layer: int, active: int) -> Any:
@@ -124,29 +143,74 @@ class Graph:
         prefix = x if active == count else ggml.ggml_view_2d(context, x, x.contents.ne[0], active, x.contents.nb[1], 0)
         # A part of x is updated in place: the rest keeps its value, and a token may re-enter at a later layer.
         add = ggml.ggml_add if active == count else ggml.ggml_add_inplace
-        weights = {name: self._model.weights[f"layers.{layer}.{name}"] for name in _LAYER_WEIGHTS}
-        attended = self._attention(self._norm(prefix, weights["input_layernorm"]), layer, active)
-        prefix = add(context, prefix, ggml.ggml_mul_mat(context, weights["o_proj"], attended))
-        h = self._norm(prefix, weights["post_attention_layernorm"])
-        gate = ggml.ggml_mul_mat(context, weights["gate_proj"], h)
-        up = ggml.ggml_mul_mat(context, weights["up_proj"], h)
-        down = ggml.ggml_mul_mat(context, weights["down_proj"], ggml.ggml_swiglu_split(context, gate, up))
-        prefix = add(context, prefix, down)
+        attended = self._attention(self._norm(prefix, f"layers.{layer}.pre_attention_norm"), layer, active)
+        prefix = add(context, prefix, self._added(attended, f"layers.{layer}.post_attention_norm"))
+        h = self._mlp(self._norm(prefix, f"layers.{layer}.pre_mlp_norm"), layer)
+        prefix = add(context, prefix, self._added(h, f"layers.{layer}.post_mlp_norm"))
         self._run(prefix)
         return prefix if active == count else x
 
+    def _added(self, h: Any, norm: str) -> Any:
+        """What attention or MLP adds to hidden states."""
+        return self._scaled(self._norm(h, norm), self._model.config.residual_scale)
+
+    def _times(self, h: Any, layer: int, name: str) -> Any:
+        """Rows h times a matrix of a layer."""
+        return ggml.ggml_mul_mat(self._context.pointer, self._model.weights[f"layers.{layer}.{name}"], h)
+
+    def _mlp(self, h: Any, layer: int) -> Any:
+        if (experts := self._model.config.layers[layer].experts) is not None:
+            return self._mixture(h, layer, experts)
+        gate, up = self._times(h, layer, "gate_proj"), self._times(h, layer, "up_proj")
+        return self._times(self._gated(gate, up), layer, "down_proj")
+
+    def _mixture(self, h: Any, layer: int, experts: Experts) -> Any:
+        """The MLPs of the experts that the router chooses for each row of h, weighted: [hidden_size, active]."""
+        context, weights = self._context.pointer, self._model.weights
+        chosen, (size, active) = experts.num_experts_per_tok, h.contents.ne[:2]
+        shares = ggml.ggml_soft_max(context, self._times(h, layer, "router"))
+        ids = ggml.ggml_argsort_top_k(context, shares, chosen)  # [chosen, active]
+        shares = ggml.ggml_get_rows(context, ggml.ggml_reshape_3d(context, shares, 1, experts.num_experts, active), ids)
+        if experts.norm_topk_prob:
+            shares = ggml.ggml_reshape_2d(context, shares, chosen, active)
+            shares = ggml.ggml_div(context, shares, ggml.ggml_sum_rows(context, shares))
+            shares = ggml.ggml_reshape_3d(context, shares, 1, chosen, active)
+
+        def times(rows: Any, name: str) -> Any:
+            return ggml.ggml_mul_mat_id(context, weights[f"layers.{layer}.{name}"], rows, ids)
+
+        rows = ggml.ggml_reshape_3d(context, h, size, 1, active)
+        out = times(self._gated(times(rows, "gate_experts"), times(rows, "up_experts")), "down_experts")
+        out = ggml.ggml_mul(context, out, shares)  # [hidden_size, chosen, active]
+        _, stride, row = out.contents.nb[:3]
+        parts = [ggml.ggml_view_2d(context, out, size, active, row, place * stride) for place in range(chosen)]
+        return reduce(partial(ggml.ggml_add, context), parts)
+
+    def _gated(self, gate: Any, up: Any) -> Any:
+        """The activation of `gate`, times `up`."""
+        context = self._context.pointer
+        if self._model.config.activation == "silu":
+            return ggml.ggml_swiglu_split(context, gate, up)
+        if not self._model.exact_gelu:
+            return ggml.ggml_geglu_split(context, gate, up)
+        # gelu(x) = x * sigmoid(x * (a + b * x * x)) in its tanh form (arXiv 1606.08415).
+        factor = ggml.ggml_scale_bias(context, ggml.ggml_sqr(context, gate), _GELU_B, _GELU_A)
+        inner = ggml.ggml_mul(context, gate, factor)
+        return ggml.ggml_mul(context, ggml.ggml_mul(context, gate, ggml.ggml_sigmoid(context, inner)), up)
+
     def _attention(self, h: Any, layer: int, active: int) -> Any:
-        """Write keys and values of the active tokens, then attend; returns [heads * head_dim, active]."""
+        """Write keys and values of the active tokens, then attend; returns [hidden_size, active]."""
         context, config, length = self._context.pointer, self._model.config, self._key.kv_length
+        spec = config.layers[layer]
         keys, values = self._model.cache[layer]
-        q = self._rotated(self._project(h, layer, "q", config.num_attention_heads, active), active)
-        k = self._rotated(self._project(h, layer, "k", config.num_key_value_heads, active), active)
+        q = self._rotated(self._project(h, layer, "q", config.num_attention_heads, active), layer, active)
+        k = self._rotated(self._project(h, layer, "k", config.num_key_value_heads, active), layer, active)
         v = self._project(h, layer, "v", config.num_key_value_heads, active)
         cells = ggml.ggml_view_1d(context, self._inputs["cells"], active, 0)
         for cache, new in ((keys, k), (values, v)):
             flat = ggml.ggml_reshape_2d(context, new, config.num_key_value_heads * config.head_dim, active)
             self._run(ggml.ggml_set_rows(context, cache, flat, cells))
-        outputs, mask, scale = None, self._inputs["mask"], config.head_dim**-0.5
+        outputs, mask = None, self._inputs[self.windows[spec.window]]
         for slot, first, end in self._key.runs:
             if first >= active:
                 break
@@ -158,27 +222,32 @@ class Graph:
             mask_rows = ggml.ggml_view_2d(context, mask, length, rows, stride, first * stride)
             cached = (self._model.cache.slot(context, tensor, slot, length) for tensor in (keys, values))
             queries = ggml.ggml_permute(context, q_rows, 0, 2, 1, 3)
-            out = ggml.ggml_flash_attn_ext(context, queries, *cached, mask_rows, scale, 0.0, 0.0)
+            out = ggml.ggml_flash_attn_ext(context, queries, *cached, mask_rows, spec.attention_scale, 0.0, 0.0)
             outputs = out if outputs is None else ggml.ggml_concat(context, outputs, out, 2)
-        return ggml.ggml_reshape_2d(context, outputs, config.num_attention_heads * config.head_dim, active)
+        outputs = ggml.ggml_reshape_2d(context, outputs, config.num_attention_heads * config.head_dim, active)
+        return self._times(outputs, layer, "o_proj")
 
     def _project(self, h: Any, layer: int, name: str, heads: int, active: int) -> Any:
         """One of q, k, v as [head_dim, heads, active]."""
         context, weights = self._context.pointer, self._model.weights
-        out = ggml.ggml_mul_mat(context, weights[f"layers.{layer}.{name}_proj"], h)
+        whole, norm = self._model.config.layers[layer].qk_norm == "whole", f"layers.{layer}.{name}_norm"
+        out = self._times(h, layer, f"{name}_proj")
         if (bias := weights.get(f"layers.{layer}.{name}_bias")) is not None:
             out = ggml.ggml_add(context, out, bias)
+        out = self._norm(out, norm) if whole else out
         out = ggml.ggml_reshape_3d(context, out, self._model.config.head_dim, heads, active)
-        if (norm := weights.get(f"layers.{layer}.{name}_norm")) is not None:
-            out = self._norm(out, norm)
-        return out
+        return out if whole else self._norm(out, norm)
 
-    def _rotated(self, x: Any, active: int) -> Any:
-        context, config, factors = self._context.pointer, self._model.config, self._model.rope_factors
-        mode = _ROPE_NEIGHBOURS if config.rope_interleaved else _ROPE_HALVES
+    def _rotated(self, x: Any, layer: int, active: int) -> Any:
+        context, rope = self._context.pointer, self._model.config.layers[layer].rope
+        if rope is None:
+            return x
+        mode = _ROPE_NEIGHBOURS if rope.interleaved else _ROPE_HALVES
         positions = ggml.ggml_view_1d(context, self._inputs["positions"], active, 0)
-        scaling = (config.rope_theta, config.rope_scale, 0.0, 1.0, 0.0, 0.0)
-        return ggml.ggml_rope_ext(context, x, positions, factors, config.head_dim, mode, 0, *scaling)
+        factors, scaling = self._model.rope_factors[layer], (rope.theta, 1.0, 0.0, rope.attention_factor, 0.0, 0.0)
+        return ggml.ggml_rope_ext(context, x, positions, factors, rope.dim, mode, 0, *scaling)
 
 
-_LAYER_WEIGHTS = ("input_layernorm", "o_proj", "post_attention_layernorm", "gate_proj", "up_proj", "down_proj")
+def mask_name(window: int | None) -> str:
+    """The input that says what tokens attend to in layers of that window."""
+    return "mask" if window is None else f"mask of {window}"

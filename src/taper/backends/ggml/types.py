@@ -18,8 +18,9 @@ _FALLBACKS = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}
 
 
 def role(name: str, tensor: Tensor) -> str:
-    """What a tensor is used for: "matrix" (multiplied), "table" (rows are looked up) or "vector" (norms, biases)."""
-    if len(tensor.shape) == 1:
+    """What a tensor is used for: "matrix" (multiplied), "table" (rows are looked up) or "vector" (norms, biases, and
+    routers, which are as small)."""
+    if len(tensor.shape) == 1 or name.endswith(".router"):
         return "vector"
     return "table" if name == "embed_tokens" else "matrix"
 

@@ -1,0 +1,214 @@
+"""The CUDA backend: a compact decoder with a static key-value cache. Runs on a CPU too, where the tests use it.
+
+A decode step whose rows all have one depth replays a CUDA graph, captured on first use for each (depth pattern,
+batch, KV bucket); everything else runs eagerly. Knows neither policies nor text.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from ...errors import ModelError, RequestError
+from ...loading import ModelConfig, Tensor
+from .. import ForwardOutput, TokenBatch, runs_by_slot
+from .blocks import attend, mixture, rotate, rotation_table, visible_cells
+from .graphs import CapturedStep, Inputs
+from .tensors import DTYPES, check_device, to_torch
+
+__all__ = ["TorchBackend", "check_device"]
+
+FIRST_BUCKET = 256  # cells that attention reads; doubled until a step's positions fit
+MAX_GRAPHS = 512
+
+
+class TorchBackend:
+    """A model on a CUDA device, or on the CPU for tests.
+
+    `dtype` is that of weights, activations and cache; memory for the whole cache is taken at once. PyTorch's
+    own tensors are shared, if they are of this device and dtype. Without `graphs`, every step runs eagerly.
+
+    Raises:
+        RequestError: no CUDA device, or a dtype that does not run here.
+        ModelError: weights that f16 cannot hold.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tensors: Mapping[str, Tensor | torch.Tensor],
+        *,
+        num_slots: int = 1,
+        context_length: int,
+        dtype: str = "bf16",
+        device: str = "cuda",
+        graphs: bool = True,
+    ) -> None:
+        if dtype not in DTYPES:
+            raise RequestError(f"dtype {dtype} does not run on {device}", f"choose one of {', '.join(DTYPES)}")
+        check_device(device)
+        self.config, self.num_slots, self.context_length = config, num_slots, context_length
+        self.device, self.dtype = torch.device(device), DTYPES[dtype]
+        self._use_graphs = graphs and self.device.type == "cuda"
+        self._weights = {name: self._convert(name, to_torch(tensor)) for name, tensor in tensors.items()}
+        self.weight_bytes = {name: weight.nbytes for name, weight in self._weights.items()}
+        cache = (config.num_hidden_layers, 2, num_slots, config.num_key_value_heads, context_length, config.head_dim)
+        self._cache = torch.zeros(cache, dtype=self.dtype, device=self.device)
+        ropes = {spec.rope for spec in config.layers if spec.rope}
+        self._rotations = {rope: rotation_table(rope, context_length, device) for rope in ropes}
+        self._windows = {spec.window for spec in config.layers}
+        self._graphs: OrderedDict[tuple[Any, ...], CapturedStep] = OrderedDict()
+
+    def _convert(self, name: str, weights: torch.Tensor) -> torch.Tensor:
+        converted = weights.to(self.device, self.dtype)
+        if self.dtype == torch.float16 and not converted.isfinite().all():
+            value = float(weights[~converted.isfinite().to(weights.device)][0])
+            raise ModelError(f"tensor {name} has the value {value:g}, which f16 cannot hold", "use --dtype bf16 or f32")
+        return converted
+
+    def forward(self, batch: TokenBatch) -> ForwardOutput:
+        """Run the batch and write its keys and values."""
+        with torch.inference_mode():
+            logits, hidden_states = self._forward(batch)
+            wanted = len(batch.logits_rows)
+            likeliest, ids = logits[wanted:].max(-1)  # a NaN, if there is one
+            greedy = torch.where(likeliest.isfinite(), ids, -1)
+            return ForwardOutput(
+                logits=logits[:wanted].float().cpu().numpy(),
+                greedy_ids=greedy.cpu().numpy(),
+                hidden_states={layer: states.float().cpu().numpy() for layer, states in hidden_states.items()},
+            )
+
+    def _forward(self, batch: TokenBatch) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """Logits [rows, vocab_size], greedy rows last, and hidden states by layer, on the device."""
+        kv_length = self._kv_length(int(batch.positions.max()) + 1)
+        runs = runs_by_slot(batch.slots)
+        count = len(batch.tokens)
+        inputs = self._upload(batch.tokens), self._upload(batch.positions), self._upload(batch.slots)
+        rows = (*batch.logits_rows, *batch.greedy_rows)
+        one_depth = set(batch.num_active) <= {0, count}
+        whole = batch.first_layer == 0 and not batch.output_hidden_states
+        if self._use_graphs and whole and one_depth and len(runs) == count == len(rows):
+            return self._replay((batch.num_active, count, kv_length), inputs)[list(rows)], {}
+        if batch.hidden_states is None:
+            x = self._embed(inputs[0])
+        else:
+            x = torch.tensor(batch.hidden_states).to(self.device, self.dtype)
+        one_each = None if len(runs) == count else runs
+        hidden_states = self._decode(x, inputs, batch.num_active, one_each, kv_length, batch)
+        return self._logits(x[self._upload(np.asarray(rows, np.int32))]), hidden_states
+
+    def _kv_length(self, longest: int) -> int:
+        bucket = FIRST_BUCKET
+        while bucket < longest:
+            bucket *= 2
+        return min(bucket, self.context_length)
+
+    def _upload(self, values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values.astype(np.int64)).to(self.device, non_blocking=True)
+
+    def _replay(self, key: tuple[Any, ...], inputs: Inputs) -> torch.Tensor:
+        """Logits [count, vocab_size] of a step with one token a row, by its captured graph."""
+        if key not in self._graphs:
+            self._graphs[key] = CapturedStep.capture(self, key, inputs)
+            if len(self._graphs) > MAX_GRAPHS:
+                self._graphs.popitem(last=False)
+        self._graphs.move_to_end(key)
+        return self._graphs[key].replay(inputs)
+
+    def _decode(
+        self,
+        x: torch.Tensor,
+        inputs: Inputs,
+        num_active: tuple[int, ...],
+        runs: tuple[tuple[int, int, int], ...] | None,
+        kv_length: int,
+        sharing: TokenBatch | None = None,
+    ) -> dict[int, torch.Tensor]:
+        """Run the layers on x [N, hidden_size], in place; copies of it before the layers that `sharing` asks for.
+
+        `runs` None promises one token a slot, so that nothing depends on which slots they are. `sharing` says at which
+        layer to begin.
+        """
+        _, positions, slots = inputs
+        first_layer, wanted = (sharing.first_layer, sharing.output_hidden_states) if sharing else (0, ())
+        # [2, N, 1, dim / 2]
+        rotations = {rope: table[:, positions].unsqueeze(2) for rope, table in self._rotations.items()}
+        visible = {window: visible_cells(positions, kv_length, window) for window in self._windows}
+        hidden_states = {}
+        for layer, n in enumerate((*num_active, 0)):
+            if layer in wanted:
+                hidden_states[layer] = x.clone()
+            if n == 0 or layer < first_layer:
+                continue
+            spec = self.config.layers[layer]
+            rotation = rotations[spec.rope][:, :n] if spec.rope else None
+            q, k, v = self._project(self._norm(x[:n], f"layers.{layer}.pre_attention_norm"), layer, rotation)
+            keys, values = self._cache[layer]  # [num_slots, key-value heads, context_length, head_dim]
+            keys[slots[:n], :, positions[:n]], values[slots[:n], :, positions[:n]] = k, v
+            cached = keys[:, :, :kv_length], values[:, :, :kv_length]
+            attended = attend(q, *cached, visible[spec.window][:n], slots[:n], runs, spec.attention_scale)
+            self._add(x[:n], self._times(attended, layer, "o_proj"), f"layers.{layer}.post_attention_norm")
+            h = self._mlp(self._norm(x[:n], f"layers.{layer}.pre_mlp_norm"), layer)
+            self._add(x[:n], h, f"layers.{layer}.post_mlp_norm")
+        return hidden_states
+
+    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Hidden states [N, hidden_size] before the first layer."""
+        return _scaled(F.embedding(tokens, self._weights["embed_tokens"]), self.config.embedding_scale)
+
+    def _add(self, x: torch.Tensor, h: torch.Tensor, norm: str) -> None:
+        """Add what attention or MLP computed to hidden states, in place."""
+        x.add_(self._norm(h, norm), alpha=self.config.residual_scale)
+
+    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+        """Logits [N, vocab_size] of hidden states [N, hidden_size] after the last layer."""
+        head = self._weights.get("lm_head", self._weights["embed_tokens"])
+        return _scaled(F.linear(self._norm(x, "norm"), head), self.config.logit_scale)
+
+    def _times(self, h: torch.Tensor, layer: int, name: str) -> torch.Tensor:
+        """Rows h times a matrix of a layer."""
+        return F.linear(h, self._weights[f"layers.{layer}.{name}"])
+
+    def _mlp(self, h: torch.Tensor, layer: int) -> torch.Tensor:
+        if (experts := self.config.layers[layer].experts) is not None:
+            probabilities = self._times(h, layer, "router").float().softmax(-1)
+            shares, ids = probabilities.topk(experts.num_experts_per_tok)  # [n, chosen]
+            shares = shares / shares.sum(-1, keepdim=True) if experts.norm_topk_prob else shares
+            gate, up, down = (self._weights[f"layers.{layer}.{part}_experts"] for part in ("gate", "up", "down"))
+            return mixture(h, shares, ids, gate, up, down, self._activation)
+        gate, up = self._times(h, layer, "gate_proj"), self._times(h, layer, "up_proj")
+        return self._times(self._activation(gate) * up, layer, "down_proj")
+
+    def _activation(self, x: torch.Tensor) -> torch.Tensor:
+        return F.silu(x) if self.config.activation == "silu" else F.gelu(x, approximate="tanh")
+
+    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        """RMS norm along rows, where the model has one of this name; else x itself."""
+        weight = self._weights.get(name)
+        return x if weight is None else F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
+
+    def _project(
+        self, h: torch.Tensor, layer: int, rotation: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries [n, heads, head_dim], keys and values [n, key-value heads, head_dim], ready to attend."""
+        spec = self.config.layers[layer]
+        out = {}
+        for name in "qkv":
+            bias = self._weights.get(f"layers.{layer}.{name}_bias")
+            projected = F.linear(h, self._weights[f"layers.{layer}.{name}_proj"], bias)
+            norm, whole = f"layers.{layer}.{name}_norm", spec.qk_norm == "whole"
+            heads = (self._norm(projected, norm) if whole else projected).unflatten(-1, (-1, self.config.head_dim))
+            out[name] = heads if whole else self._norm(heads, norm)
+            if rotation is not None and spec.rope and name != "v":
+                out[name] = rotate(out[name], rotation, spec.rope.interleaved)
+        return out["q"], out["k"], out["v"]
+
+
+def _scaled(x: torch.Tensor, scale: float) -> torch.Tensor:
+    return x if scale == 1.0 else x * scale

@@ -1,0 +1,177 @@
+"""Every family of models equals transformers, token for token in f32, from a folder and from a GGUF file."""
+
+from __future__ import annotations
+
+from functools import cache
+from types import SimpleNamespace
+
+import ggml
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import BACKENDS, complete, make_backend, make_tiny, one_slot, policies, random_prompt, twin, write_gguf
+
+import taper.hf
+from taper.backends.ggml import GgmlBackend
+from taper.engine import Engine
+from taper.errors import ModelError
+from taper.loading import Tensor, load_model
+from taper.policy import DepthPolicy
+
+TOKENS = 64
+PROMPTS = [random_prompt(100 + seed, 23) for seed in range(8)]
+CHOSEN = ("d3 late", "skipdecode", "static")
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.3, 1.5, 1.9, 2.5],
+    "long_factor": [1.0, 1.5, 3.0, 5.0, 9.0, 17.0],
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+SCALES = {
+    "attention_multiplier": 0.4,
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 5.0,
+    "residual_multiplier": 0.6,
+}
+GEMMA = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+# Windows are shorter than the prompts. What GGUF files cannot say is tested from folders alone.
+FAMILIES = {
+    "mistral with a window": ("mistral", {"sliding_window": 16}),
+    "qwen2 with windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}),
+    "qwen2 with yarn": ("qwen2", {"rope_parameters": YARN}),
+    "phi3": ("phi3", {"tied": False}),
+    "phi3 with a window": ("phi3", {"sliding_window": 16}),
+    "phi3 with longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 90}),
+    "smollm3": ("smollm3", {}),
+    "olmo2": ("olmo2", {"tied": False}),
+    "granite": ("granite", SCALES),
+    "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None}),
+    "qwen3moe": ("qwen3moe", QWEN_EXPERTS),
+    "qwen3moe, not normalised": ("qwen3moe", QWEN_EXPERTS | {"norm_topk_prob": False}),
+    "granitemoe": ("granitemoe", SCALES | {"num_local_experts": 5, "num_experts_per_tok": 3}),
+    "gemma3": ("gemma3", {"layers": 7, "sliding_window": 16, "query_pre_attn_scalar": 16, "rope_parameters": GEMMA}),
+}
+NOT_IN_GGUF = ("mistral with a window", "qwen2 with windows", "qwen3moe, not normalised")
+CONTEXTS = {"phi3 with longrope": 90}  # one token more would choose the other table of factors
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request, tmp_path_factory) -> SimpleNamespace:
+    """A tiny model, and what transformers makes of the prompts under a policy."""
+    architecture, options = FAMILIES[request.param]
+    tiny = make_tiny(tmp_path_factory.mktemp("family"), architecture, **options)
+    layers = tiny.hf.config.num_hidden_layers
+    chosen = {"full": DepthPolicy.full(layers), **{name: policies(layers)[name] for name in CHOSEN}}
+
+    @cache
+    def expected(name: str) -> list[list[int]]:
+        ids = torch.tensor(PROMPTS)
+        custom = {} if name == "full" else {"custom_generate": taper.hf.decode(chosen[name])}
+        mask = torch.ones_like(ids)
+        out = tiny.hf.generate(ids, attention_mask=mask, max_new_tokens=TOKENS, do_sample=False, **custom)
+        return out[:, ids.shape[1] :].tolist()
+
+    options = {"context_length": CONTEXTS.get(request.param, 512)}
+    return SimpleNamespace(name=request.param, tiny=tiny, policies=chosen, expected=expected, options=options)
+
+
+def completed(family, kind, loaded, name) -> list[list[int]]:
+    """All prompts in one batch."""
+    backend = make_backend(kind, loaded, num_slots=len(PROMPTS), **family.options)
+    return complete(Engine(backend), PROMPTS, [family.policies[name]] * len(PROMPTS), TOKENS)
+
+
+@BACKENDS
+def test_every_policy_equals_transformers(family, kind):
+    loaded = family.tiny.load()
+    full = completed(family, kind, loaded, "full")
+    assert full == family.expected("full")
+    for name in CHOSEN:
+        tapered = completed(family, kind, loaded, name)
+        assert tapered == family.expected(name), name
+        assert tapered != full, f"{name} changes nothing, so this proves nothing"
+
+
+@BACKENDS
+def test_gguf_equals_transformers(family, kind, tmp_path):
+    if family.name in NOT_IN_GGUF:
+        pytest.skip("GGUF files of this architecture cannot say this")
+    write_gguf(tmp_path / "tiny.gguf", family.tiny)
+    loaded = load_model(tmp_path / "tiny.gguf")
+    for name in ("full", "d3 late"):
+        assert completed(family, kind, loaded, name) == family.expected(name)
+
+
+@BACKENDS
+def test_a_prompt_alone_equals_a_batch_and_a_second_turn_a_cold_start(family, kind):
+    loaded, policy = family.tiny.load(), family.policies["d3 late"]
+    warm, cold = (Engine(make_backend(kind, loaded, **family.options)) for _ in range(2))
+    said = complete(warm, PROMPTS[:1], [policy], 20)[0]
+    assert said == family.expected("d3 late")[0][:20]
+    second = [*PROMPTS[0], *said, *random_prompt(9, 5)]
+    assert complete(warm, [second], [policy], 20) == complete(cold, [second], [policy], 20)
+
+
+@pytest.mark.parametrize(("architecture", "nodes"), [("llama", 170), ("qwen2", 185), ("qwen3", 190)])
+def test_what_other_families_need_costs_these_no_operation(tmp_path, architecture, nodes):
+    backend = make_backend("ggml", make_tiny(tmp_path, architecture).load())
+    backend.forward(one_slot(backend, [5], (0,)))
+    assert [ggml.ggml_graph_n_nodes(graph.pointer) for graph in backend._graphs.values()] == [nodes]
+
+
+@BACKENDS
+def test_longrope_takes_its_other_factors_in_a_longer_context(tmp_path, kind):
+    architecture, options = FAMILIES["phi3 with longrope"]
+    tiny, prompt = make_tiny(tmp_path, architecture, **options), random_prompt(15, 100)
+    full, policy = DepthPolicy.full(5), policies(5)["d3 late"]
+    long, short = (Engine(make_backend(kind, tiny.load(), context_length=length)) for length in (200, 90))
+    assert complete(long, [prompt], [full]) == [twin(tiny, prompt, None)]
+    assert complete(long, [prompt], [policy]) == [twin(tiny, prompt, policy)]
+    assert complete(long, [prompt[:30]], [full]) != complete(short, [prompt[:30]], [full])
+
+
+@pytest.mark.parametrize("dtype", ["q8_0", "q4_0", "q4_k"])
+def test_quantised_experts_agree_with_those_in_f32_repacked_or_not(tmp_path, dtype):
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+    # All experts are chosen, and weights are small: a little noise turns neither to another expert nor token.
+    loaded = make_tiny(tmp_path, "mixtral", num_local_experts=4, num_experts_per_tok=4, sliding_window=None, **sizes)
+    config, tensors = loaded.load().config, {}
+    for name, tensor in loaded.load().tensors.items():
+        floats = tensor.data.view(np.float32) * (1.0 if name.endswith("norm") else 0.2)
+        tensors[name] = Tensor("F32", tensor.shape, floats.astype(np.float32).view(np.uint8))
+    logits = []
+    for options in ({"dtype": "f32"}, {"dtype": dtype, "repack": False}, {"dtype": dtype, "repack": True}):
+        backend = GgmlBackend(config, tensors, context_length=64, threads=1, **options)
+        logits.append(backend.forward(one_slot(backend, PROMPTS[0], tuple(range(23)))).logits)
+    exact, plain, repacked = logits
+    np.testing.assert_allclose(repacked, plain, atol=0.02 * np.abs(exact).max())
+    assert np.corrcoef(exact.ravel(), plain.ravel())[0, 1] > (0.999 if dtype == "q8_0" else 0.95)
+
+
+def damaged(folder, change) -> str:
+    """What is said of a model folder after a change to its tensors."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError) as error:
+        load_model(folder)
+    return error.value.message
+
+
+def test_fused_tensors_and_experts_that_do_not_fit_are_refused(tmp_path):
+    phi3, mixtral = (make_tiny(tmp_path / name, name).folder for name in ("phi3", "mixtral"))
+    qkv = "model.layers.0.self_attn.qkv_proj.weight"
+    assert damaged(phi3, lambda tensors: tensors.update({qkv: tensors[qkv][:-1].clone()})) == (
+        f"tensor {qkv} has shape [127, 64]; its config asks for [128, 64]"
+    )
+    assert damaged(phi3, lambda tensors: tensors.pop(qkv)) == f"tensor {qkv} is missing"
+    expert = "model.layers.0.block_sparse_moe.experts.3.w1.weight"
+    assert "layer 0 differ" in damaged(mixtral, lambda tensors: tensors.update({expert: tensors[expert][:-1].clone()}))
+    assert "experts" in damaged(mixtral, lambda tensors: tensors.pop(expert))
