@@ -14,7 +14,7 @@ SRC = Path(__file__).parent.parent / "src" / "taper"
 
 # What each part may import from the others; `hf` knows policies, shared checks and its own framework only.
 POLICY = {"errors", "checks", "schedule", "policy"}
-ENGINE = {*POLICY, "sampling", "sequence", "loading", "backends", "engine"}
+ENGINE = {*POLICY, "sampling", "sequence", "loading", "backends", "slots", "engine"}
 ALLOWED = {
     "errors": set(),
     "checks": {"errors"},
@@ -27,6 +27,7 @@ ALLOWED = {
     "loading": {*POLICY, "files"},
     "models": {"errors", "files"},
     "backends": {"errors", "checks", "loading"},
+    "slots": {"sequence", "backends"},
     "engine": ENGINE - {"engine", "loading"},
     "replay": ENGINE - {"loading"},
     "output": {"policy", "sampling", "sequence", "loading"},
