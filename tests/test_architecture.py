@@ -35,6 +35,7 @@ ALLOWED = {
     "llm": {*ENGINE, "policies", "output", "models", "stream"},
     "calibration": {*ENGINE, "files", "llm", "replay", "models", "__init__"},
     "bench": {*ENGINE, "files", "policies", "models", "hf", "calibration", "__init__"},
+    "server": {*ENGINE - {"backends", "slots"}, "output", "stream", "llm", "__init__"},
     "evals": {*ENGINE, "files", "llm", "models", "output", "stream", "replay", "calibration"},
     "hf": {"errors", "checks", "policy"},
     "vllm_plugin": {*POLICY, "policies"},
@@ -52,6 +53,7 @@ ALLOWED = {
             "calibration",
             "evals",
             "bench",
+            "server",
             "vllm_plugin",
             "__init__",
         ),
@@ -59,6 +61,7 @@ ALLOWED = {
     "__init__": {"errors", "policy", "sampling", "output", "llm", "calibration"},
     "__main__": {"cli"},
 }
+SERVER = {"fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client", "llguidance"}
 # vLLM's classes, names of files to fetch, and llama.cpp's programs and shapes of models as users name them.
 OTHERS_NAMES = {
     *("vllm_plugin/__init__.py", "models/packaged.py"),
@@ -81,6 +84,12 @@ HEAVY = {
     },
     "transformers": {"hf.py", "bench/transformers_model.py"},
     "matplotlib": {"calibration/report.py", "cli/calibrate.py", "bench/plot.py"},
+    "fastapi": {f"server/{name}.py" for name in ("app", "errors")},
+    "pydantic": {f"server/{name}.py" for name in ("answer", "chunks", "protocol", "replies")},
+    "starlette": {f"server/{name}.py" for name in ("answer", "app", "errors", "limits")},
+    "uvicorn": {"server/run.py"},
+    "prometheus_client": {"server/metrics.py", "vllm_plugin/metrics.py"},
+    "llguidance": {"server/grammar.py"},
     "lm_eval": {f"evals/{name}.py" for name in ("__main__", "harness", "tasks")},
     "datasets": {"evals/local_data.py", "evals/own_task.py"},
     "vllm": {
@@ -159,7 +168,8 @@ def test_files_stay_small():
     [
         ("import taper.cli, taper.evals", {"lm_eval", "datasets", "torch"}),
         ("import taper", {"numpy", "torch", "click", "ggml", "rich"}),
-        ("import taper.cli", {"numpy", "torch", "ggml", "rich", "jinja2", "tokenizers"}),
+        ("import taper.cli", {"numpy", "torch", "ggml", "rich", "jinja2", "tokenizers", *SERVER}),
+        ("import taper; taper.LLM", {"torch", *SERVER}),
         ("import taper.models, taper.policies, taper.terminal", {"numpy", "torch", "ggml", "jinja2", "tokenizers"}),
         ("import taper, taper.backends.ggml; taper.LLM", {"torch", "transformers"}),
     ],
