@@ -204,7 +204,9 @@ class LLM:
             raise RequestError("raw goes with text, not with messages")
         else:
             messages = _messages({"role": "user", "content": prompt} if isinstance(prompt, str) else prompt)
-            self._check_length(sum(map(len, texts_of([*messages, *tools]))))
+            rest = [{key: message[key] for key in message if key not in ("role", "content")} for message in messages]
+            texts = [*(message["content"] for message in messages), *texts_of([*rest, *tools])]
+            self._check_length(sum(map(len, texts)))
             ids = self.tokenizer.encode_messages(messages, parse_special, tools)
         self.engine.check_prompt(ids)
         return ids
