@@ -38,6 +38,7 @@ BAD = [
     {"stop": [""]}, {"taper": {"policy": "none"}}, {"logit_bias": {"-1": 1}}, {"response_format": {"type": "xml"}},
 ]  # fmt: skip
 NOT_REQUESTS = [b"\x00" * 100, b"GET\r\n\r\n", b"POST / HTTP/1.1\r\nContent-Length: x\r\n\r\n", b"{" * 70_000]
+WARM_UP_SECONDS = 180.0
 FLAT = 1.05  # memory at the end over memory at the beginning
 
 
@@ -89,10 +90,10 @@ class Load:
             await asyncio.sleep(self.rng.random() * 0.2)
 
     async def _json(self, case: Case) -> None:
-        self._check(case, await post(self.port, CHAT, case.body))
+        await self._check(case, await post(self.port, CHAT, case.body))
 
     async def _stream(self, case: Case) -> None:
-        self._check(case, await post(self.port, CHAT, case.body | {"stream": True}))
+        await self._check(case, await post(self.port, CHAT, case.body | {"stream": True}))
 
     async def _leave_stream(self, case: Case) -> None:
         await post(self.port, CHAT, case.body | {"stream": True}, events=self.rng.randint(1, 20))
@@ -127,9 +128,10 @@ class Load:
         await asyncio.sleep(self.rng.random() * 5)
         writer.transport.abort()
 
-    def _check(self, case: Case, reply: Reply) -> None:
+    async def _check(self, case: Case, reply: Reply) -> None:
         if reply.status == 429:
             self.counts["queue full"] += 1
+            await asyncio.sleep(1)  # as Retry-After says
         elif not reply.is_complete:
             self._fault(f"status {reply.status}, cut short: {reply.body[-80:]!r}")
         elif reply.text != case.text:
@@ -156,6 +158,7 @@ async def under_load(server: Server, cases: list[Case], seconds: float) -> dict[
         body = {"model": NAME, "max_tokens": 1}
         await asyncio.gather(*(post(server.port, COMPLETIONS, body | {"prompt": prompt}) for prompt in prompts))
     load, samples = Load(server, cases, 2), []
+    await load.run(min(WARM_UP_SECONDS, seconds / 4))  # graphs for batches of each size are built
     work = asyncio.create_task(load.run(seconds))
     while not work.done():
         samples.append(server.rss_mib)
@@ -176,7 +179,12 @@ async def under_load(server: Server, cases: list[Case], seconds: float) -> dict[
         "wrong": load.wrong[:20],
         "stuck_sequences": int(busy),
         "output_tokens": int(await metric(server.port, "taper_output_tokens_total")),
-        "rss_mib": {"first_tenth": round(first), "last_tenth": round(last), "most": round(max(samples))},
+        "rss_mib": {
+            "first_tenth": round(first),
+            "last_tenth": round(last),
+            "most": round(max(samples)),
+            "over_time": [round(sample) for sample in samples[:: max(1, len(samples) // 30)]],
+        },
         "memory_ratio": round(last / first, 4),
         "threads": server.status("Threads"),
     }
