@@ -65,6 +65,7 @@ def check_refused(response: httpx.Response, *statuses: int) -> dict:
         ({"stop": ["x"] * 17}, "stop", "at most 16"),
         ({"stop": "x" * 1001}, None, "at most 1000"),
         ({"logit_bias": {"x": 1}}, None, "not a token id"),
+        ({"logit_bias": {"": 1}}, None, "not a token id"),
         ({"logit_bias": {"5": 101}}, None, "100"),
         ({"logit_bias": {"900": 1}}, None, "outside the vocabulary"),
         ({"top_logprobs": 2}, None, "logprobs"),

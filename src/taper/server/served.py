@@ -198,8 +198,9 @@ def _sampling(body: CompletionOptions, max_tokens: int, logprobs: int | None) ->
 
 def _token_ids(bias: dict[str, float]) -> dict[int, float]:
     """A bias by token ids, which are text in JSON."""
-    if wrong := next((key for key in bias if not (key.isascii() and key.isdigit() and len(key) < 10)), None):
-        raise RequestError(f"{wrong!r} in logit_bias is not a token id")
+    for key in bias:
+        if not (key.isascii() and key.isdigit() and len(key) < 10):
+            raise RequestError(f"{key!r} in logit_bias is not a token id")
     return {int(key): value for key, value in bias.items()}
 
 
