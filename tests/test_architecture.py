@@ -16,7 +16,7 @@ SRC = Path(__file__).parent.parent / "src" / "taper"
 
 # What each part may import from the others; `hf` knows policies, shared checks and its own framework only.
 POLICY = {"errors", "checks", "schedule", "policy"}
-ENGINE = {*POLICY, "sampling", "sequence", "loading", "backends", "engine"}
+ENGINE = {*POLICY, "sampling", "sequence", "loading", "backends", "slots", "engine"}
 ALLOWED = {
     "errors": set(),
     "checks": {"errors"},
@@ -29,6 +29,7 @@ ALLOWED = {
     "loading": {*POLICY, "files"},
     "models": {"errors", "files"},
     "backends": {"errors", "checks", "loading"},
+    "slots": {"sequence", "backends"},
     "engine": ENGINE - {"engine", "loading"},
     "replay": ENGINE - {"loading"},
     "output": {"policy", "sampling", "sequence", "loading"},
@@ -36,6 +37,7 @@ ALLOWED = {
     "llm": {*ENGINE, "policies", "output", "models", "stream"},
     "calibration": {*ENGINE, "files", "llm", "replay", "models", "__init__"},
     "bench": {*ENGINE, "files", "policies", "models", "hf", "calibration", "__init__"},
+    "server": {*ENGINE - {"backends", "slots"}, "output", "stream", "llm", "__init__"},
     "evals": {*ENGINE, "files", "llm", "models", "output", "stream", "replay", "calibration"},
     "hf": {"errors", "checks", "policy"},
     "vllm_plugin": {*POLICY, "policies"},
@@ -53,6 +55,7 @@ ALLOWED = {
             "calibration",
             "evals",
             "bench",
+            "server",
             "vllm_plugin",
             "__init__",
         ),
@@ -60,6 +63,7 @@ ALLOWED = {
     "__init__": {"errors", "policy", "sampling", "output", "llm", "calibration"},
     "__main__": {"cli"},
 }
+SERVER = {"fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client", "llguidance"}
 # vLLM's classes, names of files to fetch, and llama.cpp's programs and shapes of models as users name them.
 OTHERS_NAMES = {
     *("vllm_plugin/__init__.py", "models/packaged.py"),
@@ -85,6 +89,12 @@ HEAVY = {
         *("calibration/report.py", "evals/reproduce_report.py", "bench/plot.py"),
         *("cli/calibrate.py", "cli/reproduce.py"),
     },
+    "fastapi": {f"server/{name}.py" for name in ("app", "errors")},
+    "pydantic": {f"server/{name}.py" for name in ("answer", "chunks", "protocol", "replies")},
+    "starlette": {f"server/{name}.py" for name in ("answer", "app", "errors", "limits")},
+    "uvicorn": {"server/run.py"},
+    "prometheus_client": {"server/metrics.py", "vllm_plugin/metrics.py"},
+    "llguidance": {"server/grammar.py"},
     "lm_eval": {f"evals/{name}.py" for name in ("__main__", "harness", "tasks")},
     "datasets": {"evals/local_data.py", "evals/own_task.py"},
     "vllm": {
@@ -163,7 +173,8 @@ def test_files_stay_small():
     [
         ("import taper.cli, taper.evals", {"lm_eval", "datasets", "torch"}),
         ("import taper", {"numpy", "torch", "click", "ggml", "rich"}),
-        ("import taper.cli", {"numpy", "torch", "ggml", "rich", "jinja2", "tokenizers"}),
+        ("import taper.cli", {"numpy", "torch", "ggml", "rich", "jinja2", "tokenizers", *SERVER}),
+        ("import taper; taper.LLM", {"torch", *SERVER}),
         ("import taper.models, taper.policies, taper.terminal", {"numpy", "torch", "ggml", "jinja2", "tokenizers"}),
         ("import taper, taper.backends.ggml; taper.LLM", {"torch", "transformers"}),
     ],

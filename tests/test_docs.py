@@ -65,6 +65,7 @@ def test_pictures_are_small_and_load_nothing_from_elsewhere():
         assert len(text) < 100_000
         assert set(re.findall(r"\w+://[^\s\"')]+", text)) == {"http://www.w3.org/2000/svg"}
         assert not re.search(r"@import|@font-face|url\((?!#)|href|<script|<image", text)
+    assert all(picture.stat().st_size < 300_000 for picture in (ROOT / "docs" / "pictures").glob("*.png"))
 
 
 # Commands

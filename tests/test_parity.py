@@ -129,7 +129,7 @@ def test_second_chat_turn_equals_a_cold_start(tiny_llama, kind):
         engine = Engine(make_backend(kind, loaded))
         said = complete(engine, [first], [policy])[0]
         second = [*first, *said, *random_prompt(9, 11)]
-        kept = engine._kept[0]
+        kept = engine.slots.kept[0]
         full_steps = next((i for i in range(1, TOKENS) if policy.depth(i) < 6), TOKENS)
         assert kept == second[: len(first) + full_steps - 1], name
         warm = complete(engine, [second], [policy])[0]
@@ -155,7 +155,7 @@ def test_a_new_prompt_leaves_what_other_slots_keep(tiny_llama):
     prompts = [[*system, *random_prompt(61 + i, 40)] for i in range(3)]
     for prompt in prompts:
         complete(engine, [prompt], [DepthPolicy.full(6)], tokens=2)
-    assert sorted(len(kept) for kept in engine._kept) == [53, 53, 53]
+    assert sorted(len(kept) for kept in engine.slots.kept) == [53, 53, 53]
     sequence = engine.add(Request([*prompts[1], 7], SamplingParams(max_tokens=2), DepthPolicy.full(6)))
     run = engine.backend.forward
     sizes = []

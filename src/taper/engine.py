@@ -20,8 +20,9 @@ from .backends import Backend, ForwardOutput, TokenBatch
 from .checks import whole_number
 from .errors import RequestError
 from .policy import active_prefixes
-from .sampling import NOT_A_NUMBER, sample, token_logprobs
+from .sampling import NOT_A_NUMBER, check_token_ids, sample, token_logprobs
 from .sequence import Request, Scheduled, Sequence, StepOutput
+from .slots import Slots, can_wait
 
 MAX_NUM_BATCHED_TOKENS = 512  # tokens of a step; bounds the memory of activations and the wait for the next token
 
@@ -54,9 +55,7 @@ class Engine:
         self.backend = backend
         self.max_num_batched_tokens = whole_number("max_num_batched_tokens", max_num_batched_tokens, 1)
         self._num_hidden_layers = backend.config.num_hidden_layers
-        self._running: list[Sequence | None] = [None] * backend.num_slots
-        # What each free slot still holds: leading tokens whose keys and values every layer has.
-        self._kept: list[list[int]] = [[] for _ in range(backend.num_slots)]
+        self.slots = Slots(backend)
         self._waiting: deque[Sequence] = deque()
         self._ids = count()
         self._lock = threading.RLock()
@@ -67,15 +66,16 @@ class Engine:
         """Queue a request; the steps from now on run it.
 
         Raises:
-            RequestError: the prompt cannot be completed (`check_prompt`).
+            RequestError: the prompt cannot be completed (`check_prompt`), or there is a bias on an id that the model
+                does not have.
             PolicyError: the policy was made for another model.
         """
         config = self.backend.config
         self.check_prompt(request.prompt_ids)
+        check_token_ids(request.params.logit_bias or (), config.vocab_size)
         request.policy.check_model(config.num_hidden_layers, config.identity)
-        rng = np.random.default_rng(request.params.seed)
         with self._exclusive():
-            sequence = Sequence(next(self._ids), request, list(request.prompt_ids), config.num_hidden_layers, rng)
+            sequence = Sequence(next(self._ids), request, list(request.prompt_ids), config.num_hidden_layers)
             self._waiting.append(sequence)
         return sequence
 
@@ -156,13 +156,17 @@ class Engine:
                 "output included",
                 f"shorten it, or raise --context (this model: up to {config.max_position_embeddings})",
             )
-        if unknown := [token_id for token_id in prompt_ids if not 0 <= token_id < config.vocab_size]:
-            raise RequestError(f"token id {unknown[0]} is outside the vocabulary of {config.vocab_size}")
+        check_token_ids(prompt_ids, config.vocab_size)
 
     @property
     def num_free_slots(self) -> int:
         """How many more sequences can run."""
-        return self._running.count(None)
+        return self.slots.num_free
+
+    @property
+    def num_waiting(self) -> int:
+        """How many sequences wait for a slot."""
+        return len(self._waiting)
 
     def _exclusive(self) -> threading.RLock:
         """The lock by which threads take turns; a fork has it, but not the backend's threads, so it is refused."""
@@ -175,7 +179,7 @@ class Engine:
         """Give free slots to waiting sequences, first come, first served."""
         waiting = [sequence for sequence in self._waiting if only is None or sequence in only]
         while waiting and not self.num_free_slots and not self._running_of(only):
-            if any(sequence.thread == threading.get_ident() for sequence in self._running if sequence):
+            if any(sequence.thread == threading.get_ident() for sequence in self.slots.sequences if sequence):
                 reason = f"all {self.backend.num_slots} slots hold sequences that have not finished"
                 raise RequestError(reason, "finish or close one first, or raise max_batch_size")
             self._slot_freed.wait()
@@ -183,34 +187,30 @@ class Engine:
             if not self.num_free_slots:
                 break
             self._waiting.remove(sequence)
-            self._take_slot(sequence)
+            self.slots.take(sequence)
 
     def _running_of(self, only: Collection[Sequence] | None) -> list[Sequence]:
         """The running sequences among those to advance, oldest first."""
-        running = (sequence for sequence in self._running if sequence and (only is None or sequence in only))
+        running = (sequence for sequence in self.slots.sequences if sequence and (only is None or sequence in only))
         return sorted(running, key=lambda sequence: sequence.id)
 
-    def _take_slot(self, sequence: Sequence) -> None:
-        """The free slot that holds most of the prompt and least besides; what it holds of it is not run again."""
-        prompt = sequence.token_ids
-        free = {slot: self._kept[slot] for slot, running in enumerate(self._running) if running is None}
-        shared = {slot: _common_prefix(kept, prompt) for slot, kept in free.items()}
-        slot = max(free, key=lambda slot: 2 * shared[slot] - len(free[slot]))
-        # The last token runs in any case: its logits are what comes next.
-        sequence.num_complete_tokens = min(shared[slot], len(prompt) - 1)
-        sequence.slot, self._running[slot], self._kept[slot] = slot, sequence, []
-
     def _schedule(self, only: Collection[Sequence] | None) -> list[Scheduled]:
-        """One token for each running sequence, then chunks of prompts, oldest first, as far as the budget goes."""
+        """One token for each running sequence, then chunks of prompts, oldest first, as far as the budget goes.
+
+        What other slots hold of a prompt is copied, and what other prompts compute of it in this step will be.
+        """
         running = self._running_of(only)
         scheduled = [
             Scheduled(sequence, sequence.token_ids[-1:], len(sequence.token_ids) - 1, [sequence.depth], 1)
             for sequence in running
             if sequence.step
         ]
-        left = self.max_num_batched_tokens - len(scheduled)
+        left, num_decoding = self.max_num_batched_tokens - len(scheduled), len(scheduled)
         for sequence in running:
-            if not sequence.step and left > 0:
+            if sequence.step or left <= 0:
+                continue
+            self.slots.share(sequence)
+            if not can_wait(sequence, scheduled[num_decoding:]):
                 first, prompt = sequence.num_complete_tokens, sequence.token_ids
                 chunk = prompt[first : first + left]
                 left -= len(chunk)
@@ -228,7 +228,7 @@ class Engine:
                 for offset, (token_id, depth) in enumerate(zip(part.token_ids, part.depths, strict=True))
             ]
             tokens.sort(key=lambda token: -token.depth)  # stable: tokens of a slot stay in their order
-            is_greedy = {index: greedy and part.sequence.request.params.is_greedy for index, part in members}
+            is_greedy = {index: greedy and part.sequence.request.is_greedy for index, part in members}
             wanted = [(row, token.part) for row, token in enumerate(tokens) if token.wanted]
             batch = TokenBatch(
                 tokens=np.array([token.token_id for token in tokens], np.int32),
@@ -265,13 +265,16 @@ class Engine:
         if isinstance(prediction, int):
             token_id = prediction
         else:
+            logits = sequence.token_filter.restrict(prediction) if sequence.token_filter else prediction
             completion_ids = sequence.token_ids[prompt_length:]
-            token_id = sample(prediction, params, sequence.request.prompt_ids, completion_ids, sequence.rng)
+            token_id = sample(logits, params, sequence.request.prompt_ids, completion_ids, sequence.rng)
             if params.logprobs is not None and token_id != NOT_A_NUMBER:
                 logprobs = token_logprobs(prediction, token_id, params.logprobs)
         if token_id == NOT_A_NUMBER:
             self._finish(sequence, "error")
             return StepOutput(sequence.id, token_id, depth, "error")
+        if sequence.token_filter:
+            sequence.token_filter.accept(token_id)
         sequence.token_ids.append(token_id)
         sequence.depth = sequence.request.policy.depth(sequence.step)
         is_eos = token_id in sequence.request.eos_token_ids and not params.ignore_eos
@@ -287,11 +290,5 @@ class Engine:
         if sequence.slot is None:
             self._waiting.remove(sequence)
             return
-        self._kept[sequence.slot] = sequence.token_ids[: sequence.num_complete_tokens]
-        self._running[sequence.slot] = None
-        sequence.slot = None
+        self.slots.release(sequence)
         self._slot_freed.notify_all()
-
-
-def _common_prefix(a: list[int], b: list[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

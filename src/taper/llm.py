@@ -12,7 +12,7 @@ from .checks import MODES, flag, one_of, shown, whole_number
 from .engine import Engine
 from .errors import PolicyError, RequestError, TaperWarning
 from .loading import load_model
-from .loading.tokenizer import Message, Tokenizer
+from .loading.tokenizer import Message, Tokenizer, texts_of
 from .models import DEFAULT_MODEL, find_model
 from .output import Output
 from .policies import find_policy, fitting_policies
@@ -178,8 +178,16 @@ class LLM:
         requests = [Request(ids, one, chosen, eos_token_ids) for ids, one in zip(encoded, params, strict=True)]
         return Stream(self.engine, self.tokenizer, requests)
 
-    def encode(self, prompt: Prompt, raw: bool = False, parse_special: bool = False) -> list[int]:
+    def encode(
+        self,
+        prompt: Prompt,
+        raw: bool = False,
+        parse_special: bool = False,
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> list[int]:
         """Token ids of a prompt: messages, or text as one user message if the model has a chat template.
+
+        `tools` are functions that the model may call, for its chat template, in the form of OpenAI's API.
 
         Raises:
             RequestError: it is empty, not messages, not valid Unicode, or does not fit into the context.
@@ -196,8 +204,10 @@ class LLM:
             raise RequestError("raw goes with text, not with messages")
         else:
             messages = _messages({"role": "user", "content": prompt} if isinstance(prompt, str) else prompt)
-            self._check_length(sum(len(message["content"]) for message in messages))
-            ids = self.tokenizer.encode_messages(messages, parse_special)
+            rest = [{key: message[key] for key in message if key not in ("role", "content")} for message in messages]
+            texts = [*(message["content"] for message in messages), *texts_of([*rest, *tools])]
+            self._check_length(sum(map(len, texts)))
+            ids = self.tokenizer.encode_messages(messages, parse_special, tools)
         self.engine.check_prompt(ids)
         return ids
 
@@ -262,7 +272,7 @@ def _messages(prompt: Any) -> list[Message]:
         texts = [message.get(key) for key in ("role", "content")] if isinstance(message, Mapping) else [None]
         if not all(isinstance(text, str) for text in texts):
             raise RequestError(f"{shown(message)} is not a message", 'a message is {"role": "user", "content": "..."}')
-    if not messages[-1]["content"].strip():
+    if not (messages[-1]["content"].strip() or messages[-1].get("tool_calls")):
         raise RequestError("the last message is empty", "give some text")
     return [dict(message) for message in messages]
 

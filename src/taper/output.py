@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from .loading.tokenizer import TextStream, Tokenizer
 from .policy import DepthPolicy
 from .sampling import TokenLogprobs
-from .sequence import Request, StepOutput
+from .sequence import Sequence as EngineSequence
+from .sequence import StepOutput
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,8 @@ class Output:
 
     `token_ids` leaves out the stop token; `depths` has one entry for each of them, the first of them L. `mean_depth`
     is over steps from 1 on. `ttft_s`: seconds from the call to the first token. `tokens_per_second`: (n - 1) over the
-    time from first to last token. Time that the caller spends between chunks is not counted.
+    time from first to last token. Time that the caller spends between chunks is not counted. `cached_tokens`: those of
+    the prompt that an earlier one had in common with it, so that they were not computed again.
     """
 
     text: str
@@ -29,6 +31,7 @@ class Output:
     ttft_s: float
     tokens_per_second: float
     policy: DepthPolicy
+    cached_tokens: int = 0
     logprobs: list[TokenLogprobs] | None = None
 
     @property
@@ -41,7 +44,7 @@ class Output:
 class Chunk:
     """What one step added to the output of prompt `index`. The last chunk of an output carries it as `output`.
 
-    `token_id` is -1 and `depth` 0 in the chunk that ends an aborted output.
+    `token_id` is -1 and `depth` 0 in the chunk that ends an aborted output. A stop token has no `logprobs`.
     """
 
     index: int
@@ -49,14 +52,15 @@ class Chunk:
     token_id: int
     depth: int
     output: Output | None = None
+    logprobs: TokenLogprobs | None = None
 
 
 class OutputBuilder:
     """The output of prompt `index` as it grows. `output` is None until it has finished."""
 
-    def __init__(self, index: int, request: Request, tokenizer: Tokenizer) -> None:
+    def __init__(self, index: int, sequence: EngineSequence, tokenizer: Tokenizer) -> None:
         self.output: Output | None = None
-        self._index, self._request = index, request
+        self._index, self._sequence, request = index, sequence, sequence.request
         self._text, self._stops = TextStream(tokenizer), _StopStrings(request.params.stop)
         self._pieces: list[str] = []
         self._token_ids: list[int] = []
@@ -85,7 +89,8 @@ class OutputBuilder:
             self._finish(step.finish_reason, piece)
         else:
             self._pieces.append(piece)
-        return Chunk(self._index, piece, step.token_id, step.depth, self.output)
+        logprobs = None if step.finish_reason == "stop" else step.logprobs
+        return Chunk(self._index, piece, step.token_id, step.depth, self.output, logprobs)
 
     def abort(self) -> Chunk:
         """End the output here, with what there is."""
@@ -94,19 +99,20 @@ class OutputBuilder:
         return Chunk(self._index, piece, -1, 0, self.output)
 
     def _finish(self, finish_reason: str, last_piece: str) -> None:
-        tapered, times = self._depths[1:], self._times
+        tapered, times, request = self._depths[1:], self._times, self._sequence.request
         elapsed = times[-1] - times[0] if times else 0.0
         self.output = Output(
             text="".join([*self._pieces, last_piece]),
             token_ids=self._token_ids,
             finish_reason=finish_reason,
-            prompt_tokens=len(self._request.prompt_ids),
+            prompt_tokens=len(request.prompt_ids),
             depths=self._depths,
-            mean_depth=sum(tapered) / len(tapered) if tapered else float(self._request.policy.num_hidden_layers),
+            mean_depth=sum(tapered) / len(tapered) if tapered else float(request.policy.num_hidden_layers),
             ttft_s=times[0] if times else 0.0,
             tokens_per_second=(len(times) - 1) / elapsed if elapsed else 0.0,
-            policy=self._request.policy,
-            logprobs=None if self._request.params.logprobs is None else self._logprobs,
+            policy=request.policy,
+            cached_tokens=self._sequence.num_cached_tokens,
+            logprobs=None if request.params.logprobs is None else self._logprobs,
         )
 
 

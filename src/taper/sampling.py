@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ NOT_A_NUMBER = -1  # instead of a token id
 class SamplingParams:
     """How the tokens of a completion are chosen and when it ends. Temperature 0, the default, is greedy.
 
-    Penalties come first, then temperature, top_k, top_p and min_p, each on what the one before left.
+    The bias and penalties come first, then temperature, top_k, top_p and min_p, each on what the one before left.
 
     Args:
         max_tokens: most tokens of a completion, from 1.
@@ -31,6 +31,7 @@ class SamplingParams:
         repetition_penalty: divides positive and multiplies negative logits of tokens in prompt and completion; above 0.
         presence_penalty: taken from the logits of tokens in the completion, in [-2, 2].
         frequency_penalty: taken from them once for each time they occur, in [-2, 2].
+        logit_bias: added to the logits of these token ids, each in [-100, 100]; None for none.
         seed: makes sampling repeatable.
         stop: a text or texts that end the completion, and are not part of it; None for none.
         stop_token_ids: ids that end the completion, besides the model's own; None for none.
@@ -49,6 +50,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     seed: int | None = None
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
@@ -60,6 +62,9 @@ class SamplingParams:
         if not all(isinstance(text, str) and text for text in stop):
             raise RequestError(f"stop is {shown(self.stop)}; it must be texts that are not empty")
         stop_token_ids = as_tuple("stop_token_ids", () if self.stop_token_ids is None else self.stop_token_ids)
+        bias = {} if self.logit_bias is None else self.logit_bias
+        if not isinstance(bias, Mapping):
+            raise RequestError(f"logit_bias is {shown(bias)}; it must be numbers by token id")
         checked: dict[str, Any] = {
             "stop": stop,
             "ignore_eos": flag("ignore_eos", self.ignore_eos),
@@ -71,6 +76,10 @@ class SamplingParams:
             "repetition_penalty": number("repetition_penalty", self.repetition_penalty, 0, 100, above=True),
             "presence_penalty": number("presence_penalty", self.presence_penalty, -2, 2),
             "frequency_penalty": number("frequency_penalty", self.frequency_penalty, -2, 2),
+            "logit_bias": {
+                whole_number("a token id of logit_bias", i, 0): number("a value of logit_bias", value, -100, 100)
+                for i, value in bias.items()
+            },
             "seed": None if self.seed is None else whole_number("seed", self.seed, 0),
             "stop_token_ids": tuple(whole_number("a stop token id", i, 0) for i in stop_token_ids),
             "logprobs": None if self.logprobs is None else whole_number("logprobs", self.logprobs, 0, MAX_LOGPROBS),
@@ -81,7 +90,7 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         """Whether the likeliest token of the model's own logits is all that is asked for."""
-        return self.temperature == 0 and self.logprobs is None and not self.has_penalties
+        return self.temperature == 0 and self.logprobs is None and not (self.has_penalties or self.logit_bias)
 
     @property
     def has_penalties(self) -> bool:
@@ -108,6 +117,9 @@ def sample(
 
     The tokens so far are for the penalties, `rng` for temperatures above 0.
     """
+    if params.logit_bias:
+        logits = logits.copy()
+        logits[list(params.logit_bias)] += np.array(list(params.logit_bias.values()), np.float32)
     logits = _penalise(logits, params, prompt_ids, completion_ids)
     likeliest = int(logits.argmax())  # the first NaN, if there is one
     if not np.isfinite(logits[likeliest]):
@@ -129,6 +141,17 @@ def sample(
     cumulative = probabilities.cumsum()
     draw = int(np.searchsorted(cumulative, rng.random() * cumulative[-1], side="right"))
     return int(ids[min(draw, len(probabilities) - 1)])
+
+
+def check_token_ids(token_ids: Iterable[int], vocab_size: int) -> None:
+    """Check that a model has these ids.
+
+    Raises:
+        RequestError: it has not.
+    """
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise RequestError(f"token id {token_id} is outside the vocabulary of {vocab_size}")
 
 
 def token_logprobs(logits: np.ndarray, token_id: int, top: int) -> TokenLogprobs:

@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from .engine import Engine
-from .errors import ModelError
+from .errors import ModelError, RequestError
 from .loading.tokenizer import Tokenizer
 from .output import Chunk, OutputBuilder
-from .sequence import Request
+from .sequence import Request, StepOutput
 from .sequence import Sequence as EngineSequence
 
 
@@ -20,21 +20,24 @@ class Stream(Iterator[Chunk]):
     An exception during a step, Ctrl-C among them, leaves the stream as it was: it can go on, be aborted or closed.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, requests: Sequence[Request]) -> None:
+    def __init__(
+        self, engine: Engine, tokenizer: Tokenizer, requests: Sequence[Request], started: float | None = None
+    ) -> None:
+        """Add the requests; times are counted from `started`, by `time.perf_counter`, which is by default now."""
         self._engine, self._tokenizer = engine, tokenizer
         self._builders: list[OutputBuilder] = []
         self._ready: deque[Chunk] = deque()
-        self._started = self._handed_over = time.perf_counter()
+        self._handed_over = time.perf_counter()
+        self._started = self._handed_over if started is None else started
         self._sequences: dict[int, tuple[EngineSequence, OutputBuilder]] = {}  # those that have not finished, by id
         for request in requests:
             self.add(request)
 
     def add(self, request: Request) -> int:
         """One more request; the index that its chunks will have. What the engine's `add` raises."""
-        builder = OutputBuilder(len(self._builders), request, self._tokenizer)
         sequence = self._engine.add(request)
-        self._builders.append(builder)
-        self._sequences[sequence.id] = sequence, builder
+        self._builders.append(OutputBuilder(len(self._builders), sequence, self._tokenizer))
+        self._sequences[sequence.id] = sequence, self._builders[-1]
         return len(self._builders) - 1
 
     def __next__(self) -> Chunk:
@@ -71,16 +74,33 @@ class Stream(Iterator[Chunk]):
     def __del__(self) -> None:
         self.close()
 
+    @property
+    def sequence_ids(self) -> list[int]:
+        """Those that have not finished."""
+        return list(self._sequences)
+
+    def take(self, step: StepOutput) -> Chunk:
+        """The chunk that a step of one of these sequences makes, whoever ran it.
+
+        Raises:
+            ModelError: the model's output is not a number.
+            RequestError: the request's filter lets no token pass.
+        """
+        sequence, builder = self._sequences[step.sequence_id]
+        if step.finish_reason == "error":
+            if sequence.token_filter is not None:
+                raise RequestError(f"the grammar of the output lets no token pass at step {sequence.step}")
+            raise ModelError(
+                f"the model's output is not a number at step {sequence.step}",
+                "try --dtype f32; if that does not help, its files are damaged",
+            )
+        chunk = builder.add(step, time.perf_counter() - self._started)
+        if chunk.output is not None:  # the sequence itself goes on after a stop string
+            self._engine.abort(sequence)
+            del self._sequences[step.sequence_id]
+        return chunk
+
     def _step(self) -> None:
         """Advance these sequences alone, and turn what came out into chunks."""
         for step in self._engine.step([sequence for sequence, _ in self._sequences.values()]):
-            sequence, builder = self._sequences[step.sequence_id]
-            if step.finish_reason == "error":
-                raise ModelError(
-                    f"the model's output is not a number at step {sequence.step}",
-                    "try --dtype f32; if that does not help, its files are damaged",
-                )
-            self._ready.append(builder.add(step, time.perf_counter() - self._started))
-            if builder.output is not None:  # the sequence itself goes on after a stop string
-                self._engine.abort(sequence)
-                del self._sequences[step.sequence_id]
+            self._ready.append(self.take(step))

@@ -66,6 +66,10 @@ class Backend(Protocol):
         """Run the batch and write its keys and values."""
         ...
 
+    def copy(self, source: int, target: int, first: int, end: int) -> None:
+        """Copy the keys and values of all layers from one slot to another: positions `first` to `end`, excluded."""
+        ...
+
 
 def open_backend(
     model: LoadedModel,

@@ -15,7 +15,7 @@ import click
 
 from .. import __version__
 from ..errors import TaperError, TaperWarning
-from . import bench, calibrate, eval, generate, models, policy, reproduce, vllm
+from . import bench, calibrate, eval, generate, models, policy, reproduce, serve, vllm
 from .common import INTERRUPTED, say
 
 _CLOSED_PIPE, _WRONG = 141, 2
@@ -44,6 +44,7 @@ cli.add_command(eval.evaluate)
 cli.add_command(reproduce.reproduce)
 cli.add_command(bench.bench)
 cli.add_command(policy.policy)
+cli.add_command(serve.serve)
 cli.add_command(vllm.vllm_args)
 
 

@@ -14,7 +14,7 @@ from functools import wraps
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -39,6 +39,15 @@ class ChatTemplate:
         self._meter = Meter()
         self._compiled: jinja2.Template | None = None
         self._lock = threading.Lock()
+
+    def uses(self, name: str) -> bool:
+        """Whether the template asks for a value of this name."""
+        if len(self.source) > MAX_SOURCE:
+            return False
+        try:
+            return name in meta.find_undeclared_variables(_Environment(self._meter).parse(self.source))
+        except jinja2.TemplateError:
+            return False
 
     def render(self, values: dict[str, Any]) -> str:
         """The text that the template makes of values.

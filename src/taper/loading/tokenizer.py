@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
+from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
@@ -14,8 +15,9 @@ from ..errors import ModelError, RequestError
 from .chat_template import ChatTemplate
 from .native import library_errors
 
-Message = dict[str, str]
+Message = dict[str, Any]  # role and content are text; others are what the chat template takes
 
+MAX_NESTING = 32  # of lists and objects in messages and tools
 _MARK = "\ufdd0"  # a character that no text has: Unicode keeps it out of interchange
 _BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
 
@@ -59,28 +61,41 @@ class Tokenizer:
                 raise RequestError("the prompt is not valid Unicode text", "give it as UTF-8") from None
         return ids
 
-    def encode_messages(self, messages: Sequence[Message], parse_special: bool = False) -> list[int]:
+    def encode_messages(
+        self, messages: Sequence[Message], parse_special: bool = False, tools: Sequence[dict[str, Any]] = ()
+    ) -> list[int]:
         """Token ids of a conversation, ready for the assistant's turn.
 
-        Only the template makes control tokens: one that a message spells out is text, unless `parse_special`.
+        Only the template makes control tokens: one that a message or a tool spells out is text, unless
+        `parse_special`.
 
         Raises:
             RequestError: what `render` and `encode` raise.
         """
-        texts = [text for message in messages for text in message.values() if isinstance(text, str)]
+        texts = texts_of([*messages, *tools])
         spelled = any(token in text for token in self.special_tokens.values() for text in texts)
         if parse_special or not (spelled or self._normalises_special):
-            return self.encode(self.render(messages), add_special_tokens=False)
+            return self.encode(self.render(messages, tools), add_special_tokens=False)
         # A mark inside keeps the library from seeing the token; its normaliser takes the mark out again.
         breakable = sorted((token for token in self.special_tokens.values() if len(token) > 1), key=len, reverse=True)
 
-        def guarded(text: str) -> str:
-            for token in breakable:
-                text = text.replace(token, token[0] + _MARK + token[1:])
-            return text
+        def guarded(value: Any) -> Any:
+            if isinstance(value, str):
+                for token in breakable:
+                    value = value.replace(token, token[0] + _MARK + token[1:])
+            elif isinstance(value, list):
+                value = [guarded(item) for item in value]
+            elif isinstance(value, dict):
+                value = {guarded(key): guarded(item) for key, item in value.items()}
+            return value
 
-        marked = [{key: guarded(text) for key, text in message.items()} for message in messages]
-        return self._unmarking.encode(self.render(marked), add_special_tokens=False)
+        rendered = self.render(guarded(list(messages)), guarded(list(tools)))
+        return self._unmarking.encode(rendered, add_special_tokens=False)
+
+    @cached_property
+    def takes_tools(self) -> bool:
+        """Whether the chat template has a place for tools."""
+        return self._compiled_template.uses("tools")
 
     @cached_property
     def special_tokens(self) -> dict[int, str]:
@@ -124,7 +139,7 @@ class Tokenizer:
             mended: str = self.fast.decoder.decode(joined)
             return mended
 
-    def render(self, messages: Sequence[Message]) -> str:
+    def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> str:
         """The prompt of a conversation, ready for the assistant's answer.
 
         Raises:
@@ -132,8 +147,9 @@ class Tokenizer:
         """
         if not self.chat_template:
             raise RequestError("this model has no chat template", "give plain text instead of messages")
-        absent = {"tools": None, "documents": None}  # templates test them for none, as transformers gives them
-        given = {"messages": list(messages), "add_generation_prompt": True, **self.template_tokens, **absent}
+        # What is absent is none, as transformers gives it to templates.
+        given: dict[str, Any] = {"tools": list(tools) or None, "documents": None, "add_generation_prompt": True}
+        given |= {"messages": list(messages), **self.template_tokens}
         return self._compiled_template.render(given)
 
 
@@ -167,6 +183,27 @@ class TextStream:
         self._anchor, self._done = self._done, len(self._ids)
         self._prefix = self._tokenizer.decode(self._ids[self._anchor :])
         return new
+
+
+def texts_of(messages: Sequence[Message]) -> list[str]:
+    """All texts in messages or tools, names of fields among them.
+
+    Raises:
+        RequestError: lists and objects are nested too deep.
+    """
+    texts: list[str] = []
+    left: list[tuple[Any, int]] = [(message, 0) for message in messages]
+    while left:
+        value, depth = left.pop()
+        if isinstance(value, str):
+            texts.append(value)
+        elif depth > MAX_NESTING:
+            raise RequestError(f"messages or tools are nested more than {MAX_NESTING} deep", "flatten them")
+        elif isinstance(value, Mapping):
+            left += [(item, depth + 1) for pair in value.items() for item in pair]
+        elif isinstance(value, list):
+            left += [(item, depth + 1) for item in value]
+    return texts
 
 
 def _cannot_encode(reason: str) -> RequestError:

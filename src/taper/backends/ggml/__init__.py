@@ -99,6 +99,10 @@ class GgmlBackend:
             hidden_states={layer: states.copy() for layer, states in graph.hidden_states.items()},
         )
 
+    def copy(self, source: int, target: int, first: int, end: int) -> None:
+        """Copy keys and values from one slot to another."""
+        self._model.cache.copy(source, target, first, end)
+
     def close(self) -> None:
         """Give back ggml's memory; the backend cannot be used afterwards."""
         self._graphs.clear()

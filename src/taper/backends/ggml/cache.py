@@ -30,11 +30,12 @@ class KeyValueCache:
         width = config.num_key_value_heads * config.head_dim
         shape = (config.num_hidden_layers, 2, num_slots * context_length, width)
         try:
-            cells = _lazy_zeros(shape, np.dtype(np.float32 if dtype == "f32" else np.float16))
+            # [num_hidden_layers, 2, cells, heads * head_dim]
+            self._cells = _lazy_zeros(shape, np.dtype(np.float32 if dtype == "f32" else np.float16))
         except (OSError, OverflowError):
             raise no_room(num_slots, context_length) from None
         self._context = TensorContext(2 * config.num_hidden_layers)
-        self._layers = [(self._context.over(keys), self._context.over(values)) for keys, values in cells]
+        self._layers = [(self._context.over(keys), self._context.over(values)) for keys, values in self._cells]
 
     def __getitem__(self, layer: int) -> tuple[Any, Any]:
         """Keys and values of a layer, each [cells, heads * head_dim]."""
@@ -44,6 +45,11 @@ class KeyValueCache:
         """Where the tokens at these slots and positions lie: int64 [N]."""
         cells: np.ndarray = slots.astype(np.int64) * self._context_length + positions
         return cells
+
+    def copy(self, source: int, target: int, first: int, end: int) -> None:
+        """Copy cells of a slot to another: positions `first` to `end`, excluded."""
+        a, b = source * self._context_length, target * self._context_length
+        self._cells[:, :, b + first : b + end] = self._cells[:, :, a + first : a + end]
 
     def bucket(self, num_positions: int) -> int:
         """How many cells of a slot attention reads for sequences of up to `num_positions` tokens."""

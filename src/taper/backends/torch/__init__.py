@@ -84,6 +84,11 @@ class TorchBackend:
                 hidden_states={layer: states.float().cpu().numpy() for layer, states in hidden_states.items()},
             )
 
+    def copy(self, source: int, target: int, first: int, end: int) -> None:
+        """Copy keys and values from one slot to another."""
+        with torch.inference_mode():
+            self._cache[:, :, target, :, first:end] = self._cache[:, :, source, :, first:end]
+
     def _forward(self, batch: TokenBatch) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """Logits [rows, vocab_size], greedy rows last, and hidden states by layer, on the device."""
         kv_length = self._kv_length(int(batch.positions.max()) + 1)

@@ -1,0 +1,59 @@
+"""`taper serve`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..errors import TaperError
+from .common import load, model_options, say
+
+_FULL = "full"
+
+
+@click.command()
+@model_options
+@click.option("--name", help="What clients call the model. Default: the model's name, or that of its file.")
+@click.option("--policy", "policies", multiple=True, metavar="NAME|FILE", help="Policies; the first is the default.")
+@click.option("--host", default="127.0.0.1", help="Address to listen on.")
+@click.option("--port", type=int, default=8000, help="Port to listen on; 0: a free one.")
+@click.option("--api-key", envvar="TAPER_API_KEY", show_default=False, help="What clients must send. [$TAPER_API_KEY]")
+@click.option("--insecure", is_flag=True, help="Let other machines in without a key.")
+@click.option("--cors-origin", "cors_origins", multiple=True, metavar="URL", help="Let pages of this origin in.")
+@click.option("--max-batch-size", type=int, default=16, help="Outputs generated at a time.")
+@click.option("--max-waiting", type=int, default=64, help="Outputs that may wait; more are answered with 429.")
+@click.option("--max-n", type=int, default=8, help="Outputs of one request.")
+@click.option("--max-body-bytes", type=int, default=4 << 20, help="Size of a request.")
+@click.option("--max-seconds", type=float, default=600.0, help="Time of a request, and of a shutdown.")
+@click.option("--log-prompts", is_flag=True, help="Write requests with their prompts to the log.")
+def serve(policies: tuple[str, ...], name: str | None, max_batch_size: int, **options: Any) -> None:
+    """Serve a model with OpenAI's API, and a page to try it."""
+    try:
+        from ..server import run
+        from ..server.limits import Limits
+        from ..server.served import ServedModel
+    except ImportError as error:
+        raise TaperError(f"taper serve needs {error.name}", 'pip install "taper-llm[serve]"') from None
+    model = {key: options.pop(key) for key in ("model", "device", "dtype", "context", "threads", "no_repack")}
+    limits = Limits(**options | {"api_key": options["api_key"] or ""})
+    listener = run.listen(limits)  # before the model takes its time
+    llm = load(model, max_batch_size=max_batch_size)
+    known = llm.shipped_policies() | {_FULL: llm.resolve_policy(mode=_FULL)}
+    chosen = {}
+    for policy in policies:
+        found = known.get(policy) or llm.resolve_policy(policy)
+        chosen[policy if policy in known else found.name or Path(policy).stem] = found
+    default = next(iter(chosen)) if chosen else llm.resolve_policy().name
+    served = ServedModel(name or _name(llm.model), llm, known | chosen, default, limits.max_n)
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    say(f"serving {served.name} at http://{shown}:{port}/ with policy {default}; Ctrl-C stops it")
+    run.serve(served, limits, listener)
+
+
+def _name(model: str) -> str:
+    """A model's name without folders and the ending of a file."""
+    path = Path(model)
+    return path.stem if path.suffix == ".gguf" else path.name

@@ -1,0 +1,236 @@
+"""Chunks of outputs as OpenAI's events, and the JSON replies that these events add up to."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pydantic import BaseModel
+
+from ..loading.tokenizer import Tokenizer
+from ..output import Chunk, Output
+from ..sampling import TokenLogprobs
+from .replies import (
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatLogprobs,
+    ChatMessage,
+    Delta,
+    Depths,
+    FunctionReply,
+    LikelyToken,
+    PromptTokensDetails,
+    TextChoice,
+    TextCompletion,
+    TextLogprobs,
+    TokenLogprob,
+    ToolCallReply,
+    Usage,
+)
+from .tools import ToolCalls
+
+
+class Events:
+    """Makes the events of one request out of its chunks.
+
+    Args:
+        model: the name that clients know.
+        tokenizer: the model's.
+        count: outputs of the request.
+        n: outputs of each prompt.
+    """
+
+    prefix = ""  # of the request's id
+
+    def __init__(self, model: str, tokenizer: Tokenizer, count: int, n: int = 1) -> None:
+        self._tokenizer, self._n = tokenizer, n
+        self._head: dict[str, Any] = {
+            "id": f"{self.prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._outputs: list[Output | None] = [None] * count
+        self._num_chunks = [0] * count
+
+    def of(self, chunk: Chunk) -> BaseModel:
+        """The event of a chunk."""
+        raise NotImplementedError
+
+    def usage_event(self) -> BaseModel:
+        """The event with the usage, once all outputs have finished."""
+        raise NotImplementedError
+
+    def fold(self, events: Sequence[Any]) -> BaseModel:
+        """The reply that all events of a request add up to."""
+        raise NotImplementedError
+
+    def _usage(self) -> Usage:
+        outputs = [output for output in self._outputs if output is not None]
+        prompts = outputs[:: self._n]  # each counts once
+        prompt_tokens = sum(output.prompt_tokens for output in prompts)
+        completion_tokens = sum(output.completion_tokens for output in outputs)
+        return Usage(
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+            total_tokens=prompt_tokens + completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(output.cached_tokens for output in prompts)),
+        )
+
+    def _depths(self, chunk: Chunk) -> Depths:
+        """The depth of a chunk's token, unless it is the stop token; and what the last chunk tells of its output."""
+        self._outputs[chunk.index] = output = chunk.output
+        self._num_chunks[chunk.index] += 1
+        fields: dict[str, Any] = {}
+        if output is None or self._num_chunks[chunk.index] == output.completion_tokens:
+            fields["depth"] = chunk.depth
+        if output is not None:
+            fields |= {
+                "policy": output.policy.label,
+                "num_hidden_layers": output.policy.num_hidden_layers,
+                "mean_depth": output.mean_depth,
+                "depths": output.depths,
+                "ttft_s": output.ttft_s,
+                "tokens_per_second": output.tokens_per_second,
+            }
+        return Depths(**fields)
+
+    def _likely(self, token_id: int, logprob: float) -> dict[str, Any]:
+        text = self._tokenizer.decode([token_id])
+        return {
+            "token": text,
+            "logprob": logprob,
+            "bytes": None if "\ufffd" in text else list(text.encode()),
+        }
+
+
+class ChatEvents(Events):
+    """Of a chat completion; text becomes tool calls if the request has tools."""
+
+    prefix = "chatcmpl"
+
+    def __init__(self, *args: Any, tools: bool = False, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._tools = [ToolCalls() if tools else None for _ in self._outputs]
+
+    def of(self, chunk: Chunk) -> ChatChunk:
+        """The event of a chunk."""
+        index, is_last = chunk.index, chunk.output is not None
+        delta = Delta(content=chunk.text)
+        finish_reason: Any = chunk.output.finish_reason if chunk.output else None
+        if (tools := self._tools[index]) is not None:
+            first = tools.count
+            delta.content, calls = tools.push(chunk.text, is_last)
+            if calls:
+                delta.tool_calls = [_call(first + number, *call) for number, call in enumerate(calls)]
+            if is_last and tools.count and finish_reason == "stop":
+                finish_reason = "tool_calls"
+        if not self._num_chunks[index]:
+            delta.role = "assistant"
+        choice = ChatChunkChoice(index=index, delta=delta, finish_reason=finish_reason, taper=self._depths(chunk))
+        if chunk.logprobs is not None:
+            choice.logprobs = ChatLogprobs(content=[self._logprob(chunk.token_id, chunk.logprobs)])
+        return ChatChunk(object="chat.completion.chunk", choices=[choice], **self._head)
+
+    def usage_event(self) -> ChatChunk:
+        """The event with the usage."""
+        return ChatChunk(object="chat.completion.chunk", choices=[], usage=self._usage(), **self._head)
+
+    def fold(self, events: Sequence[ChatChunk]) -> ChatCompletion:
+        """The reply that all events add up to."""
+        choices = []
+        for index in range(len(self._outputs)):
+            parts = [event.choices[0] for event in events if event.choices[0].index == index]
+            calls = [call for part in parts for call in part.delta.tool_calls or []]
+            content = "".join(part.delta.content or "" for part in parts)
+            message = ChatMessage(role="assistant", content=content or None if calls else content, refusal=None)
+            if calls:
+                message.tool_calls = [
+                    ToolCallReply(id=call.id, type=call.type, function=call.function) for call in calls
+                ]
+            logprobs = [token for part in parts if part.logprobs for token in part.logprobs.content]
+            choices.append(
+                ChatChoice(
+                    index=index,
+                    message=message,
+                    logprobs=ChatLogprobs(content=logprobs) if logprobs else None,
+                    finish_reason=parts[-1].finish_reason or "stop",
+                    taper=_summary(parts[-1].taper),
+                )
+            )
+        return ChatCompletion(object="chat.completion", choices=choices, usage=self._usage(), **self._head)
+
+    def _logprob(self, token_id: int, logprobs: TokenLogprobs) -> TokenLogprob:
+        top = [LikelyToken(**self._likely(*pair)) for pair in logprobs.top.items()]
+        return TokenLogprob(**self._likely(token_id, logprobs.logprob), top_logprobs=top)
+
+
+class TextEvents(Events):
+    """Of a text completion."""
+
+    prefix = "cmpl"
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._offsets = [0] * len(self._outputs)
+
+    def of(self, chunk: Chunk) -> TextCompletion:
+        """The event of a chunk."""
+        finish_reason: Any = chunk.output.finish_reason if chunk.output else None
+        choice = TextChoice(
+            index=chunk.index,
+            text=chunk.text,
+            logprobs=None if chunk.logprobs is None else self._logprobs(chunk, chunk.logprobs),
+            finish_reason=finish_reason,
+            taper=self._depths(chunk),
+        )
+        return TextCompletion(object="text_completion", choices=[choice], **self._head)
+
+    def usage_event(self) -> TextCompletion:
+        """The event with the usage."""
+        return TextCompletion(object="text_completion", choices=[], usage=self._usage(), **self._head)
+
+    def fold(self, events: Sequence[TextCompletion]) -> TextCompletion:
+        """The reply that all events add up to."""
+        choices = []
+        for index in range(len(self._outputs)):
+            parts = [event.choices[0] for event in events if event.choices[0].index == index]
+            choices.append(
+                TextChoice(
+                    index=index,
+                    text="".join(part.text for part in parts),
+                    logprobs=_join(part.logprobs for part in parts if part.logprobs),
+                    finish_reason=parts[-1].finish_reason,
+                    taper=_summary(parts[-1].taper),
+                )
+            )
+        return TextCompletion(object="text_completion", choices=choices, usage=self._usage(), **self._head)
+
+    def _logprobs(self, chunk: Chunk, logprobs: TokenLogprobs) -> TextLogprobs:
+        token = self._tokenizer.decode([chunk.token_id])
+        offset, self._offsets[chunk.index] = self._offsets[chunk.index], self._offsets[chunk.index] + len(token)
+        top = {self._tokenizer.decode([token_id]): logprob for token_id, logprob in logprobs.top.items()}
+        return TextLogprobs(tokens=[token], token_logprobs=[logprobs.logprob], top_logprobs=[top], text_offset=[offset])
+
+
+def _call(index: int, name: str, arguments: str) -> ToolCallReply:
+    function = FunctionReply(name=name, arguments=arguments)
+    return ToolCallReply(index=index, id=f"call_{uuid.uuid4().hex[:24]}", type="function", function=function)
+
+
+def _summary(last: Depths | None) -> Depths:
+    """What the last chunk tells of its output, without the depth of its own token."""
+    assert last is not None
+    return Depths(**last.model_dump(exclude_unset=True, exclude={"depth"}))
+
+
+def _join(parts: Iterable[TextLogprobs]) -> TextLogprobs | None:
+    """Log-probabilities of tokens, one after another."""
+    lists = list(parts)
+    if not lists:
+        return None
+    names = TextLogprobs.model_fields
+    return TextLogprobs(**{name: [item for part in lists for item in getattr(part, name)] for name in names})

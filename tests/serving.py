@@ -1,0 +1,115 @@
+"""A server of a tiny model in a thread of the test's own, and what to ask it."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import httpx
+import uvicorn
+from tiny import TinyModel, policies
+
+from taper import LLM
+from taper.server.limits import Limits
+from taper.server.run import config
+from taper.server.served import ServedModel
+
+LAYERS = 6
+NAME = "tiny"
+# Hermes' and Qwen's way to say which tools there are, and how to call them.
+TOOLS_TEMPLATE = (
+    "{% if tools %}{{ '<|im_start|>system\n<tools>' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
+    "{{ '</tools> <tool_call><|im_end|>\n' }}{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content }}"
+    "{% for call in message.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{{ '<|im_start|>assistant\n' }}"
+)
+
+
+@dataclass
+class Server:
+    """A running server."""
+
+    url: str
+    llm: LLM
+    served: ServedModel
+    thread: threading.Thread
+    uvicorn: uvicorn.Server
+    http: httpx.Client = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.http = httpx.Client(base_url=self.url, timeout=60)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, port = self.url.removeprefix("http://").split(":")
+        return host, int(port)
+
+    def chat(self, content: str = "tell me", **fields) -> httpx.Response:
+        return self.http.post("/v1/chat/completions", json=chat_body(content, **fields))
+
+    def metric(self, name: str) -> float:
+        lines = self.http.get("/metrics").text.splitlines()
+        return next(float(line.split()[-1]) for line in lines if line.startswith(f"{name} "))
+
+    def wait_for(self, name: str, value: float, seconds: float = 20) -> None:
+        end = time.monotonic() + seconds
+        while self.metric(name) != value:
+            assert time.monotonic() < end, f"{name} never was {value}"
+            time.sleep(0.005)
+
+    def is_idle(self, seconds: float = 20) -> bool:
+        """Whether nothing runs or waits, or no longer does soon."""
+        end = time.monotonic() + seconds
+        while self.metric("taper_running_sequences") + self.metric("taper_waiting_sequences"):
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.02)
+        return True
+
+
+def chat_body(content: str = "tell me", **fields) -> dict:
+    """A greedy request that does not end before its tokens are used up, unless told otherwise."""
+    ours = {"ignore_eos": True} | fields.pop("taper", {})
+    return {
+        "model": NAME,
+        "messages": [{"role": "user", "content": content}],
+        "temperature": 0,
+        "max_tokens": 8,
+        "taper": ours,
+    } | fields
+
+
+@contextmanager
+def serving(tiny: TinyModel, slots: int = 4, context: int = 256, template: str = "", **limits) -> Iterator[Server]:
+    """A server of a tiny model that has the policies of `tiny.policies`; "d3" is the default."""
+    llm = LLM(str(tiny.folder), dtype="f32", threads=1, context=context, max_batch_size=slots)
+    if template:
+        llm.tokenizer = type(llm.tokenizer)(llm.tokenizer.fast, llm.tokenizer.eos_token_ids, template, {})
+    chosen = Limits(port=0, **limits)
+    known = {"full": llm.resolve_policy(mode="full"), **policies(LAYERS)}
+    served = ServedModel(NAME, llm, known, "d3", chosen.max_n)
+    listener = socket.create_server(("127.0.0.1", 0))
+    running = uvicorn.Server(config(served, chosen))
+    thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    url = "http://{}:{}".format(*listener.getsockname())
+    server = Server(url, llm, served, thread, running)
+    headers = {"authorization": f"Bearer {chosen.api_key}"} if chosen.api_key else {}
+    server.http.headers.update(headers)
+    for _ in range(300):
+        if running.started or not thread.is_alive():
+            break
+        time.sleep(0.05)
+    assert running.started, "the server did not start"
+    try:
+        yield server
+    finally:
+        server.http.close()
+        running.should_exit = True
+        thread.join(30)
+        assert not thread.is_alive()

@@ -1,0 +1,35 @@
+"""The server keeps its own OpenAPI document: Schemathesis sends what fits it and what does not."""
+
+from __future__ import annotations
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance
+from serving import serving
+
+CHECKS = [not_a_server_error, content_type_conformance, response_schema_conformance]
+
+
+@pytest.fixture(scope="module")
+def server(tiny_llama):
+    with serving(tiny_llama, context=64, max_seconds=20) as running:
+        yield running
+
+
+@pytest.mark.parametrize("mode", GenerationMode)
+def test_no_request_makes_the_server_fail_and_replies_keep_their_schema(server, mode):
+    api = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    operations = [result.ok() for result in api.get_all_operations()]
+    assert len(operations) == 8
+    for operation in operations:
+        if mode == GenerationMode.POSITIVE or operation.method == "post":  # the others take nothing to spoil
+
+            @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+            @given(case=operation.as_strategy(mode))
+            def check(case):
+                case.call_and_validate(checks=CHECKS)
+
+            check()

@@ -1,0 +1,46 @@
+"""The files of the page, without a browser: small, of their own, and never text as markup."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from serving import serving
+
+PAGE = Path(__file__).parent.parent / "src" / "taper" / "server" / "page"
+FILES = sorted(PAGE.iterdir())
+
+
+def test_the_browser_tests_run_where_there_is_a_browser():
+    """The other tests of the page are skipped without one; this one says so."""
+    if not (shutil.which("chromium") or shutil.which("chromium-browser")):
+        pytest.skip("no Chromium: the page was not tested in a browser (apt-get install chromium)")
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_files_are_small_and_load_nothing_from_elsewhere(file):
+    text = file.read_text()
+    assert len(text.splitlines()) <= 300
+    assert max(map(len, text.splitlines())) <= 160 or file.suffix in (".svg", ".css")
+    outside = {"http://www.w3.org/2000/svg"}
+    assert set(re.findall(r"https?://[\w./-]+\w", text)) <= outside
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function", text)
+    assert not re.search(r"\son\w+=|style=|<style|@import|@font-face|url\(", text)
+
+
+def test_they_are_served_with_headers_that_allow_nothing_else(tiny_llama):
+    with serving(tiny_llama) as server:
+        for file in FILES:
+            path = "/" if file.name == "index.html" else f"/page/{file.name}"
+            response = server.http.get(path)
+            assert response.status_code == 200
+            assert response.content == file.read_bytes()
+            policy = response.headers["content-security-policy"]
+            assert "default-src 'none'" in policy
+            assert "unsafe" not in policy
+            assert response.headers["x-content-type-options"] == "nosniff"
+        html = (PAGE / "index.html").read_text()
+        for link in re.findall(r'(?:src|href)="(/[^"]+)"', html):
+            assert server.http.get(link).status_code == 200

@@ -1,0 +1,470 @@
+"""The server's replies: OpenAI's fields do what they say, streamed and not, and depth is told."""
+
+from __future__ import annotations
+
+import json
+import math
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from serving import NAME, TOOLS_TEMPLATE, chat_body, serving
+from tiny import policies
+
+from taper import SamplingParams
+from taper.server.tools import ToolCalls
+
+
+@pytest.fixture(scope="module")
+def server(tiny_llama):
+    with serving(tiny_llama) as running:
+        yield running
+
+
+def events(response) -> list[dict]:
+    """The events of a stream, [DONE] left out."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *parts, end = [part for part in response.text.split("\n\n") if part]
+    assert end == "data: [DONE]"
+    return [json.loads(part.removeprefix("data: ")) for part in parts]
+
+
+def reference(server, prompt, policy="d3", raw=False, **options):
+    params = SamplingParams(**{"max_tokens": 8, "ignore_eos": True, **options})
+    return server.llm.generate(prompt, params, policy=server.served.policies[policy], raw=raw)
+
+
+def test_a_chat_completion_is_what_the_model_says_and_tells_its_depths(server):
+    reply = server.chat("one").json()
+    expected = reference(server, "one")
+    (choice,) = reply["choices"]
+    assert (reply["object"], reply["model"], choice["index"]) == ("chat.completion", NAME, 0)
+    assert choice["message"] == {"role": "assistant", "content": expected.text, "refusal": None}
+    assert choice["finish_reason"] == "length"
+    taper = choice["taper"]
+    assert taper["depths"] == expected.depths == [policies(6)["d3"].depth(step) for step in range(8)]
+    assert (taper["mean_depth"], taper["num_hidden_layers"]) == (expected.mean_depth, 6)
+    usage = reply["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (expected.prompt_tokens, 8)
+    assert usage["total_tokens"] == usage["prompt_tokens"] + 8
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"n": 3, "temperature": 0.9, "seed": 4},
+        {"logprobs": True, "top_logprobs": 2},
+        {"stop": ["a", "e"]},
+        {"taper": {"ignore_eos": False, "policy": "static"}, "max_tokens": 60},
+    ],
+)
+def test_a_stream_adds_up_to_the_json_reply(server, fields):
+    whole = server.chat("two", **fields).json()
+    stream = events(server.chat("two", **fields, stream=True, stream_options={"include_usage": True}))
+    *chunks, last = stream
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+    for choice in whole["choices"]:
+        parts = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == choice["index"]]
+        assert [part["delta"].get("role") for part in parts] == ["assistant"] + [None] * (len(parts) - 1)
+        assert "".join(part["delta"]["content"] for part in parts) == choice["message"]["content"]
+        assert [part["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + [choice["finish_reason"]]
+        assert [part["taper"]["depth"] for part in parts if "depth" in part["taper"]] == choice["taper"]["depths"]
+        logprobs = [token for part in parts for token in (part.get("logprobs") or {"content": []})["content"]]
+        assert logprobs == ((choice["logprobs"] or {}).get("content") or [])
+    assert len({chunk["id"] for chunk in stream}) == 1
+
+
+def test_a_stop_string_ends_the_text_before_it(server):
+    text = reference(server, "three").text
+    reply = server.chat("three", stop=text[3:5]).json()["choices"][0]
+    assert (reply["message"]["content"], reply["finish_reason"]) == (text[: text.find(text[3:5])], "stop")
+
+
+def test_choices_differ_and_a_seed_repeats_them(server):
+    def texts(seed):
+        reply = server.chat("four", n=4, temperature=1.0, seed=seed).json()
+        return [choice["message"]["content"] for choice in reply["choices"]]
+
+    assert len(set(texts(1))) == 4
+    assert texts(1) == texts(1)
+    assert texts(1) != texts(2)
+
+
+def test_prompts_of_one_request_are_counted_once_and_computed_once(server):
+    before = server.metric("taper_cached_prompt_tokens_total")
+    usage = server.chat("a long enough prompt to be shared", n=4).json()["usage"]
+    assert usage["prompt_tokens"] == len(server.llm.encode("a long enough prompt to be shared"))
+    assert usage["completion_tokens"] == 32
+    assert server.metric("taper_cached_prompt_tokens_total") - before >= 3 * (usage["prompt_tokens"] - 1)
+
+
+def test_a_later_turn_reuses_the_earlier_ones(server):
+    messages = [{"role": "user", "content": "a first turn that is long enough to matter"}]
+    answer = server.chat(messages=messages, taper={"mode": "full"}).json()["choices"][0]["message"]
+    messages += [answer, {"role": "user", "content": "go on"}]
+    usage = server.chat(messages=messages).json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] > usage["prompt_tokens"] // 2
+
+
+def test_logprobs_are_the_models_own(server):
+    reply = server.chat("five", logprobs=True, top_logprobs=3).json()["choices"][0]
+    expected = reference(server, "five", logprobs=3)
+    for token, logprobs, token_id in zip(
+        reply["logprobs"]["content"], expected.logprobs, expected.token_ids, strict=True
+    ):
+        assert token["logprob"] == pytest.approx(logprobs.logprob, abs=1e-4)
+        assert token["token"] == server.llm.tokenizer.decode([token_id])
+        assert token["bytes"] is None or bytes(token["bytes"]).decode() == token["token"]
+        assert len(token["top_logprobs"]) == 3
+        assert token["top_logprobs"][0]["logprob"] == pytest.approx(token["logprob"])
+
+
+def test_text_completions_take_texts_and_token_ids(server):
+    prompts = ["ab", "cd"]
+    fields = {"model": NAME, "temperature": 0, "max_tokens": 6, "logprobs": 2, "taper": {"ignore_eos": True}}
+    texts = server.http.post("/v1/completions", json=fields | {"prompt": prompts}).json()
+    ids = server.http.post(
+        "/v1/completions", json=fields | {"prompt": [server.llm.encode(prompt, raw=True) for prompt in prompts]}
+    ).json()
+    assert [choice["text"] for choice in texts["choices"]] == [choice["text"] for choice in ids["choices"]]
+    for choice, prompt in zip(texts["choices"], prompts, strict=True):
+        expected = reference(server, prompt, raw=True, max_tokens=6, logprobs=2)
+        assert choice["text"] == expected.text
+        logprobs = choice["logprobs"]
+        assert {len(values) for values in logprobs.values()} == {6}
+        assert logprobs["token_logprobs"] == pytest.approx([token.logprob for token in expected.logprobs], abs=1e-4)
+        starts = np.cumsum([0, *map(len, logprobs["tokens"])])[:-1]
+        assert logprobs["text_offset"] == starts.tolist()
+    stream = events(server.http.post("/v1/completions", json=fields | {"prompt": "ab", "stream": True}))
+    assert "".join(event["choices"][0]["text"] for event in stream) == texts["choices"][0]["text"]
+    assert texts["usage"]["prompt_tokens"] == 4
+
+
+def test_without_max_tokens_a_text_completion_has_16_and_a_chat_what_the_context_holds(server):
+    fields = {"model": NAME, "prompt": "ab", "taper": {"ignore_eos": True}}
+    assert server.http.post("/v1/completions", json=fields).json()["usage"]["completion_tokens"] == 16
+    assert server.chat("six", max_tokens=None).json()["usage"]["total_tokens"] == 256
+    assert server.chat("six", max_tokens=None, max_completion_tokens=5).json()["usage"]["completion_tokens"] == 5
+
+
+def test_a_bias_forces_a_token(server):
+    (token_id,) = server.llm.encode("q", raw=True)
+    assert server.chat("seven", logit_bias={str(token_id): 100}).json()["choices"][0]["message"]["content"] == "q" * 8
+
+
+@pytest.mark.parametrize("name", ["full", *policies(6)])
+def test_each_policy_can_be_asked_for(server, name):
+    reply = server.chat("eight", taper={"policy": name}, max_tokens=30).json()["choices"][0]
+    expected = reference(server, "eight", name, max_tokens=30)
+    assert reply["message"]["content"] == expected.text
+    assert reply["taper"]["depths"] == expected.depths
+
+
+def test_mode_full_runs_every_layer(server):
+    assert set(server.chat("nine", taper={"mode": "full"}).json()["choices"][0]["taper"]["depths"]) == {6}
+
+
+def test_sixty_four_random_concurrent_requests_give_the_ids_that_each_gives_alone(server):
+    """Lengths, policies, streaming and clients that leave, on four slots."""
+    rng = np.random.default_rng(3)
+    names = list(server.served.policies)
+    asked = []
+    for i in range(64):
+        content = ("shared beginning of many prompts " * int(rng.integers(3)) + f"number {i} ")[
+            : int(rng.integers(9, 90))
+        ]
+        fields = {"max_tokens": int(rng.integers(1, 40)), "taper": {"policy": names[rng.integers(len(names))]}}
+        if rng.random() < 0.4:
+            fields |= {"temperature": 0.8, "seed": int(rng.integers(100))}
+        asked.append((content, fields, rng.random()))
+
+    def ask(request):
+        content, fields, fate = request
+        if fate > 0.5:
+            return server.chat(content, **fields).json()["choices"][0]["message"]["content"]
+        text, cut = "", 3 if fate < 0.2 else 1000
+        body = chat_body(content, **fields, stream=True)
+        with server.http.stream("POST", "/v1/chat/completions", json=body) as response:
+            for count, line in enumerate(response.iter_lines()):
+                if line.startswith("data: {"):
+                    text += json.loads(line[6:])["choices"][0]["delta"]["content"]
+                if count > cut:
+                    break
+        return text
+
+    with ThreadPoolExecutor(12) as pool:
+        got = list(pool.map(ask, asked))
+    assert server.is_idle()
+    for (content, fields, fate), text in zip(asked, got, strict=True):
+        options = {key: fields[key] for key in ("max_tokens", "temperature", "seed") if key in fields}
+        expected = server.chat(content, **fields).json()["choices"][0]["message"]["content"]
+        alone = reference_elsewhere(server, content, fields["taper"]["policy"], **options)
+        assert expected == alone
+        assert text == alone if fate >= 0.2 else alone.startswith(text)
+
+
+def reference_elsewhere(server, content, policy, **options) -> str:
+    """The same on an engine that nobody else uses."""
+    if not hasattr(server, "other"):
+        from taper import LLM
+
+        server.other = LLM(server.llm.model, dtype="f32", threads=1, context=256, max_batch_size=1)
+    params = SamplingParams(ignore_eos=True, **options)
+    return server.other.generate(content, params, policy=server.served.policies[policy]).text
+
+
+# JSON and tools
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}, "kind": {"enum": ["a", "b"]}},
+    "required": ["ok", "kind"],
+    "additionalProperties": False,
+}
+
+
+ENDS = {"ignore_eos": False}
+
+
+@pytest.mark.parametrize("temperature", [0, 1.5])
+def test_a_schema_is_kept_even_by_a_random_model(server, temperature):
+    wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
+    fields = {"response_format": wanted, "temperature": temperature, "seed": 1, "max_tokens": 60, "n": 3, "taper": ENDS}
+    for choice in server.chat("ten", **fields).json()["choices"]:
+        value = json.loads(choice["message"]["content"])
+        assert set(value) == {"ok", "kind"}
+        assert value["kind"] in ("a", "b")
+        assert choice["finish_reason"] == "stop"
+        assert len(choice["taper"]["depths"]) > 10
+
+
+def test_schemas_that_cannot_be_kept_are_refused(server):
+    wanted = {"type": "json_object"}
+    assert "would never end" in server.chat(response_format=wanted).json()["error"]["message"]  # with ignore_eos
+    for schema, said in [({"type": "nonsense"}, "nonsense"), ({"not": {}}, "not"), ({"$ref": "http://x/y"}, "x/y")]:
+        wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+        response = server.chat(response_format=wanted, taper=ENDS)
+        assert response.status_code == 400
+        assert said in response.json()["error"]["message"]
+
+
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+
+
+def test_a_template_without_tools_refuses_them(server):
+    response = server.chat(tools=[TOOL])
+    assert response.status_code == 400
+    assert "takes no tools" in response.json()["error"]["message"]
+    assert server.chat(tools=[TOOL], tool_choice="none").status_code == 200
+
+
+def test_tools_reach_the_template_and_calls_come_back(tiny_llama):
+    """A random model calls no tool of itself, so each of its tokens is forced, as the call has no token twice."""
+    with serving(tiny_llama, template=TOOLS_TEMPLATE, context=1000) as server:
+        history = [
+            {"role": "user", "content": "hi"},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [
+                    {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"at": "sea"}'}}
+                ],
+            },
+            {"role": "tool", "tool_call_id": "1", "content": "mild"},
+        ]
+        plain = server.http.post("/tokenize", json={"messages": history}).json()["count"]
+        usage = server.chat(messages=history, tools=[TOOL]).json()["usage"]
+        assert (
+            usage["prompt_tokens"] == plain + len("system\n<tools></tools> <tool_call>\n") + len(json.dumps(TOOL)) + 2
+        )  # control tokens
+        bad = [
+            history[0],
+            {
+                **history[1],
+                "tool_calls": [{**history[1]["tool_calls"][0], "function": {"name": "w", "arguments": "["}}],
+            },
+        ]
+        assert "not a JSON object" in server.chat(messages=bad).json()["error"]["message"]
+        say(server, '\n<tool_call>\n{"name": "weather", "arguments": {"at": "sea"}}\n</tool_call>')
+        reply = server.chat(tools=[TOOL], max_tokens=100, taper=ENDS).json()["choices"][0]
+        (call,) = reply["message"]["tool_calls"]
+        assert (call["function"], reply["finish_reason"]) == (
+            {"name": "weather", "arguments": '{"at": "sea"}'},
+            "tool_calls",
+        )
+        assert reply["message"]["content"] is None
+        chunks = events(server.chat(tools=[TOOL], max_tokens=100, taper=ENDS, stream=True))
+        calls = [call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", [])]
+        assert [(call["index"], call["function"]["name"]) for call in calls] == [(0, "weather")]
+        assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks) == ""
+        assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+@pytest.mark.parametrize(
+    ("text", "said", "count"),
+    [
+        (f"hi\n{CALL}\nbye\n", "hibye\n", 1),
+        (f"{CALL}\n{CALL}\n", "", 2),
+        ("a\n<tool_call>nonsense</tool_call>\nb", "a\n<tool_call>nonsense</tool_call>\nb", 0),
+        ('a\n<tool_call>{"name"', 'a\n<tool_call>{"name"', 0),
+        ("a < b\n\n<tool", "a < b\n\n<tool", 0),
+    ],
+)
+def test_calls_are_found_however_the_text_is_cut(text, said, count, size):
+    tools, got, calls = ToolCalls(), "", []
+    for place in range(0, len(text), size):
+        more = tools.push(text[place : place + size], last=False)
+        got, calls = got + more[0], calls + more[1]
+    more = tools.push("", last=True)
+    assert (got + more[0], calls + more[1]) == (said, [("f", '{"a": 1}')] * count)
+
+
+def say(server, text: str) -> None:
+    """Make the model say a text, whatever it is asked, and then end."""
+    ids = [*server.llm.encode(text, raw=True), *server.llm.tokenizer.eos_token_ids]
+
+    class Script:
+        def __init__(self):
+            self.left = list(ids)
+
+        def restrict(self, logits):
+            forced = np.full_like(logits, -math.inf)
+            forced[self.left[0]] = 0
+            return forced
+
+        def accept(self, token_id):
+            assert self.left.pop(0) == token_id
+
+    server.served._token_filter = lambda body: Script
+
+
+# Other routes
+
+
+def test_the_model_and_its_policies_are_listed(server):
+    (model,) = server.http.get("/v1/models").json()["data"]
+    assert (model["id"], model["object"], model["taper"]["num_hidden_layers"]) == (NAME, "model", 6)
+    assert set(model["taper"]["policies"]) == {"full", *policies(6)}
+    assert [name for name, policy in model["taper"]["policies"].items() if policy["default"]] == ["d3"]
+    assert server.http.get(f"/v1/models/{NAME}").json() == model
+    assert server.http.get("/v1/models/other").status_code == 404
+
+
+def test_tokenize_counts_as_the_prompt_is_counted(server):
+    reply = server.http.post("/tokenize", json={"messages": [{"role": "user", "content": "hello"}]}).json()
+    assert reply["tokens"] == server.llm.encode("hello")
+    assert (reply["count"], reply["max_model_len"]) == (len(reply["tokens"]), 256)
+    raw = server.http.post("/tokenize", json={"prompt": "hello"}).json()
+    assert raw["tokens"] == server.llm.encode("hello", raw=True)
+    assert server.http.post("/tokenize", json={}).status_code == 400
+
+
+def test_health_and_readiness(server):
+    assert server.http.get("/health").json() == {"status": "ok"}
+    assert server.http.get("/ready").json() == {"status": "ready", "model": NAME}
+
+
+def test_metrics_count_tokens_and_layers(server):
+    names = (
+        "taper_output_tokens_total",
+        "taper_layers_run_total",
+        "taper_layers_saved_total",
+        "taper_mean_depth_count",
+    )
+    before = [server.metric(name) for name in names]
+    reply = server.chat("eleven", taper={"policy": "static"}).json()["choices"][0]["taper"]
+    run = sum(reply["depths"])
+    after = [server.metric(name) for name in names]
+    assert [b - a for a, b in zip(before, after, strict=True)] == [8, run, 6 * 8 - run, 1]
+    assert server.metric("taper_slots") == 4
+    assert 0 < server.metric("taper_kv_cache_tokens") <= server.metric("taper_kv_cache_capacity_tokens") == 4 * 256
+
+
+# Clients
+
+
+def test_the_openai_client_works_unchanged(server):
+    from openai import BadRequestError, NotFoundError, OpenAI
+
+    client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    messages = [{"role": "user", "content": "one"}]
+    options = {"model": NAME, "messages": messages, "temperature": 0, "max_tokens": 8}
+    extra = {"extra_body": {"taper": {"ignore_eos": True}}}
+    reply = client.chat.completions.create(**options, **extra)
+    expected = reference(server, "one")
+    assert reply.choices[0].message.content == expected.text
+    assert reply.choices[0].taper["depths"] == expected.depths
+    stream = client.chat.completions.create(**options, **extra, stream=True)
+    assert "".join(chunk.choices[0].delta.content for chunk in stream) == expected.text
+    again = [*messages, reply.choices[0].message, *messages]
+    assert client.chat.completions.create(**options | {"messages": again}).usage.prompt_tokens > 20
+    assert client.completions.create(model=NAME, prompt="ab", max_tokens=3).choices[0].finish_reason
+    assert [model.id for model in client.models.list()] == [NAME]
+    with pytest.raises(BadRequestError, match="unknown field 'mirostat'"):
+        client.chat.completions.create(**options, extra_body={"mirostat": 2})
+    with pytest.raises(NotFoundError, match="gpt-5"):
+        client.chat.completions.create(**options | {"model": "gpt-5"})
+
+
+def test_the_openai_client_parses_json_of_a_schema(server):
+    from openai import OpenAI
+    from pydantic import BaseModel
+
+    class Verdict(BaseModel):
+        ok: bool
+
+    client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    messages = [{"role": "user", "content": "one"}]
+    reply = client.chat.completions.parse(model=NAME, messages=messages, response_format=Verdict, max_tokens=50)
+    assert isinstance(reply.choices[0].message.parsed.ok, bool)
+
+
+def test_langchain_works_unchanged(server):
+    from langchain_openai import ChatOpenAI
+
+    chat = ChatOpenAI(
+        model=NAME,
+        base_url=f"{server.url}/v1",
+        api_key="none",
+        temperature=0,
+        max_tokens=8,
+        extra_body={"taper": {"ignore_eos": True}},
+    )
+    expected = reference(server, "one")
+    reply = chat.invoke("one")
+    assert reply.content == expected.text
+    assert reply.usage_metadata["output_tokens"] == 8
+    assert "".join(chunk.content for chunk in chat.stream("one")) == expected.text
+
+
+def test_llm_works_unchanged(server, tmp_path):
+    """Simon Willison's llm, with a model of its list of OpenAI-compatible ones."""
+    import os
+    import subprocess
+    import sys
+
+    (tmp_path / "extra-openai-models.yaml").write_text(
+        f"- model_id: taper\n  model_name: {NAME}\n  api_base: {server.url}/v1\n"
+    )
+    command = [sys.executable, "-m", "llm", "-m", "taper", "--key", "none", "--no-log"]
+    options = ["-o", "temperature", "0", "-o", "max_tokens", "8"]
+    for how in ([], ["--no-stream"]):
+        done = subprocess.run(
+            [*command, *options, *how, "one"],
+            env=os.environ | {"LLM_USER_PATH": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        assert (
+            done.stdout.strip()
+            == server.chat("one", taper={"ignore_eos": False}).json()["choices"][0]["message"]["content"].strip()
+        )
