@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from taper import DepthPolicy, __version__
 from taper.cli import cli
-from taper.terminal import depth_chart, policy_picture
+from taper.terminal import Thoughts, depth_chart, dimmed, policy_picture
 
 KEYS = ["text", "finish_reason", "prompt_tokens", "completion_tokens", "num_hidden_layers", "mean_depth", "depths"]
 KEYS += ["ttft_s", "tokens_per_second", "mode", "policy", "model"]
@@ -163,3 +163,43 @@ def test_version_says_what_ggml_was_built_with_and_what_to_do_about_it(monkeypat
 def test_no_repack_changes_no_token_in_f32(run):
     options = ("generate", "hi", "--max-tokens", "9", "--mode", "full", "--dtype", "f32")
     assert run(*options, "--no-repack").stdout == run(*options).stdout
+
+
+@pytest.mark.parametrize(
+    ("pieces", "thought"),
+    [
+        (["<think>", "so", "</think>", "yes"], [True, True, True, False]),
+        (["<", "think", ">so", "</th", "ink>", "yes"], [False, False, True, True, True, False]),
+        (["so", " then</think>", "yes", "<think>"], [False, False, False, True]),
+        (["a < b", "think > c"], [False, False]),
+        (["<think></think>", "yes"], [False, False]),
+    ],
+)
+def test_thoughts_are_told_from_the_answer(pieces, thought):
+    thoughts = Thoughts()
+    assert [thoughts.take(piece) for piece in pieces] == thought
+
+
+def test_a_thought_that_the_prompt_begins_goes_on_in_the_output():
+    thoughts = Thoughts()
+    thoughts.take("assistant\n<think>\n")
+    assert [thoughts.take(piece) for piece in ("so", "</think>", "yes")] == [True, True, False]
+
+
+def test_thoughts_are_dimmed_without_a_line_break(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert dimmed("a [b] " * 100) == "\x1b[2m" + "a [b] " * 100 + "\x1b[0m"
+    monkeypatch.delenv("FORCE_COLOR")
+    assert dimmed("text\n") == "text\n"
+
+
+def test_a_switch_that_the_model_lacks_is_refused(tiny_gguf):
+    result = subprocess.run(
+        [sys.executable, "-m", "taper", "generate", "hello", "--no-think", "--model", str(tiny_gguf), "--threads", "1"],
+        capture_output=True,
+        text=True,
+    )
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "think" in result.stderr
+    assert result.stderr.count("\n") == 1

@@ -465,3 +465,27 @@ def test_metadata_of_a_wrong_type_is_refused(model, value):
     for key in shared + {"gpt2": ["pre", "merges"], "llama": ["scores", "add_space_prefix"]}[model]:
         with pytest.raises(ModelError):
             pytest.fail(f"{key} was taken: {rebuilt(SMALL[model], **{key: value})}")
+
+
+# Thinking
+
+
+SWITCHED = "{{ messages[0].content }}{% if SWITCH is defined and not SWITCH %} short{% endif %}"
+
+
+@pytest.mark.parametrize("name", ["enable_thinking", "thinking"])
+def test_thinking_is_switched_by_the_templates_own_name(byte_level, name):
+    tokenizer = Tokenizer(rebuilt(byte_level).fast, frozenset(), SWITCHED.replace("SWITCH", name), {})
+    messages = [{"role": "user", "content": "why"}]
+    assert tokenizer.render(messages) == "why"
+    assert tokenizer.render(messages, think=True) == "why"
+    assert tokenizer.render(messages, think=False) == "why short"
+    expected = tokenizer.encode("why short", add_special_tokens=False)
+    assert tokenizer.encode_messages(messages, think=False) == expected
+
+
+@pytest.mark.parametrize("think", [True, False])
+def test_a_template_without_a_switch_for_thinking_refuses_one(byte_level, think):
+    tokenizer = Tokenizer(rebuilt(byte_level).fast, frozenset(), "{{ messages[0].content }}", {})
+    with pytest.raises(RequestError, match="no switch for thinking"):
+        tokenizer.render([{"role": "user", "content": "why"}], think=think)

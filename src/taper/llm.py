@@ -103,6 +103,7 @@ class LLM:
         mode: str | None = None,
         raw: bool = False,
         parse_special: bool = False,
+        think: bool | None = None,
     ) -> Output: ...
 
     @overload
@@ -115,6 +116,7 @@ class LLM:
         mode: str | None = None,
         raw: bool = False,
         parse_special: bool = False,
+        think: bool | None = None,
     ) -> list[Output]: ...
 
     def generate(
@@ -126,6 +128,7 @@ class LLM:
         mode: str | None = None,
         raw: bool = False,
         parse_special: bool = False,
+        think: bool | None = None,
     ) -> Output | list[Output]:
         """Complete a prompt (an `Output`) or a list of prompts together (a list of them).
 
@@ -137,6 +140,7 @@ class LLM:
             raw: take text as it is, without the chat template; control tokens in it count.
             parse_special: let control tokens in messages count too. By default they are text, so that whoever writes a
                 message cannot end it and begin another turn.
+            think: switch the thoughts of a thinking model on or off; by default its chat template decides.
 
         Raises:
             RequestError: a prompt is empty or too long, or options contradict each other.
@@ -145,7 +149,8 @@ class LLM:
         """
         outputs: dict[int, Output] = {}
         alone = _is_prompt(prompts)
-        with self.stream(prompts, params, policy=policy, mode=mode, raw=raw, parse_special=parse_special) as stream:
+        how: dict[str, Any] = {"raw": raw, "parse_special": parse_special, "think": think}
+        with self.stream(prompts, params, policy=policy, mode=mode, **how) as stream:
             for chunk in stream:
                 if chunk.output is not None:
                     outputs[chunk.index] = chunk.output
@@ -160,6 +165,7 @@ class LLM:
         mode: str | None = None,
         raw: bool = False,
         parse_special: bool = False,
+        think: bool | None = None,
     ) -> Stream:
         """Complete as `generate` does, but return the chunks as they come, one for each token."""
         batch = _as_list(prompts)
@@ -173,7 +179,7 @@ class LLM:
             )
         if len(params) != len(batch):
             raise RequestError(f"there are {len(params)} params for {len(batch)} prompts", "give one for each, or one")
-        encoded = [self.encode(prompt, raw, parse_special) for prompt in batch]
+        encoded = [self.encode(prompt, raw, parse_special, think=think) for prompt in batch]
         chosen, eos_token_ids = self.resolve_policy(policy, mode), self.tokenizer.eos_token_ids
         requests = [Request(ids, one, chosen, eos_token_ids) for ids, one in zip(encoded, params, strict=True)]
         return Stream(self.engine, self.tokenizer, requests)
@@ -184,10 +190,12 @@ class LLM:
         raw: bool = False,
         parse_special: bool = False,
         tools: Sequence[dict[str, Any]] = (),
+        think: bool | None = None,
     ) -> list[int]:
         """Token ids of a prompt: messages, or text as one user message if the model has a chat template.
 
-        `tools` are functions that the model may call, for its chat template, in the form of OpenAI's API.
+        `tools` are functions that the model may call, for its chat template, in the form of OpenAI's API. `think`
+        switches the thoughts of a thinking model on or off; by default its template decides.
 
         Raises:
             RequestError: it is empty, not messages, not valid Unicode, or does not fit into the context.
@@ -197,7 +205,10 @@ class LLM:
         if not (prompt.strip() if isinstance(prompt, str) else prompt):
             raise RequestError("the prompt is empty", "give some text")
         raw, parse_special = flag("raw", raw), flag("parse_special", parse_special)
+        think = None if think is None else flag("think", think)
         if isinstance(prompt, str) and (raw or not self.tokenizer.chat_template):
+            if think is not None:
+                raise RequestError("think does nothing without a chat template", "leave it out")
             self._check_length(len(prompt))
             ids = self.tokenizer.encode(prompt)
         elif raw:
@@ -207,7 +218,7 @@ class LLM:
             rest = [{key: message[key] for key in message if key not in ("role", "content")} for message in messages]
             texts = [*(message["content"] for message in messages), *texts_of([*rest, *tools])]
             self._check_length(sum(map(len, texts)))
-            ids = self.tokenizer.encode_messages(messages, parse_special, tools)
+            ids = self.tokenizer.encode_messages(messages, parse_special, tools, think)
         self.engine.check_prompt(ids)
         return ids
 

@@ -23,6 +23,7 @@ _COLOURS = ("green", "cyan", "blue", "magenta", "red")
 _CHART_HEIGHT, _CHART_WIDTH = 5, 72
 _CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])  # all but tab and newline
 _LONG = 2  # seconds of loading
+_THINK, _THINK_END = "<think>", "</think>"
 _MIN_WIDTH = 60  # columns; in fewer, or in COLUMNS=0, nothing could be read
 
 
@@ -88,6 +89,29 @@ def policy_picture(policy: DepthPolicy, tokens: int) -> str:
 def without_controls(text: str) -> str:
     """A model's text for a terminal: nothing in it moves the cursor or changes what is there."""
     return text.translate(_CONTROLS)
+
+
+def dimmed(text: str) -> str:
+    """Text that a terminal shows faintly, unless NO_COLOR or the terminal asks for none of that."""
+    screen = console(stderr=False)
+    with screen.capture() as captured:
+        screen.print(Text(text, style="dim"), end="", soft_wrap=True)
+    return captured.get()
+
+
+class Thoughts:
+    """Tells the thoughts of a thinking model from its answer as the text comes, piece by piece."""
+
+    def __init__(self) -> None:
+        self._inside, self._tail = False, ""
+
+    def take(self, text: str) -> bool:
+        """Whether this piece belongs to a thought, the tags around it included."""
+        was_inside, self._tail = self._inside, (self._tail + text)[-len(_THINK_END) - len(text) :]
+        opened, closed = self._tail.rfind(_THINK), self._tail.rfind(_THINK_END)
+        if opened != closed:  # one of them is there
+            self._inside = opened > closed
+        return was_inside or self._inside
 
 
 def waiting(message: str) -> AbstractContextManager[object]:

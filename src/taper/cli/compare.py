@@ -62,7 +62,12 @@ class SideBySide:
 
 
 def compare(
-    llm: LLM, prompt: Any, params: SamplingParams, policy: DepthPolicy, screen: Console | None = None
+    llm: LLM,
+    prompt: Any,
+    params: SamplingParams,
+    policy: DepthPolicy,
+    think: bool | None = None,
+    screen: Console | None = None,
 ) -> SideBySide:
     """Complete at full depth and under a policy, a token of each in turn: what slows the machine slows both alike.
 
@@ -71,7 +76,7 @@ def compare(
     full = DepthPolicy.full(llm.config.num_hidden_layers)
     llm.generate("warm up", SamplingParams(max_tokens=4), policy=full, raw=True)
     picture = SideBySide((f"full depth, {full.num_hidden_layers} layers", f"tapered, {policy.label}"))
-    streams = dict(enumerate(llm.stream(prompt, params, policy=chosen) for chosen in (full, policy)))
+    streams = dict(enumerate(llm.stream(prompt, params, policy=chosen, think=think) for chosen in (full, policy)))
     live = screen is not None and screen.is_terminal
     with Live(picture, console=screen, refresh_per_second=8, transient=True) if live else nullcontext():
         running = dict(streams)

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from ..policy import DepthPolicy
     from ..sampling import SamplingParams
     from ..stream import Stream
+    from ..terminal import Thoughts
+
+_PROMPT_END = 8  # tokens of a prompt that may begin a thought
 
 
 def _options(command: Command) -> Command:
@@ -40,6 +43,7 @@ def _options(command: Command) -> Command:
         ),
         click.option("--stop", multiple=True, metavar="TEXT", help="End the output before this text; repeatable."),
         click.option("--seed", type=int, help="Make sampling repeatable."),
+        click.option("--think/--no-think", default=None, help="Have a thinking model think first, or not."),
         click.option("--show-depth", is_flag=True, help="Draw the depth of each step, and colour tokens by depth."),
     ]
     return with_options(options, model_options(command))
@@ -60,12 +64,14 @@ def generate(prompt: str, compare: bool, as_json: bool, **options: Any) -> None:
     text = _read_prompt(prompt)
     llm = load(options)
     given = _prompt(llm, text, options["system"])
-    llm.encode(given)  # a prompt that does not fit is refused before anything else is said
+    # A prompt that does not fit is refused before anything else is said.
+    thinks = _thinks(llm, llm.encode(given, think=options["think"]))
     policy = _policy(llm, options)
     if compare:
         _compare(llm, given, params, policy, options, as_json)
         return
-    output, chunks = _follow(llm.stream(given, params, policy=policy), echo=not as_json)
+    stream = llm.stream(given, params, policy=policy, think=options["think"])
+    output, chunks = _follow(stream, thinks, echo=not as_json)
     if as_json:
         click.echo(json.dumps(_as_json(output, llm), ensure_ascii=False))
     else:
@@ -94,7 +100,9 @@ def chat(**options: Any) -> None:
         elif line.strip():
             messages.append({"role": "user", "content": line})
             try:
-                output, chunks = _follow(llm.stream(messages, params, policy=policy), echo=True)
+                thinks = _thinks(llm, llm.encode(messages, think=options["think"]))
+                stream = llm.stream(messages, params, policy=policy, think=options["think"])
+                output, chunks = _follow(stream, thinks, echo=True)
             except TaperError as error:
                 messages.pop()
                 say(f"{error}; /reset starts over")
@@ -148,17 +156,28 @@ def _prompt(llm: LLM, text: str, system: str | None) -> Any:
     return text
 
 
-def _follow(stream: Stream, echo: bool) -> tuple[Output, list[Chunk]]:
-    """Take all chunks of an output, writing their text as it comes; Ctrl-C ends it where it is."""
-    from ..terminal import waiting, without_controls
+def _thinks(llm: LLM, prompt_ids: list[int]) -> Thoughts:
+    """Tells thoughts from the rest of an output; some templates end a prompt with the beginning of a thought."""
+    from ..terminal import Thoughts
+
+    thoughts = Thoughts()
+    thoughts.take(llm.tokenizer.decode(prompt_ids[-_PROMPT_END:]))
+    return thoughts
+
+
+def _follow(stream: Stream, thoughts: Thoughts, echo: bool) -> tuple[Output, list[Chunk]]:
+    """Take all chunks of an output, writing their text as it comes, thoughts dimmed; Ctrl-C ends it where it is."""
+    from ..terminal import dimmed, waiting, without_controls
 
     chunks: list[Chunk] = []
     is_terminal = sys.stdout.isatty()
 
     def take(chunk: Chunk) -> None:
         chunks.append(chunk)
-        if echo:
-            print(without_controls(chunk.text) if is_terminal else chunk.text, end="", flush=True)
+        if not echo:
+            return
+        text = without_controls(chunk.text) if is_terminal else chunk.text
+        print(dimmed(text) if thoughts.take(chunk.text) and is_terminal else text, end="", flush=True)
 
     try:
         with waiting("reading the prompt"):
@@ -180,7 +199,7 @@ def _compare(
     from ..terminal import console, depth_chart
     from .compare import compare
 
-    picture = compare(llm, prompt, params, policy, screen=None if as_json else console())
+    picture = compare(llm, prompt, params, policy, options["think"], None if as_json else console())
     outputs = picture.by_mode()
     if as_json:
         click.echo(json.dumps({name: _as_json(output, llm) for name, output in outputs.items()}, ensure_ascii=False))

@@ -18,6 +18,7 @@ from .native import library_errors
 Message = dict[str, Any]  # role and content are text; others are what the chat template takes
 
 MAX_NESTING = 32  # of lists and objects in messages and tools
+_THINKING = ("enable_thinking", "thinking")  # what templates call the switch: Qwen's and SmolLM's, and Granite's
 _MARK = "\ufdd0"  # a character that no text has: Unicode keeps it out of interchange
 _BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
 
@@ -62,12 +63,16 @@ class Tokenizer:
         return ids
 
     def encode_messages(
-        self, messages: Sequence[Message], parse_special: bool = False, tools: Sequence[dict[str, Any]] = ()
+        self,
+        messages: Sequence[Message],
+        parse_special: bool = False,
+        tools: Sequence[dict[str, Any]] = (),
+        think: bool | None = None,
     ) -> list[int]:
         """Token ids of a conversation, ready for the assistant's turn.
 
         Only the template makes control tokens: one that a message or a tool spells out is text, unless
-        `parse_special`.
+        `parse_special`. `think` is for `render`.
 
         Raises:
             RequestError: what `render` and `encode` raise.
@@ -75,7 +80,7 @@ class Tokenizer:
         texts = texts_of([*messages, *tools])
         spelled = any(token in text for token in self.special_tokens.values() for text in texts)
         if parse_special or not (spelled or self._normalises_special):
-            return self.encode(self.render(messages, tools), add_special_tokens=False)
+            return self.encode(self.render(messages, tools, think), add_special_tokens=False)
         # A mark inside keeps the library from seeing the token; its normaliser takes the mark out again.
         breakable = sorted((token for token in self.special_tokens.values() if len(token) > 1), key=len, reverse=True)
 
@@ -89,7 +94,7 @@ class Tokenizer:
                 value = {guarded(key): guarded(item) for key, item in value.items()}
             return value
 
-        rendered = self.render(guarded(list(messages)), guarded(list(tools)))
+        rendered = self.render(guarded(list(messages)), guarded(list(tools)), think)
         return self._unmarking.encode(rendered, add_special_tokens=False)
 
     @cached_property
@@ -139,17 +144,26 @@ class Tokenizer:
             mended: str = self.fast.decoder.decode(joined)
             return mended
 
-    def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> str:
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), think: bool | None = None
+    ) -> str:
         """The prompt of a conversation, ready for the assistant's answer.
 
+        `think` switches the thoughts of a thinking model on or off; None leaves that to the template.
+
         Raises:
-            RequestError: the model has no chat template, or the template refuses these messages.
+            RequestError: the model has no chat template, or the template refuses these messages or has no such switch.
         """
         if not self.chat_template:
             raise RequestError("this model has no chat template", "give plain text instead of messages")
+        switch = next((name for name in _THINKING if self._compiled_template.uses(name)), None)
+        if think is not None and switch is None:
+            raise RequestError("this model's chat template has no switch for thinking", "leave it as it is")
         # What is absent is none, as transformers gives it to templates.
         given: dict[str, Any] = {"tools": list(tools) or None, "documents": None, "add_generation_prompt": True}
         given |= {"messages": list(messages), **self.template_tokens}
+        if think is not None and switch is not None:
+            given[switch] = think
         return self._compiled_template.render(given)
 
 

@@ -43,6 +43,7 @@ class TaperOptions(Strict):
 
     policy: str | None = None
     mode: Literal["full", "taper"] | None = None
+    think: bool | None = None  # of chats
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0

@@ -80,11 +80,14 @@ class ServedModel:
         if body.tools and body.tool_choice != "none":
             check_tools(self.llm.tokenizer)
             tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
-        prompt = self.llm.encode([_message(message) for message in body.messages], tools=tools)
+        messages = [_message(message) for message in body.messages]
+        prompt = self.llm.encode(messages, tools=tools, think=body.taper.think)
         return self._requests(body, [prompt], params, self._token_filter(body))
 
     def complete(self, body: CompletionRequest) -> list[Request]:
         """The engine's requests for a text completion: each prompt `n` times; raises what `chat` raises."""
+        if body.taper.think is not None:
+            raise RequestError("taper.think goes with chats, not with texts", "leave it out")
         prompts = _prompts(body.prompt)
         whole_number("prompts times n", len(prompts) * (body.n or 1), 1, self.max_n)  # before any is encoded
         encoded = [self.llm.encode(prompt, raw=True) if isinstance(prompt, str) else prompt for prompt in prompts]
