@@ -48,9 +48,7 @@ def main() -> None:
     if not path.exists():
         make(path, next(iter(programs.values())))
     about = {"answer_tokens": TOKENS, "rounds": ROUNDS, "file_mib": round(path.stat().st_size / 2**20)}
-    tests = {
-        f"{kind} {size}": compare(path, programs, kind, size) for kind, size in (("decode", 0), ("prefill", PROMPT))
-    }
+    tests = {f"{kind} {size}": compare(path, programs, kind, size) for kind, size in TESTS}
     write(options.out, {"conditions": conditions(path) | about, **tests})
 
 
