@@ -52,7 +52,9 @@ def to_api_error(error: Exception) -> ApiError:
         return ApiError(400, str(error))
     if isinstance(error, ModelError):
         return ApiError(500, str(error), code="model_error")
-    return ApiError(500, "the server failed; its log says why", code="internal_error")
+    # The exception goes on to the web server, which then closes the connection.
+    headers = {"Connection": "close"}
+    return ApiError(500, "the server failed; its log says why", code="internal_error", headers=headers)
 
 
 def body(error: ApiError) -> ErrorReply:
