@@ -61,7 +61,7 @@ def page(
     calibrated: dict[str, Any],
     quantised: dict[str, Any],
     formats: dict[str, Any],
-    repacked: dict[str, Any],
+    repacked: dict[str, Any] | None,
 ) -> str:
     """docs/results.md."""
     depth, memory, start = result["depth"], result["memory"], result["start_up"]
@@ -132,7 +132,7 @@ def page(
         "",
         *render_quantise.section(quantised),
         *render_formats.section(formats),
-        *render_repack.section(repacked),
+        *(render_repack.section(repacked) if repacked else []),
         "## Conditions",
         "",
         conditions(result["conditions"]),
@@ -191,8 +191,9 @@ def _read(name: str) -> dict[str, Any]:
 
 def rendered() -> dict[Path, str]:
     """The files as they should be."""
-    names = ("decode", f"calibration-{DEFAULT_MODEL}", "quantise", "formats", "repack", "fuzz")
-    result, calibrated, quantised, formats, repacked, report = (_read(name) for name in names)
+    names = ("decode", f"calibration-{DEFAULT_MODEL}", "quantise", "formats", "fuzz")
+    result, calibrated, quantised, formats, report = (_read(name) for name in names)
+    repacked = _read("repack") if (RESULTS / "repack.json").exists() else None
     benches = {name: _read(f"bench-{name}") for name in (DEFAULT_MODEL, *LARGER)}
     readme, reliability = ROOT / "README.md", ROOT / "docs" / "reliability.md"
     text = between_marks(readme.read_text(), summary(result, benches))
