@@ -136,12 +136,14 @@ def draw(result: dict[str, Any], path: Path) -> None:
         for index, size in enumerate(sizes):
             found = {name: dict(_cells(result, name, kind)).get(size) for name in FORMATS}
             bars = [(at, cell["ratio"][peer]) for at, cell in enumerate(found.values()) if cell]
+            if not bars:
+                continue
             places = [at + (index - (len(sizes) - 1) / 2) * 0.27 for at, _ in bars]
             shade = plt.get_cmap("viridis")(0.2 + 0.6 * index / max(1, len(sizes) - 1))
             panel.bar(places, [ratio for _, ratio in bars], 0.25, label=f"{size:,}", color=shade)
         panel.axhline(1, color="black", linewidth=0.8)
         panel.set_ylabel(f"{title}: ratio")
-        panel.legend(title=column, fontsize=8, title_fontsize=8, loc="lower right")
+        panel.legend(title=column, fontsize=8, title_fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     panels[-1].set_xticks(range(len(FORMATS)), FORMATS)
     panels[0].set_title(f"Taper's speed over llama.cpp's ({peer}), full depth, higher is better for Taper", fontsize=10)
     figure.savefig(path, dpi=110)
