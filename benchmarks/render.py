@@ -16,6 +16,7 @@ import render_formats
 import render_methods
 import render_quantise
 import render_repack
+import render_serve
 from pages import prose, table
 from render_calibration import model_page, quality, shipped
 
@@ -61,10 +62,10 @@ def page(
     calibrated: dict[str, Any],
     quantised: dict[str, Any],
     formats: dict[str, Any],
-    repacked: dict[str, Any] | None,
 ) -> str:
     """docs/results.md."""
     depth, memory, start = result["depth"], result["memory"], result["start_up"]
+    repacked, served, loaded = (_read_if_there(name) for name in ("repack", "serve_speed", "serve_load"))
     steps = [
         (d, f"{ms:.2f}", f"{depth['speedup'][d]:.2f}x", f"{depth['ideal_by_bytes'][d]:.2f}x")
         for d, ms in depth["step_ms"].items()
@@ -131,8 +132,9 @@ def page(
         *quality(calibrated),
         "",
         *render_quantise.section(quantised),
-        *render_formats.section(formats),
+        *render_formats.section(formats, _read_if_there("experts")),
         *(render_repack.section(repacked) if repacked else []),
+        *(render_serve.section(served, loaded) if served and loaded else []),
         "## Conditions",
         "",
         conditions(result["conditions"]),
@@ -189,16 +191,19 @@ def _read(name: str) -> dict[str, Any]:
     return data
 
 
+def _read_if_there(name: str) -> dict[str, Any] | None:
+    return _read(name) if (RESULTS / f"{name}.json").exists() else None
+
+
 def rendered() -> dict[Path, str]:
     """The files as they should be."""
     names = ("decode", f"calibration-{DEFAULT_MODEL}", "quantise", "formats", "fuzz")
     result, calibrated, quantised, formats, report = (_read(name) for name in names)
-    repacked = _read("repack") if (RESULTS / "repack.json").exists() else None
     benches = {name: _read(f"bench-{name}") for name in (DEFAULT_MODEL, *LARGER)}
     readme, reliability = ROOT / "README.md", ROOT / "docs" / "reliability.md"
     text = between_marks(readme.read_text(), summary(result, benches))
     written = {
-        ROOT / "docs" / "results.md": page(result, benches, calibrated, quantised, formats, repacked),
+        ROOT / "docs" / "results.md": page(result, benches, calibrated, quantised, formats),
         readme: between_marks(text, render_quantise.adding_up(quantised), QUANTISING),
         reliability: between_marks(reliability.read_text(), fuzzed(report)),
     }

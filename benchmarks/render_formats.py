@@ -24,7 +24,7 @@ TITLES = {
 PICTURE = Path(__file__).parent.parent / "docs" / "results" / "formats.png"
 
 
-def section(result: dict[str, Any]) -> list[str]:
+def section(result: dict[str, Any], experts: dict[str, Any] | None) -> list[str]:
     """The section of docs/results.md."""
     c, peers = result["conditions"], _peers(result)
     same, newest = peers[0], peers[-1]
@@ -60,6 +60,7 @@ def section(result: dict[str, Any]) -> list[str]:
     commits = sorted({cell["commit"] for _, cell in _all_cells(result)})
     return [
         *lines,
+        *(_experts(experts) if experts else []),
         prose(
             f"""
             Taper is bound to the version of ggml that its Python binding, ggml-python, builds. What a newer one would
@@ -82,6 +83,33 @@ def section(result: dict[str, Any]) -> list[str]:
         ),
         "",
     ]
+
+
+def _experts(result: dict[str, Any]) -> list[str]:
+    """The mixture of experts, beside the same version of ggml."""
+    c, tests = result["conditions"], {name: cell for name, cell in result.items() if name != "conditions"}
+    (peer,) = tests["decode 0"]["ratio"]
+    rows = [
+        (title, *(f"{tests[name]['tokens_per_second'][who]:.1f}" for who in (TAPER, peer)), _ratio(tests[name], peer))
+        for name, title in (("decode 0", "decoding"), ("prefill 128", "a prompt of 128 tokens"))
+    ]
+    return [
+        "### A mixture of experts",
+        "",
+        prose(
+            f"""
+            8 of 64 experts, random weights, {c["file_mib"]} MiB in Q4_K_M; made and measured on {c["date"]} at commit
+            {c["commit"]} by `benchmarks/experts.py`:
+            """
+        ),
+        "",
+        *table(("", "Taper", f"llama.cpp, {peer}", "ratio"), rows),
+        "",
+    ]
+
+
+def _ratio(cell: dict[str, Any], peer: str) -> str:
+    return f"{cell['ratio'][peer]:.2f}x"
 
 
 def _peers(result: dict[str, Any]) -> list[str]:
