@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from tiny import TinyModel, make_tiny, write_gguf
 
 settings.register_profile("taper", deadline=None)  # a busy machine must not fail a test
 settings.load_profile("taper")
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # pytest runs in the background; processes of tests get Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", params=["llama", "qwen2", "qwen3", "mistral", "llama-untied", "llama-3.1"])

@@ -36,10 +36,9 @@ def _own_environment(tmp_path, monkeypatch):
 
 
 def start(*arguments, stdout=subprocess.PIPE, memory: int | None = None) -> subprocess.Popen:
-    """A taper process that Ctrl-C reaches even where pytest itself runs in the background, with so much memory."""
+    """A taper process with so much memory."""
 
     def prepare() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
         if memory is not None:
             resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
 

@@ -46,7 +46,7 @@ class ChatTemplate:
             return False
         try:
             return name in meta.find_undeclared_variables(_Environment(self._meter).parse(self.source))
-        except jinja2.TemplateError:
+        except (jinja2.TemplateError, RecursionError):
             return False
 
     def render(self, values: dict[str, Any]) -> str:

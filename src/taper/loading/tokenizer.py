@@ -156,14 +156,14 @@ class Tokenizer:
         """
         if not self.chat_template:
             raise RequestError("this model has no chat template", "give plain text instead of messages")
-        switch = next((name for name in _THINKING if self._compiled_template.uses(name)), None)
-        if think is not None and switch is None:
-            raise RequestError("this model's chat template has no switch for thinking", "leave it as it is")
         # What is absent is none, as transformers gives it to templates.
         given: dict[str, Any] = {"tools": list(tools) or None, "documents": None, "add_generation_prompt": True}
         given |= {"messages": list(messages), **self.template_tokens}
-        if think is not None and switch is not None:
-            given[switch] = think
+        if think is not None:
+            switches = {name: think for name in _THINKING if self._compiled_template.uses(name)}
+            if not switches:
+                raise RequestError("this model's chat template has no switch for thinking", "leave it as it is")
+            given |= switches
         return self._compiled_template.render(given)
 
 
