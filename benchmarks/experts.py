@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
 LAYERS = 16
 TESTS = (("decode", 0), ("prefill", 128))
-SIZES = {"hidden_size": 1024, "head_dim": 128, "moe_intermediate_size": 512, "num_experts": 64}
+SIZES = {"hidden_size": 1024, "head_dim": 256, "moe_intermediate_size": 512, "num_experts": 64}
 
 
 def make(path: Path, programs: Path) -> None:

@@ -134,7 +134,7 @@ def page(
         *render_quantise.section(quantised),
         *render_formats.section(formats, _read_if_there("experts")),
         *(render_repack.section(repacked) if repacked else []),
-        *(render_serve.section(served, loaded) if served and loaded else []),
+        *render_serve.section(served, loaded),
         "## Conditions",
         "",
         conditions(result["conditions"]),

@@ -7,9 +7,10 @@ from typing import Any
 from pages import prose, table
 
 
-def section(speed: dict[str, Any], load: dict[str, Any]) -> list[str]:
-    """The section of docs/results.md."""
-    return ["## Serving", "", *_speeds(speed), *_load(load)]
+def section(speed: dict[str, Any] | None, load: dict[str, Any] | None) -> list[str]:
+    """The section of docs/results.md; it has what was measured."""
+    lines = [*(_speeds(speed) if speed else []), *(_load(load) if load else [])]
+    return ["## Serving", "", *lines] if lines else []
 
 
 def _speeds(result: dict[str, Any]) -> list[str]:
