@@ -79,9 +79,13 @@ def _load(result: dict[str, Any]) -> list[str]:
         "",
         prose(
             f"""
-            Measured on {c["date"]} at commit {c["commit"]}, on an {c["cpu"]}, with {c["threads"]} thread(s) and
+            Measured on {c["date"]} at commit {c["commit"]}, on an {c["cpu"]}, with {_threads(c["threads"])} and
             {c["batch"]} slots of {c["context"]} tokens.
             """
         ),
         "",
     ]
+
+
+def _threads(count: int) -> str:
+    return "one thread" if count == 1 else f"{count} threads"

@@ -67,10 +67,10 @@ class Store:
             raise RequestError(f"cannot keep measurements in {self._path}: {reason}", hint) from None
 
 
-def open_store(model_hash: str, conditions: Conditions) -> Store:
-    """What was measured on a model, in the cache folder; figures of other versions or precisions are never reused."""
+def open_store(model_hash: str, conditions: Conditions, path: Path | None = None) -> Store:
+    """What was measured on a model, by default in the cache folder; other versions' and precisions' is never reused."""
     common = {name: getattr(conditions, name) for name in ("backend", "dtype", "taper", "kernels")}
-    return Store(cache_folder() / "calibration.sqlite", {"model": model_hash, **common})
+    return Store(path or cache_folder() / "calibration.sqlite", {"model": model_hash, **common})
 
 
 def digest(value: Any) -> str:

@@ -19,7 +19,7 @@ from ..calibration.conditions import current_conditions
 from ..calibration.measure import Measurements
 from ..calibration.references import builtin_prompts, completions, encode_prompts
 from ..calibration.statistics import by_answer, ratio_estimate
-from ..calibration.store import Store
+from ..calibration.store import open_store
 from ..checks import whole_number
 from ..errors import RequestError
 from ..llm import LLM
@@ -68,9 +68,7 @@ class Study:
         self.limit = None if limit is None else whole_number("limit", limit, 1)
         self.max_tokens, self.num_replayed = max_tokens, whole_number("num_replayed", num_replayed, 1)
         self.num_hidden_layers = llm.config.num_hidden_layers
-        conditions = current_conditions(llm)
-        common = {name: getattr(conditions, name) for name in ("backend", "dtype", "taper", "kernels")}
-        self._store = Store(folder / "replays.sqlite", {"model": content_hash(llm.path), **common})
+        self._store = open_store(content_hash(llm.path), current_conditions(llm), folder / "replays.sqlite")
 
     def close(self) -> None:
         """Close the file of replays."""
