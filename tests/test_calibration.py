@@ -94,6 +94,20 @@ def test_where_every_layer_does_harm_the_least_is_done_and_told():
     assert order.harmless == 2
 
 
+def test_problems_are_no_longer_asked_once_hardly_any_is_solved():
+    asked = []
+
+    def harm(skipped):
+        asked.append(len(skipped))
+        return 0.0 if len(skipped) < 2 else 9.0
+
+    costs = [1.0 + layer for layer in range(LAYERS)]
+    order = search.find_order(costs, range(LAYERS), 5, [4] * 12, additive(costs), harm)
+    assert order.layers == [0, 1, 2, 3, 4]
+    assert order.harmless == 1
+    assert max(asked) == 2
+
+
 def test_search_takes_the_first_steps_of_some_answers():
     references = [Reference((1, 2), tuple(range(3, 3 + n))) for n in (1, 2, 90)]
     assert [len(reference.answer_ids) for reference in search.first_steps(references, 30)] == [2, 31]

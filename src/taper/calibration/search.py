@@ -18,6 +18,7 @@ FIRST_LOOK = 12  # answers all candidates are tried on; the best go on to the ot
 CANDIDATES, FINALISTS = 6, 3
 BEAM, NEAR = 2, 0.03  # follow a second order too, where its log KL is this close: it may be first a layer later
 HARMLESS = 1.645  # standard errors: a set that does no harm goes beyond it by chance one time in twenty
+LOST = 4.0  # standard errors: hardly a problem is solved any more, and asking for more of them tells nothing
 
 # Sums of KL, one for each candidate, over the steps of some answers (given by their indices), of skipping some layers
 # and that candidate besides.
@@ -59,11 +60,12 @@ def find_order(
 ) -> Order:
     """The first `rounds` of the flex layers to skip: as long as it can be had, those that problems are solved without.
 
-    Of these, the order has the lowest KL, in log over all lengths. `importance` is the mean KL of skipping each layer
+    Of these, the order has the lowest KL, in log over all lengths; where there are none, the least harm, until all is
+    lost. `importance` is the mean KL of skipping each layer
     alone, [L]; `steps` the tapered steps of each answer, [answers].
     """
     marginal = {layer: importance[layer] for layer in flex}  # what each layer added when it was last tried
-    paths, harmless = [_Path(0.0, (), ())], 0
+    paths, harmless, lost = [_Path(0.0, (), ())], 0, False
     for length in range(1, rounds + 1):
         grown: dict[frozenset[int], _Path] = {}
         for path in paths:
@@ -77,10 +79,13 @@ def find_order(
                 skipped = frozenset(new.order)
                 grown[skipped] = min(new, grown.get(skipped, new))
         ranked = sorted(grown.values())
-        if kept := _harmless(ranked, harm):
+        if lost:
+            paths = ranked[:1]
+        elif kept := _harmless(ranked, harm):
             paths, harmless = kept, length if harmless == length - 1 else harmless
         else:
-            paths = [min(ranked[:FINALISTS], key=lambda path: harm(frozenset(path.order)))]
+            least, best = min((harm(frozenset(path.order)), path) for path in ranked[:FINALISTS])
+            paths, lost = [best], least > LOST
     return Order(list(paths[0].order), list(paths[0].losses), harmless)
 
 
