@@ -64,6 +64,7 @@ def test_a_stream_adds_up_to_the_json_reply(server, fields):
     stream = events(server.chat("two", **fields, stream=True, stream_options={"include_usage": True}))
     *chunks, last = stream
     assert last["choices"] == []
+    assert [chunk.get("usage", "missing") for chunk in chunks] == [None] * len(chunks)  # as OpenAI documents
     assert last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
     for choice in whole["choices"]:
         parts = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == choice["index"]]
@@ -111,6 +112,7 @@ def test_a_later_turn_reuses_the_earlier_ones(server):
 def test_logprobs_are_the_models_own(server):
     reply = server.chat("five", logprobs=True, top_logprobs=3).json()["choices"][0]
     expected = reference(server, "five", logprobs=3)
+    assert reply["logprobs"]["refusal"] is None  # a field that OpenAI's document requires
     for token, logprobs, token_id in zip(
         reply["logprobs"]["content"], expected.logprobs, expected.token_ids, strict=True
     ):

@@ -69,6 +69,7 @@ def check_refused(response: httpx.Response, *statuses: int) -> dict:
         ({"logit_bias": {"5": 101}}, None, "100"),
         ({"logit_bias": {"900": 1}}, None, "outside the vocabulary"),
         ({"top_logprobs": 2}, None, "logprobs"),
+        ({"stream_options": {"include_usage": True}}, None, "stream_options goes with stream"),
         ({"logprobs": True, "top_logprobs": 21}, None, "from 0 to 20"),
         ({"taper": {"policy": "none"}}, None, "must be one of full, d3"),
         ({"taper": {"policy": "/etc/passwd"}}, None, "must be one of"),
@@ -252,13 +253,18 @@ def test_a_request_that_does_not_arrive_and_a_stream_that_is_not_read_end(tiny_l
         assert kept.get("/health").status_code == 200  # an idle connection of a client in good standing may stay
 
 
-def test_a_request_that_takes_too_long_ends_with_an_error(tiny_llama):
+def test_a_request_that_takes_too_long_ends_with_an_error(tiny_llama, monkeypatch):
     with serving(tiny_llama, context=1000, max_seconds=0.3) as server:
+        forward = server.llm.engine.backend.forward
+        monkeypatch.setattr(  # a fast machine makes 900 tokens in time
+            server.llm.engine.backend, "forward", lambda batch: time.sleep(0.01) or forward(batch), raising=False
+        )
         check = server.chat("slow", max_tokens=900)
         assert check.status_code == 504
         assert check.json()["error"]["code"] == "timeout"
         streamed = server.chat("slow", max_tokens=900, stream=True)
         assert '"code":"timeout"' in streamed.text.split("\n\n")[-2]
+        assert server.metric('taper_errors_total{status="504"}') == 2, "a stream that fails is counted too"
         assert server.is_idle()
 
 

@@ -96,12 +96,15 @@ class Answer(Response):
         except Exception as error:
             if not self._started:
                 raise
-            await send({"type": "http.response.body", "body": _error_event(error), "more_body": True})
+            await send({"type": "http.response.body", "body": self._error_event(error), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _encoded(self, job: Job) -> AsyncIterator[bytes]:
         async for chunk in job:
-            yield _event(self._events.of(chunk))
+            event = self._events.of(chunk)
+            if self._include_usage:
+                event.usage = None  # as OpenAI's streams have it, until the last event
+            yield _event(event)
         if self._include_usage:
             yield _event(self._events.usage_event())
         yield b"data: [DONE]\n\n"
@@ -112,7 +115,13 @@ class Answer(Response):
         if not self._started:
             raise error
         with suppress(Exception), anyio.move_on_after(1):
-            await send({"type": "http.response.body", "body": _error_event(error), "more_body": False})
+            await send({"type": "http.response.body", "body": self._error_event(error), "more_body": False})
+
+    def _error_event(self, error: Exception) -> bytes:
+        """The event that ends a stream; the log of requests has its first status, 200."""
+        told = to_api_error(error)
+        self._metrics.count_error(told.status_code)
+        return _event(body(told))
 
 
 def _json(reply: BaseModel) -> Response:
@@ -121,7 +130,3 @@ def _json(reply: BaseModel) -> Response:
 
 def _event(event: BaseModel) -> bytes:
     return b"data: " + event.model_dump_json(exclude_unset=True).encode() + b"\n\n"
-
-
-def _error_event(error: Exception) -> bytes:
-    return _event(body(to_api_error(error)))

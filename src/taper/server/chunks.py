@@ -56,7 +56,7 @@ class Events:
         self._outputs: list[Output | None] = [None] * count
         self._num_chunks = [0] * count
 
-    def of(self, chunk: Chunk) -> BaseModel:
+    def of(self, chunk: Chunk) -> ChatChunk | TextCompletion:
         """The event of a chunk."""
         raise NotImplementedError
 
@@ -132,7 +132,7 @@ class ChatEvents(Events):
             delta.role = "assistant"
         choice = ChatChunkChoice(index=index, delta=delta, finish_reason=finish_reason, taper=self._depths(chunk))
         if chunk.logprobs is not None:
-            choice.logprobs = ChatLogprobs(content=[self._logprob(chunk.token_id, chunk.logprobs)])
+            choice.logprobs = ChatLogprobs(content=[self._logprob(chunk.token_id, chunk.logprobs)], refusal=None)
         return ChatChunk(object="chat.completion.chunk", choices=[choice], **self._head)
 
     def usage_event(self) -> ChatChunk:
@@ -156,7 +156,7 @@ class ChatEvents(Events):
                 ChatChoice(
                     index=index,
                     message=message,
-                    logprobs=ChatLogprobs(content=logprobs) if logprobs else None,
+                    logprobs=ChatLogprobs(content=logprobs, refusal=None) if logprobs else None,
                     finish_reason=parts[-1].finish_reason or "stop",
                     taper=_summary(parts[-1].taper),
                 )

@@ -79,7 +79,11 @@ class Metrics:
         """Count a request that was answered."""
         self._requests.labels(path, str(status)).inc()
         if status >= 400:
-            self._errors.labels(str(status)).inc()
+            self.count_error(status)
+
+    def count_error(self, status: int) -> None:
+        """Count a request that failed, or a stream that ended with an error after it had begun with 200."""
+        self._errors.labels(str(status)).inc()
 
     def count_disconnect(self) -> None:
         """Count a client that left."""

@@ -57,6 +57,7 @@ class ChatLogprobs(BaseModel):
     """Log-probabilities of a chat completion."""
 
     content: list[TokenLogprob]
+    refusal: None
 
 
 class TextLogprobs(BaseModel):

@@ -142,6 +142,8 @@ class ServedModel:
         token_filter: Callable[[], TokenFilter] | None,
     ) -> list[Request]:
         self.check_name(body.model)
+        if body.stream_options is not None and not body.stream:
+            raise RequestError("stream_options goes with stream", "set stream to true, or leave it out")
         n = whole_number("n", 1 if body.n is None else body.n, 1, self.max_n)
         policy, ends = self._policy(body.taper), self.llm.tokenizer.eos_token_ids
         requests = []
