@@ -65,7 +65,8 @@ def _load(result: dict[str, Any]) -> list[str]:
             f"""
             Under mixed load for {load["seconds"] / 60:.0f} minutes: {c["clients"]} clients asked for answers of random
             lengths under three policies, left in the middle ({left:,} times, the ones that never read included), and
-            sent what is no request ({counts["bad request"] + counts["not a request"]:,} times). Weights and key-value
+            sent what is no request ({counts["bad request"] + counts["not a request"]:,} times). The queue was short on
+            purpose: {counts["queue full"]:,} requests were told that it was full. Weights and key-value
             cache were f32, so that each of the {counts["right answers"]:,} answers could be compared with the one that
             the model gives alone: {len(load["wrong"])} differed. {load["stuck_sequences"]} sequences were stuck at the
             end. Memory was {memory["first_tenth"]} MiB in the first tenth of the time and {memory["last_tenth"]} in the

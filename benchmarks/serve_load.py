@@ -40,6 +40,7 @@ BAD = [
 NOT_REQUESTS = [b"\x00" * 100, b"GET\r\n\r\n", b"POST / HTTP/1.1\r\nContent-Length: x\r\n\r\n", b"{" * 70_000]
 WARM_UP_SECONDS = 180.0
 FLAT = 1.05  # memory at the end over memory at the beginning
+RESTARTS = 5  # after kill -9; the median counts
 
 
 @dataclass(frozen=True)
@@ -235,20 +236,24 @@ def main() -> None:
         result["load"] = asyncio.run(under_load(server, cases, 60 * options.minutes))
         result["sigterm"] = asyncio.run(terminated(server, cases))
         server.process.wait(60)
-    with serving([*command, "--port", str(port)], port) as server:
-        server.process.kill()
-    with serving([*command, "--port", str(port)], port) as server:
-        started = time.perf_counter()
-        reply = asyncio.run(post(port, CHAT, cases[0].body | {"max_tokens": 1}))
-        first = time.perf_counter() - started
-        result["restart_after_kill_s"] = {"ready": round(server.started_s, 2), "first_answer": round(first, 2)}
+    restarts = []
+    for _ in range(RESTARTS + 1):  # each is killed at the end of its block, and the next takes its port
+        with serving([*command, "--port", str(port)], port) as server:
+            started = time.perf_counter()
+            reply = asyncio.run(post(port, CHAT, cases[0].body | {"max_tokens": 1}))
+            first = time.perf_counter() - started
+            if reply.status != 200:
+                raise RuntimeError(f"status {reply.status} after a restart: {reply.body[:200]!r}")
+            restarts.append((server.started_s, first))
+    ready, first = (round(statistics.median(times), 2) for times in zip(*restarts[1:], strict=True))
+    result["restart_after_kill_s"] = {"ready": ready, "first_answer": first, "restarts": RESTARTS}
     load = result["load"]
     result["passed"] = {
         "answers": not load["wrong"] and load["counts"].get("right answers", 0) > 0,
         "memory": load["memory_ratio"] < FLAT,
         "nothing stuck": load["stuck_sequences"] == 0,
         "sigterm": result["sigterm"]["answered"] == result["sigterm"]["accepted"],
-        "restart within 3 s": reply.status == 200 and sum(result["restart_after_kill_s"].values()) < 3,
+        "restart within 3 s": ready + first < 3,
     }
     write(options.out, result)
     print(json.dumps(result, indent=1))

@@ -3,7 +3,8 @@
     python benchmarks/serve_speed.py --out benchmarks/results/serve_speed.json
 
 Leave the machine alone while it runs. Prompts are random token ids, so that no cache holds them. What is compared takes
-turns; all figures are medians. llama-server takes part where --llama-bin or PATH has it.
+turns; all figures are medians. llama-server takes part where --llama-bin or PATH has it. Ends with exit status 1 if a
+check fails.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import random
 import shutil
 import statistics
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -42,7 +44,10 @@ class Target(NamedTuple):
 
 
 class Streams(NamedTuple):
-    """Tokens per second of all streams together, from the first request to the last token, and while all decode."""
+    """Tokens per second of all streams together, from the first request to the last token, and while all decode.
+
+    `decode` counts events: a server that holds back parts of characters, as llama-server does, has fewer than tokens.
+    """
 
     whole: float
     decode: float
@@ -63,6 +68,7 @@ class Prompts:
             "max_tokens": max_tokens,
             "temperature": 0,
             "stream": True,
+            "stream_options": {"include_usage": True},
         } | target.fields
 
 
@@ -70,7 +76,7 @@ async def complete(target: Target, prompts: Prompts, batch: int, max_tokens: int
     """Speed of so many streams that begin together."""
     bodies = [prompts.body(target, PROMPT_TOKENS, max_tokens) for _ in range(batch)]
     replies = await asyncio.gather(*(post(target.port, COMPLETIONS, body) for body in bodies))
-    check(replies)
+    check(replies, max_tokens)
     tokens = [reply.times[:max_tokens] for reply in replies]  # another event may tell the end
     begin, end = max(times[0] for times in tokens), min(times[-1] for times in tokens)
     inside = sum(begin < moment <= end for times in tokens for moment in times)
@@ -88,12 +94,13 @@ async def newcomer(target: Target, prompts: Prompts, batch: int, max_tokens: int
         await post(target.port, COMPLETIONS, prompts.body(target, PROMPT_TOKENS, AFTER_TOKENS))
     reply = await post(target.port, COMPLETIONS, prompts.body(target, NEWCOMER_TOKENS, 2))
     assert not any(stream.done() for stream in streams), "the load ended before the newcomer's first token"
-    check([reply, *await asyncio.gather(*streams)])
+    check([reply], 2)
+    check(await asyncio.gather(*streams), max_tokens)
     return reply.times[0]
 
 
-def check(replies: Sequence[Reply]) -> None:
-    """Check that all were answered.
+def check(replies: Sequence[Reply], max_tokens: int) -> None:
+    """Check that all were answered, with as many tokens as were asked for: speeds are worked out from these.
 
     Raises:
         RuntimeError: one was not.
@@ -101,6 +108,14 @@ def check(replies: Sequence[Reply]) -> None:
     for reply in replies:
         if reply.status != 200 or not reply.times:
             raise RuntimeError(f"status {reply.status}: {reply.body[:200]!r}")
+        if reply.completion_tokens != max_tokens:
+            raise RuntimeError(f"{reply.completion_tokens} tokens, not {max_tokens}: {reply.body[-200:]!r}")
+
+
+def llama_version(program: str) -> str:
+    """What llama-server says of itself, such as "version: 9897 (0123abc)"."""
+    told = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)
+    return next(line for line in (told.stdout + told.stderr).splitlines() if line.startswith("version"))
 
 
 def token_flops(config: ModelConfig, depth: int) -> int:
@@ -166,7 +181,8 @@ def main() -> None:
         "conditions": conditions(path)
         | {"threads": options.threads, "rounds": options.rounds, "answer_tokens": options.tokens, "batch": batch}
         | {"prompt_tokens": PROMPT_TOKENS, "newcomer_prompt_tokens": NEWCOMER_TOKENS, "policy": options.policy}
-        | {"slots": slots, "context": CONTEXT, "client": "one Python process on the same cores"},
+        | {"slots": slots, "context": CONTEXT, "client": "one Python process on the same cores"}
+        | ({"llama_server": llama_version(program)} if program else {}),
         "tokens_per_second": {
             name: {"whole": median([run.whole for run in runs]), "decode": median([run.decode for run in runs])}
             for name, runs in speeds.items()
@@ -194,6 +210,7 @@ def main() -> None:
     result["passed"] = passed
     write(options.out, result)
     print(json.dumps(result, indent=1))
+    sys.exit(not all(passed.values()))
 
 
 if __name__ == "__main__":

@@ -58,6 +58,12 @@ class Reply:
         return "".join(_text(json.loads(event)["choices"][0]) for event in events)
 
     @property
+    def completion_tokens(self) -> int:
+        """Tokens of a stream, as the usage in one of its last events tells; 0 without usage."""
+        events = (json.loads(part[6:]) for part in reversed(self.body.split(b"\n\n")) if part.startswith(_EVENT))
+        return next((int(event["usage"]["completion_tokens"]) for event in events if event.get("usage")), 0)
+
+    @property
     def is_complete(self) -> bool:
         """Whether all of it came: JSON, or a stream up to its last event, which is no error."""
         if self.body.startswith(b"data:"):
