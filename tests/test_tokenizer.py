@@ -79,14 +79,19 @@ CASED = (
     r"|[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]+[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]*{0}"
     r"|\p{{N}}{1}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-WHOLE_WORDS = ("llama-bpe", "tekken")
+WHOLE_WORDS = ("llama-bpe", "falcon3", "smaug-bpe", "tekken")
+COMPOSED = ("qwen2", "deepseek-r1-qwen")
 PATTERNS = {
     "smollm": GPT2,
     "llama-bpe": LLAMA3,
+    "falcon3": LLAMA3,
+    "smaug-bpe": LLAMA3,
     "qwen2": LLAMA3.replace("{1,3}", ""),
+    "deepseek-r1-qwen": LLAMA3.replace("{1,3}", ""),
     "dbrx": LLAMA3,
     "refact": GPT2,
     "gpt-2": GPT2,
+    "olmo": GPT2,
     "gpt-4o": CASED.format("(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "{1,3}"),
     "tekken": CASED.format("", ""),
 }
@@ -97,7 +102,7 @@ ALPHABET |= {byte: chr(byte) for byte in PRINTABLE}
 
 
 def normalized(pre: str, text: str) -> str:
-    return unicodedata.normalize("NFC", text) if pre == "qwen2" else text
+    return unicodedata.normalize("NFC", text) if pre in COMPOSED else text
 
 
 class SlowTwin:
@@ -208,9 +213,12 @@ def test_qwen2_ids_equal_transformers_own_class(byte_level):
 
 def test_each_pre_tokenizer_has_its_own_numbers_whole_words_and_normal_form(byte_level):
     encode = {pre: rebuilt(byte_level, pre=pre).encode for pre in PATTERNS}
-    assert {pre for pre in PATTERNS if len(encode[pre]("123")) == 3} == {"smollm", "refact", "qwen2", "tekken"}
+    assert {pre for pre in PATTERNS if len(encode[pre]("123")) == 3} == {
+        *("smollm", "refact", "tekken"),
+        *COMPOSED,
+    }
     assert {pre for pre in PATTERNS if len(encode[pre](" unmergeable")) == 1} == set(WHOLE_WORDS)
-    assert [pre for pre in PATTERNS if encode[pre]("e\u0301") == encode[pre]("\u00e9")] == ["qwen2"]
+    assert {pre for pre in PATTERNS if encode[pre]("e\u0301") == encode[pre]("\u00e9")} == set(COMPOSED)
 
 
 def test_special_tokens_are_left_out_of_text_and_user_defined_ones_stay(byte_level):
@@ -221,7 +229,8 @@ def test_special_tokens_are_left_out_of_text_and_user_defined_ones_stay(byte_lev
 
 
 def test_bos_leads_where_the_file_or_the_family_says_so(byte_level):
-    for pre, says, leads in [("llama-bpe", None, 1), ("llama-bpe", False, 0), ("smollm", None, 0), ("qwen2", True, 1)]:
+    cases = [("llama-bpe", None, 1), ("llama-bpe", False, 0), ("smollm", None, 0), ("qwen2", True, 1)]
+    for pre, says, leads in [*cases, ("tekken", None, 1), ("falcon3", None, 0)]:
         tokenizer = rebuilt(byte_level, pre=pre, bos_token_id=1, add_bos_token=says)
         assert tokenizer.encode("a") == [1] * leads + tokenizer.encode("a", add_special_tokens=False)
 

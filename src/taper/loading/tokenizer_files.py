@@ -38,12 +38,19 @@ _TEKKEN_SPLIT = _CASED.replace("%s", "") + r"|\p{N}" + _CASED_TAIL
 # By GGUF's names of pre-tokenizers: what a text is split into before pieces are merged.
 _SPLITS = {
     "llama-bpe": _LLAMA3_SPLIT,
-    "dbrx": _LLAMA3_SPLIT,
+    "falcon3": _LLAMA3_SPLIT,
+    "smaug-bpe": _LLAMA3_SPLIT,  # SmolLM3
+    "dbrx": _LLAMA3_SPLIT,  # Phi 4, OLMo 2
     "qwen2": _QWEN2_SPLIT,
-    "gpt-4o": _GPT4O_SPLIT,
-    "tekken": _TEKKEN_SPLIT,
+    "deepseek-r1-qwen": _QWEN2_SPLIT,
+    "gpt-4o": _GPT4O_SPLIT,  # Phi 4 mini
+    "tekken": _TEKKEN_SPLIT,  # Mistral Nemo and Small
 }
-_WHOLE_WORDS = ("llama-bpe", "tekken")  # a word that is in the vocabulary is one token, whatever the merges say
+_DIGITS_APART = ("smollm", "refact")  # then GPT-2's splits; refact: Granite
+_COMPOSED = ("qwen2", "deepseek-r1-qwen")  # characters in their normal form C
+# A word that is in the vocabulary is one token, whatever the merges say.
+_WHOLE_WORDS = ("llama-bpe", "falcon3", "smaug-bpe", "tekken")
+_BOS_LEADS = ("llama-bpe", "tekken")  # where the file does not say whether it does
 # Token types of GGUF's tokenizer.ggml.token_type.
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 # Ends of a turn that some files do not list among their stop ids.
@@ -132,7 +139,7 @@ def _rebuild(file_name: str, metadata: dict[str, Any], vocab_size: int) -> Token
     eos = _special_id(file_name, metadata, "eos_token_id", len(pieces))
     if model == "gpt2":
         fast = _byte_level_bpe(file_name, get("ggml.pre", str, "default"), vocab, get("ggml.merges", list))
-        add_bos = get("ggml.add_bos_token", bool, metadata.get("tokenizer.ggml.pre") == "llama-bpe")
+        add_bos = get("ggml.add_bos_token", bool, metadata.get("tokenizer.ggml.pre") in _BOS_LEADS)
     elif model == "llama":
         scores = get("ggml.scores", list)
         prefix_space = get("ggml.add_space_prefix", bool, True)
@@ -157,12 +164,11 @@ def _rebuild(file_name: str, metadata: dict[str, Any], vocab_size: int) -> Token
 
 
 def _byte_level_bpe(file_name: str, pre: str, vocab: dict[str, int], merges: list[Any]) -> FastTokenizer:
+    gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    digits_apart = [
-        pre_tokenizers.Digits(individual_digits=True),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-    ]
-    pipelines: dict[str, list[Any]] = {"smollm": digits_apart, "refact": digits_apart, "gpt-2": digits_apart[1:]}
+    pipelines: dict[str, list[Any]] = {"gpt-2": [gpt2], "olmo": [gpt2]}
+    for name in _DIGITS_APART:
+        pipelines[name] = [pre_tokenizers.Digits(individual_digits=True), gpt2]
     for name, pattern in _SPLITS.items():
         pipelines[name] = [pre_tokenizers.Split(Regex(pattern), "isolated"), byte_level]
     if pre not in pipelines:
@@ -174,7 +180,7 @@ def _byte_level_bpe(file_name: str, pre: str, vocab: dict[str, int], merges: lis
             raise ModelError(f"{file_name}: tokenizer merge {merge!r} is not a pair of tokens")
         pairs.append((left, right))
     fast = FastTokenizer(models.BPE(vocab, pairs, ignore_merges=pre in _WHOLE_WORDS))
-    if pre == "qwen2":
+    if pre in _COMPOSED:
         fast.normalizer = normalizers.NFC()
     fast.pre_tokenizer = pre_tokenizers.Sequence(pipelines[pre])
     fast.decoder = decoders.ByteLevel()
