@@ -44,6 +44,7 @@ def test_writes_a_policy_and_says_what_it_costs(arguments, tmp_path):
         "5 held-out prompts",
         "KL to full depth",
         "repeated 4-grams",
+        "full depth solves too few",
     ):
         assert words in result.stdout
     assert "taper generate --policy" in result.stderr

@@ -133,6 +133,10 @@ def _as_text(result: Calibration) -> str:
         pairs.append(("word problems solved, %", summary.problems, 100))
     for title, pair, factor in pairs:
         lines.append(f"  {title:<32} {interval(pair.policy, factor):<27} {interval(pair.full, factor)}")
+    if summary.problems is None:
+        lines.append(
+            f"  {'word problems solved, %':<32} none: full depth solves too few of them, or the context is too short"
+        )
     notes = remarks(summary)
     return "\n".join([*lines, *([""] if notes else []), *notes])
 
