@@ -129,6 +129,7 @@ def page(
             """
         ),
         "",
+        *(gemma(measured) if (measured := _read_if_there("gemma")) else []),
         *quality(calibrated),
         "",
         *render_quantise.section(quantised),
@@ -141,6 +142,26 @@ def page(
         "",
     ]
     return "\n".join(lines)
+
+
+def gemma(result: dict[str, Any]) -> list[str]:
+    """The real weights of another family, beside transformers."""
+    plain, exact, c = result["auto"], result["f32"], result["conditions"]
+    equal = all(result[name]["equal"] for name in ("full", "tapered"))
+    return [
+        prose(
+            f"""
+            The same with the real weights of another family, Gemma 3 270M in Q4_K_M, by `benchmarks/gemma.py` on
+            {c["date"]} at commit {c["commit"]}: against transformers, which dequantises the file to f32, the mean KL
+            over {result["text_tokens"]} tokens of a text, longer than the windows of {result["window"]} tokens, is
+            {plain["kl"]:.2g} nats, and {100 * plain["agreement"]:.0f} % of the likeliest tokens are the same. With
+            `--dtype f32` it is {exact["kl"]:.0e}, {100 * exact["agreement"]:.0f} % are the same, and
+            {result["full"]["tokens"]} greedy tokens at full depth and tapered {"are" if equal else "are not all"} the
+            same.
+            """
+        ),
+        "",
+    ]
 
 
 def conditions(c: dict[str, Any]) -> str:
