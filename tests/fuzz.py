@@ -45,7 +45,6 @@ CONFIG_KEYS += [
     *("num_local_experts", "num_experts_per_tok", "norm_topk_prob", "no_rope_layers", "no_rope_layer_interval"),
     *("embedding_multiplier", "logits_scaling", "query_pre_attn_scalar", "original_max_position_embeddings"),
 ]
-FAMILIES = ("phi3", "smollm3", "olmo2", "granite", "gemma3", "mixtral", "qwen3moe", "granitemoe")
 TOKENIZER_KEYS, POLICY_KEYS = ["chat_template", "bos_token"], ["name", "model", "alpha", "start", "provenance"]
 
 
@@ -136,14 +135,14 @@ class Cases:
         return self.scratch
 
     def gguf(self, rng: random.Random) -> Counter:
-        files = sorted(self.folder.glob("*.gguf"))
-        data = rng.choice(files).read_bytes()
+        data = rng.choice(sorted(self.folder.glob("*.gguf"))).read_bytes()
         header = data.rindex(b".weight") + 40
         changed = with_odd_numbers(data, header + 32, rng) if rng.random() < 0.2 else mutated(data, rng, header)
         return self.load(self.write("mutated.gguf", changed))
 
     def config(self, rng: random.Random) -> Counter:
-        path = self.copy(rng.choice(["f32", *FAMILIES]))
+        folders = {file.parent.name for file in self.folder.glob("*/config.json")} - {"bf16"}
+        path = self.copy(rng.choice(sorted(folders)))
         text = (path / "config.json").read_bytes()
         self.write("config.json", mutated_json(text, rng, CONFIG_KEYS))
         return self.load(path)
@@ -300,15 +299,15 @@ def run(kind: str, first: int, count: int, folder: Path) -> tuple[Counter, list[
 
 def make_models(folder: Path) -> None:
     """The files to mutate: a tiny model in f32 and bf16, as GGUF with two kinds of vocabulary, one of each other family
-    as both, and tokenizers."""
+    as folder and as GGUF, and tokenizers."""
     import numpy as np
-    from tiny import make_tiny, tokenizers, write_gguf
+    from tiny import FAMILIES, PLAIN, make_tiny, tokenizers, write_gguf
 
     tiny = make_tiny(folder / "f32", layers=4)
     for name in ("byte-level", "sentencepiece"):
         write_gguf(folder / f"{name}.gguf", tiny, np.float32, vocabulary=name)
-    for name in FAMILIES:
-        write_gguf(folder / f"{name}.gguf", make_tiny(folder / name, name, layers=4))
+    for name, (architecture, options) in (PLAIN | FAMILIES).items():
+        write_gguf(folder / f"{name}.gguf", make_tiny(folder / name, architecture, **options | {"layers": 4}))
     shutil.copytree(folder / "f32", folder / "bf16")
     tiny.hf.bfloat16().save_pretrained(folder / "bf16")
     (folder / "tokenizers").mkdir()

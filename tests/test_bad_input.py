@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from taper import models
+from taper.loading.families import ARCHITECTURES, MODEL_TYPES
 from taper.policy import DepthPolicy
 
 BIG, HUGE = 1 << 40, (1 << 64) - 1
@@ -183,6 +184,10 @@ def test_random_bytes_are_refused(tmp_path, magic):
     assert "GGUF file" in refused("generate", "--model", path, "hi")
 
 
+def listed(names) -> str:
+    return f"(supported: {', '.join(sorted(names))})"
+
+
 # After a metadata key: type (4 bytes), value. After a tensor's name: number of sizes (4), sizes (8 each), type, offset.
 @pytest.mark.parametrize(
     ("after", "skip", "new", "says"),
@@ -199,7 +204,12 @@ def test_random_bytes_are_refused(tmp_path, magic):
         ("tokenizer.ggml.model", 12, b"bert", "'bert'"),
         ("tokenizer.ggml.pre", 12, b"marble", "'marble'"),
         ("tokenizer.ggml.eos_token_id", 4, u32(300), "eos_token_id"),
-        ("general.architecture", 12, b"mamba", "'mamba'"),
+        (
+            "general.architecture",
+            12,
+            b"mamba",
+            f"'mamba' is not supported {listed(ARCHITECTURES)}",
+        ),
         ("llama.block_count", -17, b"general.alignment" + u32(4, 0), "alignment 0"),  # in its place
         ("llama.block_count", -17, b"general.alignment" + u32(4, 3), "alignment 3"),
         ("llama.block_count", -17, b"general.alignment" + u32(4, 1 << 31), "alignment 2147483648"),
@@ -246,7 +256,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ({"use_sliding_window": True, "sliding_window": 64}, "sliding-window"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "hybrid"),
         ({"layer_types": 5}, "layer_types"),
-        ({"model_type": "mamba"}, "'mamba'"),
+        ({"model_type": "mamba"}, f"'mamba' is not supported {listed(MODEL_TYPES)}"),
         ({"model_type": ["llama"]}, "model_type"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "'dynamic'"),
         ({"rope_parameters": {"rope_type": ["yarn"]}}, "yarn"),

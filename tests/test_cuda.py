@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from test_replay import expected, references
-from tiny import CONTEXT, complete, policies, random_prompt, twin
+from tiny import CONTEXT, FAMILIES, complete, make_tiny, policies, random_prompt, twin
 
 from taper.backends.torch import TorchBackend
 from taper.engine import Engine
@@ -27,6 +27,15 @@ def test_captured_steps_equal_the_slow_twin(tiny):
         backend = make(loaded)
         assert complete(Engine(backend), [prompt], [policy])[0] == twin(tiny, prompt, policy), name
         assert len(backend._graphs) == len({policy.depth(step) for step in range(1, 40)})
+
+
+@pytest.mark.parametrize("family", ["gemma3", "smollm3", "qwen3moe, not normalised", "granitemoe"])
+def test_captured_steps_of_windows_and_experts_equal_the_slow_twin(tmp_path, family):
+    architecture, options = FAMILIES[family]
+    tiny, prompt = make_tiny(tmp_path, architecture, **options), random_prompt(42)
+    loaded = tiny.load()
+    for name, policy in policies(loaded.config.num_hidden_layers).items():
+        assert complete(Engine(make(loaded)), [prompt], [policy])[0] == twin(tiny, prompt, policy), name
 
 
 def test_batches_of_captured_and_eager_steps_equal_each_alone(tiny_llama):

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_families import FAMILIES
-from tiny import BACKENDS, make_backend, make_tiny, one_slot, policies, random_prompt
+from tiny import BACKENDS, FAMILIES, make_backend, make_tiny, one_slot, policies, random_prompt
 
 import taper.replay
 from taper.engine import Engine

@@ -84,6 +84,62 @@ _CLASSES = {
 GGUF_NAMES = {"mistral": "llama", "mixtral": "llama", "gemma3_text": "gemma3", "qwen3_moe": "qwen3moe"}
 PERMUTED = ("llama", "smollm3", "granite", "granitemoe")  # GGUF files have their rotary pairs side by side
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+# What `make_tiny` takes for models that attend to everything in every layer, by one block.
+PLAIN = {
+    "llama": ("llama", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "llama-untied": ("llama", {"tied": False}),
+    "llama-3.1": ("llama", {"rope_parameters": LLAMA3}),
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.3, 1.5, 1.9, 2.5],
+    "long_factor": [1.0, 1.5, 3.0, 5.0, 9.0, 17.0],
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+SCALES = {
+    "attention_multiplier": 0.4,
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 5.0,
+    "residual_multiplier": 0.6,
+}
+GEMMA = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+# The same for the others. Windows are shorter than the prompts.
+FAMILIES = {
+    "mistral with a window": ("mistral", {"sliding_window": 16}),
+    "qwen2 with windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}),
+    "qwen2 with yarn": ("qwen2", {"rope_parameters": YARN}),
+    "phi3": ("phi3", {"tied": False}),
+    "phi3 with a window": ("phi3", {"sliding_window": 16}),
+    "phi3 with longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 90}),
+    "smollm3": ("smollm3", {}),
+    "olmo2": ("olmo2", {"tied": False}),
+    "granite": ("granite", SCALES),
+    "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None}),
+    "qwen3moe": ("qwen3moe", QWEN_EXPERTS),
+    "qwen3moe, not normalised": ("qwen3moe", QWEN_EXPERTS | {"norm_topk_prob": False}),
+    "granitemoe": ("granitemoe", SCALES | {"num_local_experts": 5, "num_experts_per_tok": 3}),
+    "gemma3": ("gemma3", {"layers": 7, "sliding_window": 16, "query_pre_attn_scalar": 16, "rope_parameters": GEMMA}),
+}
+# What GGUF files cannot say is tested from folders alone.
+NOT_IN_GGUF = ("mistral with a window", "qwen2 with windows", "qwen3moe, not normalised")
+
 
 @dataclass
 class TinyModel:
