@@ -191,7 +191,8 @@ def fuzzed(report: dict[str, Any]) -> list[str]:
         prose(
             f"""
             `{report["command"]}` changes files at random, {report["count"]:,} times for each kind: bytes, and the
-            structure of JSON. Each file must be rejected in one line, or load and then generate greedily and sampled.
+            structure of JSON. GGUF headers and `config.json` are of every family of models. Each file must be rejected
+            in one line, or load and then generate greedily and sampled.
             On {report["date"]}, {len(report["failures"])} of {report["count"] * len(rows):,} failed:
             """
         ),
