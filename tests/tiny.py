@@ -16,34 +16,7 @@ import pytest
 import torch
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GraniteConfig,
-    GraniteForCausalLM,
-    GraniteMoeConfig,
-    GraniteMoeForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Olmo2Config,
-    Olmo2ForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    SmolLM3Config,
-    SmolLM3ForCausalLM,
-)
 
-import taper.hf
 from taper.backends import TokenBatch
 from taper.backends.torch import TorchBackend
 from taper.engine import Engine
@@ -67,19 +40,20 @@ DEFAULT_MODEL_FILE = PACKAGED_MODELS[DEFAULT_MODEL].path  # the user's own, befo
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 VOCAB_SIZE = 300
 
+# What the names of transformers' classes begin with; its models take seconds to import, so each waits until it is built.
 _CLASSES = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    "mistral": (MistralConfig, MistralForCausalLM),
-    "phi3": (Phi3Config, Phi3ForCausalLM),
-    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
-    "olmo2": (Olmo2Config, Olmo2ForCausalLM),
-    "granite": (GraniteConfig, GraniteForCausalLM),
-    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
-    "mixtral": (MixtralConfig, MixtralForCausalLM),
-    "qwen3moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
-    "granitemoe": (GraniteMoeConfig, GraniteMoeForCausalLM),
+    "llama": "Llama",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "mistral": "Mistral",
+    "phi3": "Phi3",
+    "smollm3": "SmolLM3",
+    "olmo2": "Olmo2",
+    "granite": "Granite",
+    "gemma3": "Gemma3",
+    "mixtral": "Mixtral",
+    "qwen3moe": "Qwen3Moe",
+    "granitemoe": "GraniteMoe",
 }
 GGUF_NAMES = {"mistral": "llama", "mixtral": "llama", "gemma3_text": "gemma3", "qwen3_moe": "qwen3moe"}
 PERMUTED = ("llama", "smollm3", "granite", "granitemoe")  # GGUF files have their rotary pairs side by side
@@ -195,7 +169,11 @@ def tokenizers() -> dict[str, FastTokenizer]:
 
 def make_tiny(folder: Path, architecture: str = "llama", *, tied: bool = True, layers: int = 5, **more) -> TinyModel:
     """Build, randomise and save a tiny model: hidden 64, 4 heads to 2, unless `more` says otherwise."""
-    config_class, model_class = _CLASSES[architecture]
+    import transformers
+
+    name = _CLASSES[architecture]
+    config_class = getattr(transformers, name + ("TextConfig" if architecture == "gemma3" else "Config"))
+    model_class = getattr(transformers, name + "ForCausalLM")
     sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
     config = config_class(
         vocab_size=VOCAB_SIZE,
@@ -362,7 +340,9 @@ def complete(engine: Engine, prompts, policies, tokens: int = TOKENS) -> list[li
 
 def twin(tiny: TinyModel, prompt: list[int], policy: DepthPolicy | None, tokens: int = TOKENS) -> list[int]:
     """The slow twin's greedy answer; without a policy, plain transformers."""
-    custom = {} if policy is None else {"custom_generate": taper.hf.decode(policy)}
+    from taper import hf
+
+    custom = {} if policy is None else {"custom_generate": hf.decode(policy)}
     ids = torch.tensor([prompt])
     mask = torch.ones_like(ids)
     out = tiny.hf.generate(ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False, **custom)
