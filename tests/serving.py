@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from tiny import TinyModel, policies
 
 from taper import LLM
 from taper.server.limits import Limits
-from taper.server.run import config
+from taper.server.run import config, listen
 from taper.server.served import ServedModel
 
 LAYERS = 6
@@ -93,7 +92,7 @@ def serving(tiny: TinyModel, slots: int = 4, context: int = 256, template: str =
     chosen = Limits(port=0, **limits)
     known = {"full": llm.resolve_policy(mode="full"), **policies(LAYERS)}
     served = ServedModel(NAME, llm, known, "d3", chosen.max_n)
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = listen(chosen)
     running = uvicorn.Server(config(served, chosen))
     thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()

@@ -163,6 +163,14 @@ def test_a_body_without_a_length_is_measured_too(server):
     check_refused(server.http.post(CHAT, content=endless(), headers={"content-type": "application/json"}), 413)
 
 
+def test_replies_on_a_kept_connection_wait_for_no_acknowledgement(server):
+    """Which a client's system may hold back for 40 ms."""
+    started = time.monotonic()
+    for _ in range(50):
+        check_refused(server.http.get("/nothing"), 404)
+    assert time.monotonic() - started < 1.5
+
+
 # Many requests
 
 

@@ -197,8 +197,9 @@ class EngineLoop:
             if chunk.output is not None:
                 del self._jobs[step.sequence_id]
             events.append((job, chunk))
-        self._send(events)
+        # Before they are sent: who has a reply finds it counted.
         self._metrics.count_step([chunk for _, chunk in events], time.perf_counter() - started)
+        self._send(events)
 
     def _send(self, events: Sequence[tuple[Job, _Event]]) -> None:
         """Hand events to asyncio, all at once; a loop that has ended wants none."""

@@ -68,7 +68,8 @@ def listen(limits: Limits) -> socket.socket:
         RequestError: the address is taken, not this machine's, or not an address.
     """
     family = socket.AF_INET6 if ":" in limits.host else socket.AF_INET
-    listener = socket.socket(family)
+    # asyncio sends small parts of a reply at once on sockets that name TCP only; others wait for acknowledgements.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((limits.host, limits.port))
