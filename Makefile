@@ -26,7 +26,7 @@ demo-large: $(VENV)/installed
 
 test: lint build/converter
 	@$(BIN)/taper pull
-	@$(BIN)/python -m pytest
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-vllm: .venv-vllm/installed
 	@$(VLLM_BIN)/taper pull

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -14,6 +15,10 @@ settings.register_profile("taper", deadline=None)  # a busy machine must not fai
 settings.load_profile("taper")
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # pytest runs in the background; processes of tests get Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if (worker := os.environ.get("PYTEST_XDIST_WORKER")) and hasattr(os, "sched_setaffinity"):
+    # A core for each worker and its processes: threads that share cores with another worker's wait for each other.
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
 
 
 @pytest.fixture(scope="session", params=PLAIN)
