@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import resource
 import signal
 import struct
 import subprocess
@@ -15,6 +14,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from forked import run_taper
 
 from taper import models
 from taper.loading.families import ARCHITECTURES, MODEL_TYPES
@@ -36,15 +36,10 @@ def _own_environment(tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
 
 
-def start(*arguments, stdout=subprocess.PIPE, memory: int | None = None) -> subprocess.Popen:
-    """A taper process with so much memory."""
-
-    def prepare() -> None:
-        if memory is not None:
-            resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-
+def start(*arguments, stdout=subprocess.PIPE) -> subprocess.Popen:
+    """A taper process."""
     command = [sys.executable, "-m", "taper", *map(str, arguments)]
-    return subprocess.Popen(command, stdin=-1, stdout=stdout, stderr=-1, preexec_fn=prepare)
+    return subprocess.Popen(command, stdin=-1, stdout=stdout, stderr=-1)
 
 
 def finish(process, stdin: bytes = b"") -> tuple[bytes, bytes]:
@@ -60,12 +55,15 @@ def left_in_cache() -> list[Path]:
     return [path for path in cache.rglob("*") if path != cache / "models"]
 
 
-def refused(*arguments, stdin: bytes = b"", stdout=subprocess.PIPE, memory: int | None = None) -> str:
+def refused(*arguments, stdin: bytes = b"", memory: int | None = None) -> str:
     """The one line with which taper refuses these arguments."""
-    process = start(*arguments, stdout=stdout, memory=memory)
-    out, err = finish(process, stdin)
+    return refusal(*run_taper(*arguments, stdin=stdin, memory=memory))
+
+
+def refusal(code: int, out: bytes, err: bytes) -> str:
+    """The one line of a command that ended as refused ones do."""
     lines = [line for line in err.decode().splitlines() if not line.startswith("fetching ")]  # pull says what
-    assert (process.returncode, out or b"", len(lines)) == (2, b"", 1), err.decode()
+    assert (code, out, len(lines)) == (2, b"", 1), err.decode()
     assert lines[0].startswith("taper: ")
     assert left_in_cache() == []
     return lines[0]
@@ -329,6 +327,14 @@ def test_folder_of_gguf_files_names_one(tmp_path):
     assert "one.gguf" in refused("generate", "--model", tmp_path, "hi")
 
 
+def test_a_whole_start_and_end_of_python_add_no_line(tiny_gguf):
+    """What other tests fork from a process that has imported Taper."""
+    for arguments in (["sing"], ["generate", "--model", tiny_gguf, "--dtype", "q3", "hi"]):
+        process = start(*arguments)
+        out, err = finish(process)
+        assert refusal(process.returncode, out, err)
+
+
 def test_warnings_as_errors_are_no_traceback(tiny_gguf, monkeypatch):
     monkeypatch.setenv("PYTHONWARNINGS", "error")
     process = start("generate", "--model", tiny_gguf, "--threads", 1, "--max-tokens", 3, "hi")
@@ -411,7 +417,9 @@ def test_closed_pipe_ends_quietly(tiny_gguf, arguments, read):
 def test_output_to_a_full_disk_is_refused(tiny_gguf, arguments):
     model = ["--model", tiny_gguf, "hi"] if "generate" in arguments else []
     with open("/dev/full", "wb") as full:
-        assert "No space left" in refused(*arguments.split(), *model, stdout=full)
+        process = start(*arguments.split(), *model, stdout=full)
+        _, err = finish(process)
+    assert "No space left" in refusal(process.returncode, b"", err)
 
 
 @pytest.mark.parametrize("command", ["generate - <&-", "chat <&-", "generate hi --max-tokens 3 >&-", "policy list >&-"])

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from forked import run_taper
 from test_calibration import comparable
 
 from taper import DepthPolicy
@@ -190,10 +191,8 @@ def test_outputs_that_cannot_be_written_are_rejected_before_the_work(option, arg
 
 
 def refused(arguments, says: str) -> None:
-    done = subprocess.run([sys.executable, "-m", "taper", *arguments], capture_output=True, text=True, timeout=60)
-    lines = [line for line in done.stderr.splitlines() if line.startswith("taper:")]
-    assert done.returncode == 2, done.stderr
-    assert len(lines) == 1, done.stderr
+    code, out, err = run_taper(*arguments)
+    lines = [line for line in err.decode().splitlines() if line.startswith("taper:")]
+    assert (code, out, len(lines)) == (2, b"", 1), err.decode()
     assert says in lines[0]
-    assert "Traceback" not in done.stderr
-    assert done.stdout == ""
+    assert b"Traceback" not in err

@@ -172,7 +172,7 @@ import json, sys, time
 from taper.errors import RequestError
 from taper.loading import template_meter
 from taper.loading.chat_template import ChatTemplate
-template_meter.MAX_SECONDS = 1.0
+template_meter.MAX_SECONDS = 0.5
 for template in json.load(sys.stdin):
     started, message = time.process_time(), "was rendered"
     try:
@@ -184,7 +184,7 @@ for template in json.load(sys.stdin):
 
 
 def test_hostile_templates_are_refused_within_seconds_and_a_gigabyte():
-    """With a limit of one second, which a single operation may exceed."""
+    """With a limit of half a second, which a single operation may exceed."""
     limit = lambda: resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))  # noqa: E731
     process = subprocess.run(
         [sys.executable, "-c", RUN], input=json.dumps(BOMBS), text=True, capture_output=True, preexec_fn=limit
@@ -203,7 +203,6 @@ def test_hostile_templates_are_refused_within_seconds_and_a_gigabyte():
         ("x" * 65_537, "has 65537 characters; at most 65536"),
         ("{{ 'x' * 2000000 }}", r"makes more than 10\d{5} characters"),
         (rounds(""), r"makes more than 134\d{6} characters in all"),
-        (rounds("{% set x = 'a' * 90000 %}" + "{% if 'b' in x %}{% endif %}" * 2000), "takes more than 5 seconds"),
         ("{{ 3 ** 99 }}", "more than 64 bits"),
         (repeated("1", "[ns.x]"), "more than 100 deep"),
         ("{{ '%*d' % (5, 1) }}", "a width that it calculates"),
@@ -212,6 +211,13 @@ def test_hostile_templates_are_refused_within_seconds_and_a_gigabyte():
 )  # fmt: skip
 def test_each_limit_is_named(template, says):
     with pytest.raises(RequestError, match=says):
+        ChatTemplate(template).render({"messages": [USER]})
+
+
+def test_the_limit_of_time_is_named(monkeypatch):
+    monkeypatch.setattr("taper.loading.template_meter.MAX_SECONDS", 0.5)  # on a fast machine too, no other comes first
+    template = rounds("{% set x = 'a' * 90000 %}" + "{% if 'b' in x %}{% endif %}" * 2000)
+    with pytest.raises(RequestError, match=r"takes more than 0\.5 seconds"):
         ChatTemplate(template).render({"messages": [USER]})
 
 

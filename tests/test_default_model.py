@@ -18,6 +18,7 @@ from taper.policy import DepthPolicy
 
 pytestmark = pytest.mark.skipif(not DEFAULT_MODEL_FILE.is_file(), reason="fetch the default model with: taper pull")
 
+POLICIES = (DepthPolicy.full(30), find_policy("fast"))
 QUESTION = "Why is the sky blue? Explain it to a child of 7."
 
 
@@ -43,14 +44,14 @@ def exact(loaded) -> GgmlBackend:
 
 
 def test_64_tokens_equal_transformers_at_full_depth_and_tapered(exact, prompt, transformers_model):
-    fast = find_policy("fast")
+    full, tapered = (complete(Engine(exact), [prompt], [policy], tokens=64)[0] for policy in POLICIES)
+    with torch.no_grad():  # greedy ids are those that one pass over all of them would choose again
+        logits = transformers_model(torch.tensor([prompt + full])).logits
+    assert logits[0, len(prompt) - 1 : -1].argmax(-1).tolist() == full
     ids = torch.tensor([prompt])
-    for policy in (DepthPolicy.full(30), fast):
-        custom = {} if policy.schedule.alpha == 1 else {"custom_generate": taper.hf.decode(policy)}
-        out = transformers_model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, do_sample=False, **custom
-        )
-        assert complete(Engine(exact), [prompt], [policy], tokens=64)[0] == out[0, len(prompt) :].tolist()
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 64, "do_sample": False}
+    out = transformers_model.generate(ids, custom_generate=taper.hf.decode(POLICIES[1]), **options)
+    assert out[0, len(prompt) :].tolist() == tapered
 
 
 def test_quantised_kernels_stay_close_to_the_same_weights_in_f32(loaded, exact, prompt):

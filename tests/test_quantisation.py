@@ -33,17 +33,33 @@ CONFIG = ModelConfig(
 )
 
 
-ONE_LAYER = replace(CONFIG, layers=CONFIG.layers[:1], intermediate_size=256)  # ggml takes long over the smallest types
+ONE_LAYER = replace(CONFIG, layers=CONFIG.layers[:1], intermediate_size=256)
+# To quantise to these, ggml prepares tables for seconds.
+TABLES = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S")
 
 
 def quantised(dtype: str, floats: np.ndarray) -> Tensor:
-    """Weights [out, in] as ggml quantises them."""
+    """Weights [out, in], f32, as ggml quantises them; of the types with large tables any others."""
     rows, columns = floats.shape
+    if dtype in TABLES:
+        return Tensor(dtype, floats.shape, random_blocks(dtype, rows * columns, floats[0].view(np.uint32)))
     data = np.zeros(rows * row_bytes(dtype, columns), np.uint8)
-    importance = (ctypes.c_float * columns)(*[1.0] * columns)  # the smallest types need one
     pointer = np.ascontiguousarray(floats, np.float32).ctypes.data_as(ctypes.POINTER(ctypes.c_float))
-    ggml.ggml_quantize_chunk(WEIGHT_TYPES[dtype][0], pointer, data.ctypes.data, 0, rows, columns, importance)
+    ggml.ggml_quantize_chunk(WEIGHT_TYPES[dtype][0], pointer, data.ctypes.data, 0, rows, columns, None)
     return Tensor(dtype, floats.shape, data)
+
+
+def random_blocks(dtype: str, count: int, seed: np.ndarray) -> np.ndarray:
+    """So many random weights: any bytes are some, once the f16 scale of each block is no odd number."""
+    _, block, size = WEIGHT_TYPES[dtype]
+    data = np.random.default_rng(seed).integers(0, 256, (count // block, size), np.uint8)
+    scale = np.full(1, 0.002, "<f2")
+    if dtype == "IQ1_M":  # has four bits of the scale in each of its last four numbers
+        last = data[:, -8:].view("<u2")
+        last[:] = last & 0x0FFF | (scale.view("<u2") >> np.array([0, 4, 8, 12], "<u2") & 15) << 12
+    else:
+        data[:, :2] = scale.view(np.uint8)
+    return data.reshape(-1)
 
 
 def test_sizes_are_those_of_ggml():

@@ -40,7 +40,7 @@ DEFAULT_MODEL_FILE = PACKAGED_MODELS[DEFAULT_MODEL].path  # the user's own, befo
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 VOCAB_SIZE = 300
 
-# What the names of transformers' classes begin with; its models take seconds to import, so each waits until it is built.
+# What the names of transformers' classes begin with. They take seconds to import, so each waits until one is built.
 _CLASSES = {
     "llama": "Llama",
     "qwen2": "Qwen2",
