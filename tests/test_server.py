@@ -169,7 +169,7 @@ def test_mode_full_runs_every_layer(server):
 
 
 def test_sixty_four_random_concurrent_requests_give_the_ids_that_each_gives_alone(server):
-    """Lengths, policies, streaming and clients that leave, on four slots."""
+    """Lengths, policies, streaming and clients that leave, on four slots. A byte is a token of this model."""
     rng = np.random.default_rng(3)
     names = list(server.served.policies)
     asked = []

@@ -107,7 +107,7 @@ def hostile_bodies() -> list[bytes]:
         good.replace('"max_tokens": 8', '"max_tokens": ' + "9" * 5000).encode(),
         good.replace('"temperature": 0', '"temperature": Infinity').encode(),
         good.replace('"temperature": 0', '"temperature": -1e308').encode(),
-        json.dumps(chat_body(stop=[f"stop {i}" for i in range(1500)])).encode(),
+        json.dumps(chat_body(stop=[f"stop {i}" for i in range(5000)])).encode(),
         json.dumps(chat_body(x="y" * 30_000)).encode(),
         json.dumps(chat_body(logit_bias={str(i): 1 for i in range(1500)})).encode(),
         json.dumps(chat_body(tools=[{"type": "function", "function": {"name": ""}}])).encode(),
