@@ -93,7 +93,7 @@ def shown(value: object) -> str:
         text = repr(value)
     except Exception:  # of a class of the caller's own
         text = f"a {type(value).__name__}"
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return text if len(text) <= 160 else f"{text[:157]}..."
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
