@@ -72,7 +72,8 @@ def _load(result: dict[str, Any]) -> list[str]:
             end. Memory was {memory["first_tenth"]} MiB in the first tenth of the time and {memory["last_tenth"]} in the
             last. SIGTERM under load lost {result["sigterm"]["accepted"] - result["sigterm"]["answered"]} of
             {result["sigterm"]["accepted"]} accepted requests. After `kill -9`, a new server was ready in
-            {restart["ready"]:.1f} s and gave its first answer {restart["first_answer"]:.1f} s later.
+            {restart["ready"]:.1f} s and gave its first answer {restart["first_answer"]:.1f} s later (median of
+            {restart["restarts"]}, {_threads(restart["threads"])}, {restart["date"]}, commit {restart["commit"]}).
             """
         ),
         "",

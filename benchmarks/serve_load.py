@@ -1,6 +1,6 @@
 """taper serve under mixed load: are answers right, is memory flat, is anything stuck at the end?
 
-    python benchmarks/serve_load.py --minutes 30 --out benchmarks/results/serve_load.json
+    python benchmarks/serve_load.py --minutes 30 --out benchmarks/results/serve_load.json [load | restart]
 
 Clients ask for answers of random lengths under several policies, streamed or not; leave in the middle; send what is no
 request; and do not read. Weights and key-value cache are f32, so each answer must be, token for token, the one that the
@@ -208,14 +208,30 @@ async def terminated(server: Server, cases: list[Case]) -> dict[str, int]:
     return {"accepted": len(asked), "answered": sum(right)}
 
 
+def restarted(command: list[str], body: dict[str, Any]) -> dict[str, Any]:
+    """Seconds until a server is ready again after kill -9, and from then to its first answer; medians."""
+    port, times = free_port(), []
+    for _ in range(RESTARTS + 1):  # each is killed at the end of its block, and the next takes its port
+        with serving([*command, "--port", str(port)], port) as server:
+            started = time.perf_counter()
+            reply = asyncio.run(post(port, CHAT, body | {"max_tokens": 1}))
+            first = time.perf_counter() - started
+            if reply.status != 200:
+                raise RuntimeError(f"status {reply.status} after a restart: {reply.body[:200]!r}")
+            times.append((server.started_s, first))
+    ready, first = (round(statistics.median(column), 2) for column in zip(*times[1:], strict=True))
+    return {"ready": ready, "first_answer": first, "restarts": RESTARTS}
+
+
 def main() -> None:
-    """Run all parts and print the document."""
+    """Run the parts asked for and print the document."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="load | restart", help="which to run; default both")
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--cases", type=int, default=60, help="different requests")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="the file of results; a part that does not run is kept")
     options = parser.parse_args()
     llm = LLM(options.model, dtype="f32", context=CONTEXT, threads=options.threads, max_batch_size=1)
     cases = make_cases(llm, options.cases, random.Random(0))
@@ -224,36 +240,29 @@ def main() -> None:
     command = [sys.executable, "-m", "taper", "serve", "--model", options.model, "--name", NAME, "--dtype", "f32"]
     command += ["--threads", str(options.threads), "--context", str(CONTEXT), "--max-batch-size", str(SLOTS)]
     command += ["--max-waiting", str(WAITING), "--policy", "full"]
-    result: dict[str, Any] = {
-        "conditions": conditions(find_model(options.model))
-        | {"threads": options.threads, "kv_cache": "f32", "batch": SLOTS, "dtype": "f32", "context": CONTEXT}
-        | {"clients": CLIENTS, "max_waiting": WAITING, "different_requests": len(cases), "of_20": KINDS}
-    }
-    for unused in ("answer_tokens", "rounds", "statistic"):
-        result["conditions"].pop(unused)
-    port = free_port()
-    with serving([*command, "--port", str(port)], port) as server:
-        result["load"] = asyncio.run(under_load(server, cases, 60 * options.minutes))
-        result["sigterm"] = asyncio.run(terminated(server, cases))
-        server.process.wait(60)
-    restarts = []
-    for _ in range(RESTARTS + 1):  # each is killed at the end of its block, and the next takes its port
+    about = conditions(find_model(options.model)) | {"threads": options.threads}
+    result: dict[str, Any] = json.loads(options.out.read_text()) if options.out and options.out.exists() else {}
+    if "load" in options.parts or not options.parts:
+        result["conditions"] = about | {"kv_cache": "f32", "batch": SLOTS, "dtype": "f32", "context": CONTEXT}
+        result["conditions"] |= {"clients": CLIENTS, "max_waiting": WAITING, "different_requests": len(cases)}
+        result["conditions"]["of_20"] = KINDS
+        for unused in ("answer_tokens", "rounds", "statistic"):
+            result["conditions"].pop(unused)
+        port = free_port()
         with serving([*command, "--port", str(port)], port) as server:
-            started = time.perf_counter()
-            reply = asyncio.run(post(port, CHAT, cases[0].body | {"max_tokens": 1}))
-            first = time.perf_counter() - started
-            if reply.status != 200:
-                raise RuntimeError(f"status {reply.status} after a restart: {reply.body[:200]!r}")
-            restarts.append((server.started_s, first))
-    ready, first = (round(statistics.median(times), 2) for times in zip(*restarts[1:], strict=True))
-    result["restart_after_kill_s"] = {"ready": ready, "first_answer": first, "restarts": RESTARTS}
-    load = result["load"]
+            result["load"] = asyncio.run(under_load(server, cases, 60 * options.minutes))
+            result["sigterm"] = asyncio.run(terminated(server, cases))
+            server.process.wait(60)
+    if "restart" in options.parts or not options.parts:
+        measured = {key: about[key] for key in ("date", "commit", "cpu", "threads")}
+        result["restart_after_kill_s"] = restarted(command, cases[0].body) | measured
+    load, restart = result["load"], result["restart_after_kill_s"]
     result["passed"] = {
         "answers": not load["wrong"] and load["counts"].get("right answers", 0) > 0,
         "memory": load["memory_ratio"] < FLAT,
         "nothing stuck": load["stuck_sequences"] == 0,
         "sigterm": result["sigterm"]["answered"] == result["sigterm"]["accepted"],
-        "restart within 3 s": ready + first < 3,
+        "restart within 3 s": restart["ready"] + restart["first_answer"] < 3,
     }
     write(options.out, result)
     print(json.dumps(result, indent=1))
