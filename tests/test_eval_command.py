@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from eval_data import write_data
 
 from taper import LLM, DepthPolicy
 from taper.cli import cli
+from taper.cli import eval as eval_command
 from taper.errors import RequestError, TaperError
 from taper.evals import __main__ as harness_command
 from taper.evals import evaluate, load_tasks, tasks
@@ -98,6 +100,15 @@ def test_json_and_groups(command, tmp_path):
     assert summary["num_truncated"] == 4  # BBH: the tiny model reads bytes, so no prompt with examples fits
 
 
+def test_progress_tells_the_time_left_and_the_accuracy_so_far(command, monkeypatch):
+    monkeypatch.setattr(eval_command, "_EVERY", 0)
+    result = CliRunner().invoke(cli, [*map(str, command), "--tasks", "gsm8k", "--fewshot", "0"])
+    lines = [line for line in result.stderr.splitlines() if "min left" in line]
+    assert len(lines) == 12
+    assert lines[0].startswith("1 of 12, ")
+    assert re.fullmatch(r"12 of 12, 0 min left; gsm8k: full 0\.0%, power .* 0\.0%", lines[-1])
+
+
 # Going on
 
 
@@ -121,6 +132,11 @@ def test_a_killed_evaluation_goes_on(command, tmp_path):
     run(*arguments)
     assert records(out)[: len(done)] == done
     assert by_problem(out) == expected
+    before = out.read_text()
+    other = subprocess.run([sys.executable, "-m", "taper", *map(str, arguments), "--chat"], capture_output=True)
+    assert (other.returncode, other.stdout, other.stderr.count(b"\n")) == (2, b"", 1), other.stderr
+    assert b"was written with chat False, not True" in other.stderr
+    assert out.read_text() == before
 
 
 def test_more_problems_and_policies_extend_the_records(command, tmp_path):

@@ -76,6 +76,21 @@ def test_examples_and_long_prompts_give_its_texts_too(llm, hf, data):
     assert texts == hf.generate_until(asked, disable_tqdm=True)
 
 
+def test_100_problems_get_the_strings_of_the_harness_own_class(llm, hf, tmp_path):
+    data = write_data(tmp_path, problems=100)
+    ours = evaluate(llm, load_tasks(["gsm8k"], fewshot=0, data_dir=data), ["full"], max_tokens=16)
+    task = load_tasks(["gsm8k"], fewshot=0, data_dir=data).tasks[0]
+    more = {"task_manager": lm_eval.tasks.TaskManager(include_defaults=False), "bootstrap_iters": 0}
+    found = lm_eval.simple_evaluate(hf, tasks=[task._task], gen_kwargs={"max_gen_toks": 16}, **more)
+    theirs = [one for one in found["samples"]["gsm8k"] if one["filter"] == "flexible-extract"]
+    assert [record.answers[0].text for record in ours.records] == [one["resps"][0][0] for one in theirs]
+    assert [record.extracted["flexible-extract"] for record in ours.records] == [
+        one["filtered_resps"][0] for one in theirs
+    ]
+    assert len(theirs) == 100
+    assert len({one["resps"][0][0] for one in theirs}) > 90
+
+
 def test_control_tokens_end_an_output_as_in_the_harness(llm, hf):
     contexts = ["27", "10", "59"]  # after which the model writes <|im_end|>, <|im_start|> and <|endoftext|>
     free = instances({"until": [], "max_gen_toks": 48, "repetition_penalty": 1.3}, contexts)
@@ -208,6 +223,33 @@ def test_gsm8k_finds_the_answer_as_the_harness_does(tmp_path, text, strict, flex
     task = load_tasks(["gsm8k"], fewshot=0, data_dir=tmp_path).tasks[0]
     scores, _ = task.score(task.problems()[0], [[text]])
     assert scores == {"strict-match": {"exact_match": strict}, "flexible-extract": {"exact_match": flexible}}
+
+
+@pytest.mark.parametrize(
+    ("text", "fewshot", "flexible", "strict"),
+    [
+        ("So the answer is False.", 1, 1, 1),
+        ("So the answer is False.\nQ: And now?", 1, 1, 1),
+        ("The answer is False.", 0, 1, 1),
+        ("So the answer is False", 0, 1, 0),  # the last character of the line is taken for the full stop
+        ("So the answer is **False**.", 0, 1, 0),
+        ("The answer is True. No, the answer is False.", 1, 1, 0),
+        ("So the answer is True. No, the answer is False.", 0, 1, 0),
+        ("So the answer is False.\nSo the answer is True.", 1, 0, 1),
+        ("It is not True, so it is False", 0, 1, 0),
+        ("the answer is false.", 0, 0, 1),
+        ("Falsehood", 0, 0, 0),
+        ("", 0, 0, 0),
+    ],
+)
+def test_bbh_finds_the_answer_as_the_harness_does(data, text, fewshot, flexible, strict):
+    name = "boolean_expressions"
+    found = {}
+    for task in load_tasks([f"bbh_cot_fewshot_{name}", f"bbh_cot_zeroshot_{name}"], data_dir=data).tasks:
+        problem = task.problems(1)[0]
+        assert problem.requests[0].doc["target"] == "False"
+        found |= {name: scores["exact_match"] for name, scores in task.score(problem, [[text]])[0].items()}
+    assert found == {"get-answer": fewshot, "flexible-extract": flexible, "strict-match": strict}
 
 
 class Told(LM):
