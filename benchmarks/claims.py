@@ -39,7 +39,7 @@ from taper.calibration.statistics import Estimate, by_answer, ratio_estimate
 from taper.calibration.summary import MEASURED_ORDER, to_plain
 from taper.evals import Evaluation, summarise
 from taper.evals.comparison import Study, TaskStudy, by_step, joined
-from taper.evals.methods import FULL
+from taper.evals.methods import FULL, chosen
 from taper.policy import middle_first_order
 from taper.replay import Reference, Scores
 from taper.schedule import Schedule
@@ -144,7 +144,7 @@ class Claims:
         parts = []
         for task in self._tasks:
             policies = task.methods(depth)
-            parts.append(task.evaluate([policies[name] for name in (FULL, *ORDERS)]))
+            parts.append(task.evaluate([policies[name] for name in chosen(policies, ORDERS)]))
         return {"depth": depth, "tasks": _summaries(parts)}
 
     def length(self) -> Json:

@@ -16,6 +16,7 @@ MEASURED, MIDDLE_FIRST = "D3, measured order", "D3, middle first (our reading)"
 RANDOM = [f"D3, random order {i + 1}" for i in range(RANDOM_SEEDS)]
 CONSTANT = ["early exit", "ShortGPT", "Unified (evenly spread)"]
 FIRST_AND_LAST = [MIDDLE_FIRST, *RANDOM, "SkipDecode", "HSD (our reading)", "Unified (evenly spread)"]
+ARGUMENTS = {"depth": 8, "lengths": [30, 60], "measured_order": range(1, 9), "influence": [0.0] * 12}
 LENGTHS = st.lists(st.integers(1, 150), min_size=1, max_size=12).filter(lambda lengths: max(lengths) >= 30)
 
 
@@ -26,7 +27,7 @@ def comparisons(draw) -> tuple[int, float, list[int], list[int], list[float], di
     order = draw(st.permutations(range(1, layers)))
     influence = draw(st.lists(st.floats(0, 1), min_size=layers, max_size=layers))
     lengths = draw(LENGTHS)
-    return layers, depth, lengths, order, influence, methods(layers, depth, lengths, order, influence)
+    return layers, depth, lengths, order, influence, methods(layers, depth, lengths, order, influence, pytest.fail)
 
 
 @settings(max_examples=25)
@@ -67,7 +68,7 @@ def test_every_method_is_nested_and_retains_the_layers_it_promises(comparison):
 @settings(max_examples=25)
 @given(st.integers(6, 48), st.data())
 def test_hsd_never_skips_two_neighbours_before_half_of_the_layers_are_gone_and_spreads_the_rest(layers, data):
-    policy = methods(layers, layers - 1, [100], range(1, layers), [0.0] * layers)["HSD (our reading)"]
+    policy = methods(layers, layers - 1, [100], range(1, layers), [0.0] * layers, print)["HSD (our reading)"]
     retained = policy.retained_at(data.draw(st.integers(3, layers)))
     gaps = np.diff(retained)
     # Levels are powers of two, and the last layer may come before the next of its level.
@@ -77,7 +78,7 @@ def test_hsd_never_skips_two_neighbours_before_half_of_the_layers_are_gone_and_s
 
 
 def test_d3_policies_differ_in_their_order_alone():
-    policies = methods(30, 26.5, [64, 128, 200], list(range(2, 28)), [0.0] * 30)
+    policies = methods(30, 26.5, [64, 128, 200], list(range(2, 28)), [0.0] * 30, pytest.fail)
     assert len({policies[name].schedule.alpha for name in (MEASURED, MIDDLE_FIRST, *RANDOM)}) == 1
     assert len({policies[name].skip_order for name in (MEASURED, MIDDLE_FIRST, *RANDOM)}) == 2 + RANDOM_SEEDS
     assert mean_depth(policies[MEASURED], [64, 128, 200]) == pytest.approx(26.5, abs=0.05)
@@ -101,26 +102,35 @@ def test_closest_policy_is_the_best_of_all():
         ({"lengths": [1, 1]}, "no answer has two tokens"),
         ({"lengths": [0, 20]}, "a length is 0"),
         ({"influence": [0.0] * 11}, "influence has 11 numbers"),
-        (
-            {"measured_order": [3, 4]},
-            "measured order cannot have mean depth 8 over these answers; 10.00 is the closest",
-        ),
-        (
-            {"depth": 6.4, "lengths": [2]},
-            r"SkipDecode cannot have mean depth 6\.4 over these answers; 7\.00 is the closest",
-        ),
     ],
 )
 def test_what_cannot_be_compared_is_rejected(arguments, message):
-    given_arguments = {"depth": 8, "lengths": [30, 60], "measured_order": range(1, 9), "influence": [0.0] * 12}
     with pytest.raises(RequestError, match=message):
-        methods(12, **(given_arguments | arguments))
+        methods(12, **(ARGUMENTS | arguments), tell=print)
     with pytest.raises(PolicyError, match="twice"):
-        methods(12, **(given_arguments | {"measured_order": [3, 3, 4, 5]}))
+        methods(12, **(ARGUMENTS | {"measured_order": [3, 3, 4, 5]}), tell=print)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"measured_order": [3, 4]}, {MEASURED: "10.00"}),
+        ({"depth": 6.4, "lengths": [2]}, {"SkipDecode": "7.00", "HSD (our reading)": "7.00"}),
+    ],
+)
+def test_a_method_that_cannot_come_near_the_depth_is_left_out_and_told(arguments, told):
+    lines = []
+    policies = methods(12, **(ARGUMENTS | arguments), tell=lines.append)
+    depth = (ARGUMENTS | arguments)["depth"]
+    assert set(policies) == {FULL, MEASURED, *FIRST_AND_LAST, *CONSTANT} - set(told)
+    assert lines == [
+        f"{name} is left out at mean depth {depth:g}: {real} is the closest that it comes"
+        for name, real in told.items()
+    ]
 
 
 def test_methods_are_chosen_by_words_of_their_names():
-    policies = methods(12, 10, [40, 60], range(1, 11), [0.0] * 12)
+    policies = methods(12, 10, [40, 60], range(1, 11), [0.0] * 12, pytest.fail)
     assert chosen(policies, []) == list(policies)
     assert chosen(policies, ["shortgpt", "random order 2", "Measured"]) == [FULL, MEASURED, RANDOM[1], "ShortGPT"]
     with pytest.raises(RequestError, match="there is no method 'layerdrop'"):

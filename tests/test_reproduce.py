@@ -92,6 +92,21 @@ def test_methods_are_compared_at_both_depths_and_lengths(arguments, tmp_path, mo
     assert len(written) == before > 0
 
 
+def test_an_order_of_too_few_layers_is_left_out_at_the_headline(arguments, tmp_path):
+    """Such as that of a policy that was calibrated to a task."""
+    (tmp_path / "policy.json").write_text(DepthPolicy.static(6, 5, [4]).to_json())
+    arguments += [f"--policy={tmp_path / 'policy.json'}", "--lengths=24"]
+    line = "D3, measured order is left out at mean depth 4: 5.00 is the closest that it comes"
+    assert run(arguments).count(line) == 1
+    data = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert data["left_out"] == [line]
+    compared = [(result["method"], result["depth"]) for result in data["results"] if result["task"] == "gsm8k"]
+    middle_first, measured = METHODS[-1], METHODS[-2]
+    assert compared == [(FULL, None), (CALIBRATED, None), (middle_first, 4), (measured, 5), (middle_first, 5)]
+    assert [speed["method"] for speed in data["speeds"]] == [CALIBRATED]
+    assert line in (tmp_path / "out" / "index.html").read_text()
+
+
 def test_a_calibration_gives_the_policy(arguments, monkeypatch, tmp_path):
     monkeypatch.setenv("TAPER_CACHE", str(tmp_path / "cache"))
     prompts = [f"Tell me about the number {n}." for n in range(8)]

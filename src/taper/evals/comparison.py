@@ -141,14 +141,17 @@ class TaskStudy:
         outputs = [Reference(self.prompts[r.problem], r.answers[0].token_ids) for r in self.records]
         return [output for output in outputs if len(output.answer_ids) > 1][: self.study.num_replayed]
 
-    def methods(self, depth: float) -> dict[str, DepthPolicy]:
+    def methods(self, depth: float, tell: Say | None = None) -> dict[str, DepthPolicy]:
         """Full depth and every method at one mean depth over `lengths`, by name.
+
+        A method that cannot come near it is left out, and `tell` is told so in a line; default the `say` of the study.
 
         Raises:
             RequestError: as `taper.evals.methods.methods` says.
         """
         study = self.study
-        tuned = methods(study.num_hidden_layers, depth, self.lengths, study.order, study.influence)
+        told = tell or study.say
+        tuned = methods(study.num_hidden_layers, depth, self.lengths, study.order, study.influence, told)
         at = f"at depth {depth:.6g}"  # in one file of records, policies of one name must be the same
         return {n: self._full if n == FULL else replace(policy, name=f"{n}, {at}") for n, policy in tuned.items()}
 

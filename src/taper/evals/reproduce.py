@@ -6,7 +6,7 @@ policy for the budget and the measured order of layers come from a calibration.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from ..llm import LLM
 from ..models import content_hash
 from ..policy import DepthPolicy
 from .comparison import Say, Study, TaskStudy, by_step, joined
-from .methods import FULL, chosen, methods
+from .methods import FULL, methods
 from .summary import MARGIN, Score, check_comparison, summarise
 from .tasks import Selection
 
@@ -77,6 +77,7 @@ class Reproduction:
     asked: dict[str, Any]  # chat, examples of each task, limit
     groups: dict[str, list[str]]  # the tasks of each name that stands for several
     missing: list[str]  # tasks of groups that have no local data
+    left_out: list[str]  # methods that cannot come near a mean depth, in words
     results: list[Result]
     speeds: list[Speed]
     nll: list[NllBySteps]
@@ -115,14 +116,21 @@ def reproduce(
         say: told what is being done, a line at a time.
 
     Raises:
-        RequestError: a number is out of range, records in the folder are of other settings, or a method cannot come
-            near the mean depth.
+        RequestError: a number is out of range, records in the folder are of other settings, or full depth writes at
+            most one token to every problem of a task.
         PolicyError: the order names a layer twice or one that the model does not have.
         ModelError: the model's output is not a number.
     """
     margin, lengths = check_comparison(selection, margin, None), sorted(set(lengths))
     check_numbers(llm, lengths, limit)
     layers, results, speeds, nll = llm.config.num_hidden_layers, [], [], []
+    left_out: list[str] = []
+
+    def leave_out(line: str) -> None:
+        if line not in left_out:
+            left_out.append(line)
+            say(line)
+
     for length in lengths:
         study = Study(
             llm, order, folder / f"{length}-tokens", limit=limit, max_tokens=length, num_replayed=NUM_REPLAYED, say=say
@@ -130,7 +138,8 @@ def reproduce(
         with closing(study):
             alone = [Selection([task], {}, selection.missing, selection.split) for task in selection.tasks]
             tasks = [TaskStudy(study, task, chat) for task in alone]
-            results += _results(tasks, length, selection, policy, () if baselines else MAIN_METHODS, margin)
+            words = ("",) if baselines else MAIN_METHODS
+            results += _results(tasks, length, selection, policy, words, margin, leave_out)
             say(f"the clock, {length} tokens")
             speeds += _speeds(tasks[0], policy, length)
             if length == lengths[-1]:
@@ -144,6 +153,7 @@ def reproduce(
         asked={"chat": chat, "limit": limit, "fewshot": {t.name: t.num_fewshot for t in selection.tasks}},
         groups=selection.groups,
         missing=selection.missing,
+        left_out=left_out,
         results=results,
         speeds=speeds,
         nll=nll,
@@ -178,24 +188,34 @@ def _results(
     policy: DepthPolicy | None,
     words: Sequence[str],
     margin: float,
+    leave_out: Say,
 ) -> list[Result]:
-    """Full depth, the calibrated policy, and methods by words of their names, on each task and group."""
+    """Full depth, the calibrated policy, and methods by words of their names, on each task and group.
+
+    A method that cannot come near a mean depth on one of the tasks is left out on all of them.
+    """
     layers = tasks[0].study.num_hidden_layers
     depths = _depths(layers, policy, [tokens for task in tasks for tokens in task.lengths])
     compared: dict[tuple[str, float | None], DepthPolicy] = {(FULL, None): DepthPolicy.full(layers)}
     if policy is not None:
         compared[CALIBRATED, None] = replace(policy, name=CALIBRATED)
+    tuned = {depth: [_wanted(task.methods(depth, leave_out), words) for task in tasks] for depth in depths}
     parts = []
-    for task in tasks:
-        for depth in depths:
-            tuned = task.methods(depth)
-            compared |= {(name, depth): tuned[name] for name in chosen(tuned, words) if name != FULL}
+    for number, task in enumerate(tasks):
+        for depth, by_task in tuned.items():
+            names = [name for name in by_task[0] if all(name in policies for policies in by_task)]
+            compared |= {(name, depth): by_task[number][name] for name in names}
         parts.append(task.evaluate(list(compared.values())))
     return [
         Result(result.name, max_tokens, name, depth, result.problems, result.figure, score)
         for result in summarise(joined(parts, selection.groups), margin).results
         for (name, depth), score in zip(compared, result.scores, strict=True)
     ]
+
+
+def _wanted(policies: Mapping[str, DepthPolicy], words: Sequence[str]) -> dict[str, DepthPolicy]:
+    """Those whose names contain one of some words, less full depth."""
+    return {name: own for name, own in policies.items() if name != FULL and any(word in name for word in words)}
 
 
 def _depths(num_hidden_layers: int, policy: DepthPolicy | None, lengths: Sequence[int]) -> list[float]:
@@ -209,9 +229,9 @@ def _depths(num_hidden_layers: int, policy: DepthPolicy | None, lengths: Sequenc
 def _speeds(task: TaskStudy, policy: DepthPolicy | None, length: int) -> list[Speed]:
     """The calibrated policy and the measured order at the headline's depth, after a prompt of the task."""
     study, headline = task.study, round(task.study.num_hidden_layers / FEWER, 2)
-    tuned = methods(study.num_hidden_layers, headline, [length], study.order, study.influence)
+    tuned = methods(study.num_hidden_layers, headline, [length], study.order, study.influence, lambda _: None)
     timed = {} if policy is None else {CALIBRATED: policy}
-    timed |= {f"{name} at depth {headline:g}": tuned[name] for name in chosen(tuned, [MEASURED_ORDER])[1:]}
+    timed |= {f"{name} at depth {headline:g}": own for name, own in _wanted(tuned, [MEASURED_ORDER]).items()}
     return [
         Speed(length, name, own.mean_depth(length), measure_speedup(study.llm.engine, task.prompts[0], own, length))
         for name, own in timed.items()
