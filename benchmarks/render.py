@@ -13,6 +13,7 @@ from typing import Any
 import render_bench
 import render_claims
 import render_formats
+import render_harness
 import render_methods
 import render_quantise
 import render_repack
@@ -136,6 +137,7 @@ def page(
         *render_formats.section(formats, _read_if_there("experts")),
         *(render_repack.section(repacked) if repacked else []),
         *render_serve.section(served, loaded),
+        *render_harness.section(_read_if_there(f"harness-{DEFAULT_MODEL}")),
         "## Conditions",
         "",
         conditions(result["conditions"]),

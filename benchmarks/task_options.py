@@ -84,10 +84,14 @@ def open_results(options: argparse.Namespace, kind: str, llm: LLM) -> tuple[Path
 
 def conditions(llm: LLM, options: argparse.Namespace) -> dict[str, Any]:
     """What figures depend on, for readers; the folders of data and outputs are left out."""
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     names = ("policy", "limit", "replayed", "max_tokens", "batch_size", "context")
-    chosen = {name: getattr(options, name) for name in names}
-    return {**vars(current_conditions(llm)), "commit": git.stdout.strip(), **chosen}
+    return made_with(llm) | {name: getattr(options, name) for name in names}
+
+
+def made_with(llm: LLM) -> dict[str, Any]:
+    """The machine, the versions and the commit."""
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return {**vars(current_conditions(llm)), "commit": git.stdout.strip()}
 
 
 def losses(scores: Scores) -> dict[str, Estimate]:

@@ -8,10 +8,12 @@ from itertools import pairwise
 
 import claim_tables
 import claims
+import harness
 import methods
 import numpy as np
 import pytest
 import render_claims
+import render_harness
 import render_methods
 import task_options
 import torch
@@ -122,6 +124,23 @@ def parsed(arguments):
     parser = argparse.ArgumentParser()
     task_options.add_options(parser)
     return parser.parse_args(arguments)
+
+
+def test_the_harness_own_class_gives_the_same_strings_in_f32(arguments, tmp_path, monkeypatch):
+    for name, value in [("PROBLEMS", 6), ("BATCH", 4), ("TIMED", 5), ("TIMED_BATCH", 3), ("ROUNDS", 2)]:
+        monkeypatch.setattr(harness, name, value)
+    given = [argument for argument in arguments if argument.startswith(("--model", "--data-dir", "--max-t", "--thr"))]
+    harness.main([*given, f"--out={tmp_path / 'harness.json'}", "equality", "batching"])
+    result = json.loads((tmp_path / "harness.json").read_text())
+    theirs, exact, as_in_the_file = result["equality"]["rows"]
+    assert (exact["identical"], exact["scored_alike"], exact["solved"]) == (6, 6, theirs["solved"])
+    assert as_in_the_file["identical"] <= 6
+    assert result["batching"]["identical"] == result["batching"]["problems"] == 5
+    assert result["batching"]["tokens"] == {"1": 5 * 24, "3": 5 * 24}
+    page = "\n".join(render_harness.section(result))
+    assert page.count("benchmarks/harness.py --data-dir DATA") == 2
+    assert "| `taper`, f32 | 0.0 (0.0 to 39.0) | 6 | 6 |" in page
+    assert render_harness.section({"model": {}}) == render_harness.section(None) == []
 
 
 # Rules that are not nested
