@@ -18,6 +18,7 @@ import render_methods
 import render_quantise
 import render_repack
 import render_serve
+import render_signals
 from pages import prose, table
 from render_calibration import model_page, quality, shipped
 
@@ -233,7 +234,9 @@ def rendered() -> dict[Path, str]:
     }
     for model in LARGER:
         written[PAGES / model / "README.md"] = model_page(model, _read(f"calibration-{model}"))
-    return written | render_methods.pages(RESULTS, PAGES) | render_claims.pages(RESULTS, PAGES)
+    for pages in (render_methods.pages, render_claims.pages, render_signals.pages):
+        written |= pages(RESULTS, PAGES)
+    return written
 
 
 if __name__ == "__main__":

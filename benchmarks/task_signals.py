@@ -15,7 +15,8 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ WORST = 0.2  # share of outputs or steps that count as the worst
 DRAWS = 10_000
 
 
-def main() -> None:
+def main(arguments: Iterable[str] | None = None) -> None:
     """Answer, replay, and correlate."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
@@ -51,7 +52,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=256, help="default %(default)s")
     parser.add_argument("--records", type=Path, required=True, help="where outputs are kept, not to be committed")
     parser.add_argument("--out", type=Path, required=True, help="the file of results")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     llm = LLM(options.model, device="cpu", threads=THREADS, context=CONTEXT, max_batch_size=BATCH)
     layers = llm.config.num_hidden_layers
     sets = [tuple(map(int, text.split())) for text in options.sets.split(",")]
@@ -66,7 +67,7 @@ def main() -> None:
         result = evaluate(
             llm,
             selection,
-            [policy if label == "full" else _named(policy, label)],
+            [policy if label == "full" else replace(policy, name=label)],
             limit=limit,
             chat=True,
             max_tokens=options.max_tokens,
@@ -80,7 +81,7 @@ def main() -> None:
     rows = signals(llm, task, prompts, records, named, first)
     result = {
         "conditions": conditions(find_model(options.model))
-        | {"task": options.task, "version": task.version, "split": options.split, "max_tokens": options.max_tokens}
+        | {"task": task.name, "version": task.version, "split": options.split, "max_tokens": options.max_tokens}
         | {"signal_problems": first, "problems": options.problems, "batch": BATCH},
         "sets": rows,
         "correlation": correlations([row for label, row in rows.items() if label != "full"]),
@@ -88,12 +89,6 @@ def main() -> None:
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     for name, figures in sorted(result["correlation"].items(), key=lambda item: -abs(item[1]["spearman"][0])):
         print(f"{name:28} spearman {figures['spearman']} pearson {figures['pearson']}")
-
-
-def _named(policy: DepthPolicy, name: str) -> DepthPolicy:
-    from dataclasses import replace
-
-    return replace(policy, name=name)
 
 
 def prompt_ids(llm: LLM, task: EvalTask, limit: int) -> dict[int, tuple[int, ...]]:
@@ -157,12 +152,12 @@ def replayed(scores: Scores, references: Sequence[Reference], digits: set[int]) 
     return {
         "replay: KL": float(tapered.kl.mean()),
         "replay: disagreement": float(1 - tapered.agreement.mean()),
-        "replay: flips where sure": float(1 - tapered.agreement[sure].mean()),
+        "replay: flips where sure": _over(1 - tapered.agreement[sure]),
         "replay: KL, worst outputs": _worst([part.kl.mean() for part in by_output if len(part.kl)]),
         "replay: KL, worst steps": _worst(tapered.kl.tolist()),
         "replay: rise in NLL": float((tapered.nll - tapered.nll_full).mean()),
-        "replay: KL on digits": float(tapered.kl[is_digit].mean()),
-        "replay: disagreement on digits": float(1 - tapered.agreement[is_digit].mean()),
+        "replay: KL on digits": _over(tapered.kl[is_digit]),
+        "replay: disagreement on digits": _over(1 - tapered.agreement[is_digit]),
         "replay: KL late over early": float(tapered.kl[late].mean() / tapered.kl[early].mean()) if late.any() else 1.0,
     }
 
@@ -213,6 +208,11 @@ def _worst(values: Sequence[float]) -> float:
     """The mean of the highest fifth."""
     highest = sorted(values)[-max(1, round(WORST * len(values))) :]
     return float(np.mean(highest))
+
+
+def _over(values: np.ndarray) -> float:
+    """The mean; 0 over no step, which is so for all sets, and then tells nothing."""
+    return float(values.mean()) if len(values) else 0.0
 
 
 def _mean(values: Any) -> float:

@@ -15,13 +15,17 @@ import pytest
 import render_claims
 import render_harness
 import render_methods
+import render_signals
 import task_options
+import task_signals
 import torch
 import unnested
+import word_problems
 from eval_data import write_data
 from tiny import TinyModel, random_prompt, twin
 
 from taper import LLM, DepthPolicy
+from taper.calibration.problems import builtin_problems
 from taper.evals import comparison
 from taper.evals.methods import FULL
 from taper.evals.records import RecordFile
@@ -141,6 +145,52 @@ def test_the_harness_own_class_gives_the_same_strings_in_f32(arguments, tmp_path
     assert page.count("benchmarks/harness.py --data-dir DATA") == 2
     assert "| `taper`, f32 | 0.0 (0.0 to 39.0) | 6 | 6 |" in page
     assert render_harness.section({"model": {}}) == render_harness.section(None) == []
+
+
+# Signals
+
+
+def test_signals_are_measured_on_some_problems_and_the_accuracy_on_others(tiny_llama, tmp_path, monkeypatch):
+    monkeypatch.setattr(task_signals, "DRAWS", 200)
+    problems = word_problems.problems(6, steps=[1])
+    (tmp_path / "sums.jsonl").write_text("".join(f"{json.dumps(problem)}\n" for problem in problems))
+    # Right where the problem's place in the file is even, and none of the later ones without layer 4.
+    monkeypatch.setattr(task_signals, "solved", lambda record, _: is_solved(record.problem, record.policy))
+
+    def is_solved(problem: int, policy: str) -> bool:
+        return problem % 2 == 0 and (policy != "4" or problem < 2)
+
+    asked = {"model": tiny_llama.folder, "task": tmp_path / "sums.jsonl", "sets": "4, 1, 4 2", "problems": 4}
+    asked |= {"signal-problems": 2, "max-tokens": 8, "records": tmp_path / "r.jsonl"}
+    task_signals.main([*(f"--{name}={value}" for name, value in asked.items()), f"--out={tmp_path / 'out.json'}"])
+    result = json.loads((tmp_path / "out.json").read_text())
+    rows = result["sets"]
+    assert {name: row["accuracy"] for name, row in rows.items()} == {"full": 0.5, "4": 0, "1": 0.5, "4 2": 0.5}
+    assert {row["own: solved"] for row in rows.values()} == {0.5}
+    assert rows["full"]["own: answer of full depth"] == 1
+    assert all(rows[name]["replay: KL"] > 0 for name in ("4", "1", "4 2"))
+    assert result["conditions"]["task"] == "sums"
+    assert str(tmp_path) not in json.dumps(result)
+
+
+def test_correlations_and_their_page(tmp_path):
+    rows = [{"accuracy": a, "same": a, "against": -(a**3), "constant": 1.0} for a in (0.1, 0.2, 0.5, 0.9)]
+    found = task_signals.correlations(rows)
+    assert found["same"]["spearman"][0] == found["same"]["pearson"][0] == 1
+    assert found["against"]["spearman"][0] == -1 < found["against"]["pearson"][0]
+    assert found["constant"]["spearman"] == [0, 0, 0]
+    assert task_signals._ranks(np.array([3.0, 1.0, 3.0, 2.0])).tolist() == [2.5, 0, 2.5, 1]
+    (page,) = render_signals.pages(task_options.RESULTS, tmp_path).values()
+    strongest = page.split("| --- | --- | --- |\n")[1].split("\n")
+    values = [abs(float(line.split("|")[2].split()[0])) for line in strongest[: strongest.index("")]]
+    assert values == sorted(values, reverse=True)
+    assert len(values) > 12
+    assert render_signals.pages(tmp_path, tmp_path) == {}
+
+
+def test_builtin_problems_are_those_that_the_script_writes():
+    written = word_problems.problems(128)
+    assert [problem._asdict() for level in builtin_problems() for problem in level] == written
 
 
 # Rules that are not nested
