@@ -12,6 +12,7 @@ from pages import prose, table
 from taper.calibration.statistics import Estimate, LossEstimate
 from taper.calibration.summary import MEASURED_ORDER, Comparison, Figures, Provenance, from_plain
 from taper.calibration.wording import interval
+from taper.models import DEFAULT_MODEL
 
 ROOT = Path(__file__).parent.parent
 
@@ -33,10 +34,9 @@ def speed(figures: Figures) -> str:
     return f"{figures.speedup.measured.median:.2f}x"
 
 
-def deepest_first(calibrated: dict[str, Any]) -> list[tuple[str, Figures]]:
-    """The shipped policies by name."""
-    policies = {name: Figures.from_json(data) for name, data in calibrated["policies"].items()}
-    return sorted(policies.items(), key=lambda item: -item[1].mean_depth)
+def deepest_first(model: str) -> list[tuple[str, Provenance]]:
+    """The policies that come with Taper for a model, by name."""
+    return sorted(shipped(model).items(), key=lambda item: -item[1].mean_depth)
 
 
 # What is told of a policy, and what it means.
@@ -66,7 +66,7 @@ LEGEND = prose(
 
 def quality(calibrated: dict[str, Any]) -> list[str]:
     """What the shipped policies cost, what calibration takes, and the order of layers beside others'."""
-    policies, first = deepest_first(calibrated), calibrated["policies"]["fast"]
+    policies, first = deepest_first(DEFAULT_MODEL), calibrated["policies"]["fast"]
     minutes = {name: f"{data['seconds'] / 60:.1f}" for name, data in calibrated["policies"].items()}
     c = first["conditions"]
     lines = [
@@ -200,7 +200,7 @@ def _difference(estimate: Estimate | None) -> str:
 
 def model_page(model: str, calibrated: dict[str, Any]) -> str:
     """The page of a larger model: what its shipped policies cost, and in which order layers are skipped."""
-    policies, measured = deepest_first(calibrated), calibrated["policies"]
+    policies, measured = deepest_first(model), calibrated["policies"]
     some = shipped(model)["balanced"]
     order, kls = measured["fast"]["skip_order"], measured["fast"]["frontier"]["kl"][MEASURED_ORDER].values()
     minutes = {name: f"{data['seconds'] / 60:.0f}" for name, data in measured.items()}
@@ -245,7 +245,7 @@ def model_page(model: str, calibrated: dict[str, Any]) -> str:
     return "\n".join([*lines, ""])
 
 
-def figures_table(policies: Sequence[tuple[str, Figures]]) -> list[str]:
+def figures_table(policies: Sequence[tuple[str, Provenance]]) -> list[str]:
     """What policies save and cost, a column for each."""
     return table(
         ("figure", *(f"`{name}`" for name, _ in policies)),

@@ -65,8 +65,9 @@ def pages(results: Path, docs: Path) -> dict[Path, str]:
 def _section(claim: Claim, models: Sequence[Json]) -> list[str]:
     lines = [f"## {claim.title}", "", prose(f"**The paper says:** {claim.paper}"), ""]
     lines += [prose(f"**Measured:** {claim.measured}"), "", prose(f"**Rule of the verdict:** {claim.rule}"), ""]
-    if not any(claim.part in model for model in models):
-        lines += ["Not measured yet.", ""]
+    missing = [model["model"]["name"] for model in models if claim.part not in model]
+    if missing:
+        lines += [f"Not measured yet on {' and '.join(missing)}.", ""]
     for model in models:
         if figures := model.get(claim.part):
             lines += [f"### {claim.title.split('. ')[0]}: {model['model']['name']}", ""]

@@ -14,6 +14,7 @@ matplotlib.use("Agg")
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from pages import prose, table
+from task_options import DEFAULTS
 
 from taper.calibration.statistics import Estimate
 from taper.calibration.wording import interval
@@ -185,6 +186,8 @@ def command(script: str, model: str, about: Json, tasks: Sequence[str], depth: s
     """The line that measures something again, under its conditions."""
     options = {"model": model, "policy": about.get("policy"), "data-dir": "DATA", "folder": "FOLDER", "depth": depth}
     options |= {name: about[name.replace("-", "_")] for name in ("limit", "replayed", "max-tokens")}
+    other = {name: value for name, value in DEFAULTS.items() if about[name] != value}
+    options |= {name.replace("_", "-"): about[name] for name in other}
     options["tasks"] = ",".join(tasks)
     given = " ".join(f"--{name} {value}" for name, value in options.items() if value)
     return f"python benchmarks/{script} {given} {parts}"

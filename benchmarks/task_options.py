@@ -31,6 +31,7 @@ BBH_TASKS = (
     "sports_understanding",
     "word_sorting",
 )
+DEFAULTS = {"context": 1024, "threads": 2, "batch_size": 16}  # what a command to repeat need not name
 TASKS = ("gsm8k", *(f"bbh_cot_zeroshot_{name}" for name in BBH_TASKS))
 
 
@@ -45,10 +46,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--replayed", type=int, default=8, help="outputs replayed of each task; default %(default)s")
     parser.add_argument("--max-tokens", type=int, default=256, help="of an output; default %(default)s")
     parser.add_argument("--depth", type=float, help="mean depth of every method; default 0.9 of the layers")
-    parser.add_argument("--context", type=int, default=1024, help="prompt and output together; default %(default)s")
-    parser.add_argument("--threads", type=int, default=2, help="default %(default)s")
-    parser.add_argument("--batch-size", type=int, default=16, help="outputs at a time; default %(default)s")
+    parser.add_argument("--context", type=int, help="prompt and output together; default %(default)s")
+    parser.add_argument("--threads", type=int, help="default %(default)s")
+    parser.add_argument("--batch-size", type=int, help="outputs at a time; default %(default)s")
     parser.add_argument("--out", type=Path, help="the file of results, which grows; default one in benchmarks/results")
+    parser.set_defaults(**DEFAULTS)
 
 
 def open_study(options: argparse.Namespace) -> Study:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from eval_data import write_data
+from tiny import DEFAULT_MODEL_FILE
 
 import taper.calibration.run
 import taper.calibration.summary
@@ -105,6 +106,21 @@ def test_an_order_of_too_few_layers_is_left_out_at_the_headline(arguments, tmp_p
     assert compared == [(FULL, None), (CALIBRATED, None), (middle_first, 4), (measured, 5), (middle_first, 5)]
     assert [speed["method"] for speed in data["speeds"]] == [CALIBRATED]
     assert line in (tmp_path / "out" / "index.html").read_text()
+
+
+@pytest.mark.skipif(not DEFAULT_MODEL_FILE.is_file(), reason="fetch the default model with: taper pull")
+def test_the_default_model_end_to_end(arguments, tmp_path):
+    arguments[1] = str(DEFAULT_MODEL_FILE)
+    arguments += ["--policy=fast", "--lengths=16", "--tasks=gsm8k", "--dtype=auto", "--fewshot=0", "--chat"]
+    run(arguments)
+    data = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert data["left_out"] == []
+    assert [result["method"] for result in data["results"]] == METHODS
+    assert [result["depth"] for result in data["results"]][:4] == [None, None, 20, 20]
+    solved = [result["score"]["accuracy"] for result in data["results"]]
+    assert all(0 <= low <= value <= high <= 1 for value, low, high in solved)
+    assert all(speed["speedup"][0] > 0 for speed in data["speeds"])
+    assert (tmp_path / "out" / "index.html").read_text().count("<img") == 2
 
 
 def test_a_calibration_gives_the_policy(arguments, monkeypatch, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from itertools import pairwise
 
 import claim_tables
@@ -12,6 +13,8 @@ import harness
 import methods
 import numpy as np
 import pytest
+import render
+import render_calibration
 import render_claims
 import render_harness
 import render_methods
@@ -170,7 +173,8 @@ def test_signals_are_measured_on_some_problems_and_the_accuracy_on_others(tiny_l
     assert rows["full"]["own: answer of full depth"] == 1
     assert all(rows[name]["replay: KL"] > 0 for name in ("4", "1", "4 2"))
     assert result["conditions"]["task"] == "sums"
-    assert str(tmp_path) not in json.dumps(result)
+    assert str(tmp_path) not in (tmp_path / "out.json").read_text()
+    assert "NaN" not in (tmp_path / "out.json").read_text()
 
 
 def test_correlations_and_their_page(tmp_path):
@@ -283,4 +287,37 @@ def test_pages_show_every_method_and_claim(results, tmp_path):
     for claim in render_claims.CLAIMS:
         assert f"## {claim.title}" in page
         assert claim.part in page
-    assert page.count("Repeat it with") == len(claims.PARTS)
+    assert page.count("Repeat it with") == page.count("--max-tokens 24 --threads 1 ") == len(claims.PARTS)
+    assert "Not measured yet" not in page
+
+
+def test_a_second_model_has_a_place_on_every_page(tmp_path, monkeypatch):
+    default, other = render.DEFAULT_MODEL, "other-1.5b"
+    shipped = tmp_path / "src" / "taper" / "policies"
+    for model in (default, other):
+        shutil.copytree(render.ROOT / "src" / "taper" / "policies" / default, shipped / model)
+    results = shutil.copytree(render.RESULTS, tmp_path / "results")
+    for kind in ("bench", "calibration", "methods", "claims"):
+        text = (results / f"{kind}-{default}.json").read_text().replace(default, other)
+        (results / f"{kind}-{other}.json").write_text(text)
+    claimed = json.loads((results / f"claims-{other}.json").read_text())
+    del claimed["start"]
+    (results / f"claims-{other}.json").write_text(json.dumps(claimed))
+    calibrated = json.loads((results / f"calibration-{other}.json").read_text())
+    frontier = {"kl": {"measured order": {"29": 0.1, "28": 0.25}}}
+    calibrated["policies"]["fast"]["frontier"] = frontier  # committed results of the default model may lack it
+    (results / f"calibration-{other}.json").write_text(json.dumps(calibrated))
+    monkeypatch.setattr(render, "LARGER", (other,))
+    monkeypatch.setattr(render, "RESULTS", results)
+    monkeypatch.setattr(render_calibration, "ROOT", tmp_path)
+    pages = {path.relative_to(render.ROOT).as_posix(): page for path, page in render.rendered().items()}
+    for model in (default, other):
+        assert f"{model}, 30 layers:\n\n|  | mean depth" in pages["README.md"]
+        assert f"taper bench --model {model} " in pages["docs/results.md"]
+        assert f"\n## {model}\n" in pages["docs/results/methods.md"]
+        assert f"claims.py --model {model} " in pages["docs/results/paper.md"]
+    assert f"\nNot measured yet on {other}.\n" in pages["docs/results/paper.md"]
+    page = pages[f"docs/results/{other}/README.md"]
+    assert f"calibration.py --cache FOLDER --model {other} policies" in page
+    assert "| 2 | " in page
+    assert "word problems solved, policy, % | –" not in page
