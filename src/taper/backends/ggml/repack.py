@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import sys
 from collections.abc import Callable
@@ -26,6 +27,7 @@ class RepackedMatrices:
     Args:
         matrices: type and shape of each, by name.
         read: the bytes of one, in its type; called on several threads.
+        let_go: called with the name of each that will be repacked: its pages of a mapped file can go until it is read.
         repacked: called with the name of each that has been repacked.
         threads: matrices to repack at a time.
     """
@@ -34,10 +36,11 @@ class RepackedMatrices:
         self,
         matrices: dict[str, Kind],
         read: Callable[[str], np.ndarray],
+        let_go: Callable[[str], None],
         repacked: Callable[[str], None],
         threads: int,
     ) -> None:
-        self._read, self._repacked, self._threads = read, repacked, threads
+        self._read, self._let_go, self._repacked, self._threads = read, let_go, repacked, threads
         ggml.ggml_log_set(_SILENT, None)  # it has a line for each matrix
         self.tensors: dict[str, Any] = {}
         self._held: list[tuple[TensorContext, Any]] = []  # contexts and the buffers of their tensors
@@ -64,8 +67,12 @@ class RepackedMatrices:
             give_back(data)
             return name
 
+        for name in matrices:
+            self._let_go(name)
+        # The largest first, while the copies are few: file and copies are never in memory as a whole.
+        largest_first = sorted(matrices, key=lambda name: -math.prod(matrices[name][1]))
         with ThreadPoolExecutor(self._threads) as pool:
-            for name in pool.map(copy, matrices):
+            for name in pool.map(copy, largest_first):
                 self._repacked(name)
         self.tensors |= new
 

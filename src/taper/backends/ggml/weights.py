@@ -90,13 +90,19 @@ class Weights:
             def read(name: str) -> np.ndarray:
                 return _as_type(name, tensors[name], types[name], pool)
 
+            def let_go(name: str) -> None:
+                give_back(tensors[name].data)
+
             matrices = {name: (types[name], t.shape) for name, t in tensors.items() if role(name, t) == "matrix"}
-            self._repacked = RepackedMatrices(matrices if repack else {}, read, loaded, threads)
+            # Copies, made while the file is in memory: a touch of one would bring back what lies around it.
+            vectors = {name: read(name) for name, tensor in tensors.items() if len(tensor.shape) == 1}
+            self._repacked = RepackedMatrices(matrices if repack else {}, read, let_go, loaded, threads)
             rest = {name: tensor.shape for name, tensor in tensors.items() if name not in self._repacked.tensors}
             self._context = TensorContext(len(rest))
             self._tensors = dict(self._repacked.tensors)
             for name, shape in rest.items():
-                self._tensors[name] = self._context.over(read(name), WEIGHT_TYPES[types[name]][0], shape)
+                data = vectors[name] if name in vectors else read(name)
+                self._tensors[name] = self._context.over(data, WEIGHT_TYPES[types[name]][0], shape)
                 loaded(name)
 
 
@@ -110,7 +116,7 @@ def _as_type(name: str, tensor: Tensor, dtype: str, pool: Executor) -> np.ndarra
             raise ModelError(message, "leave out --dtype, or use --dtype f32") from None
         give_back(tensor.data)
         return data
-    if tensor.data.ctypes.data % ALIGNMENT == 0:
+    if tensor.data.ctypes.data % ALIGNMENT == 0 and len(tensor.shape) > 1:
         return tensor.data
     data = aligned(len(tensor.data))
     data[:] = tensor.data
