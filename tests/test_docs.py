@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import re
 import shlex
@@ -16,7 +17,6 @@ from pathlib import Path
 import click
 import pytest
 import render
-import transformers
 from eval_data import write_data
 from lm_eval._cli import HarnessCLI
 from test_architecture import ALLOWED
@@ -262,6 +262,7 @@ def quick_calibration(monkeypatch):
 @pytest.fixture
 def tiny_transformers(tiny_llama: TinyModel, monkeypatch) -> dict[str, object]:
     """What `from_pretrained` returns, whatever the name: a tiny random model and its tokenizer; and names for them."""
+    transformers = importlib.import_module("transformers")  # what an example would import now
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tiny_llama.folder / "tokenizer.json"))
     for name, value in (("AutoModelForCausalLM", tiny_llama.hf), ("AutoTokenizer", tokenizer)):
         monkeypatch.setattr(transformers, name, types.SimpleNamespace(from_pretrained=lambda _, value=value: value))
