@@ -39,16 +39,16 @@ def main() -> None:
     """Make the file unless it is there, and measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="where the file is kept")
-    parser.add_argument("--llama", action="append", required=True, metavar="NAME=DIR", help="a llama.cpp's programs")
+    parser.add_argument("--llama", required=True, metavar="NAME=DIR", help="llama.cpp's programs, of the same ggml")
     parser.add_argument("--out", type=Path, required=True, help="the file of results")
     options = parser.parse_args()
-    programs = {name: Path(folder) for name, _, folder in (text.partition("=") for text in options.llama)}
+    name, _, programs = options.llama.partition("=")
     options.folder.mkdir(parents=True, exist_ok=True)
     path = options.folder / "experts-8-of-64.q4_k_m.gguf"
     if not path.exists():
-        make(path, next(iter(programs.values())))
+        make(path, Path(programs))
     about = {"answer_tokens": TOKENS, "rounds": ROUNDS, "file_mib": round(path.stat().st_size / 2**20)}
-    tests = {f"{kind} {size}": compare(path, programs, kind, size) for kind, size in TESTS}
+    tests = {f"{kind} {size}": compare(path, {name: Path(programs)}, kind, size) for kind, size in TESTS}
     write(options.out, {"conditions": conditions(path) | about, **tests})
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 
 def prose(text: str) -> str:
@@ -14,3 +15,12 @@ def prose(text: str) -> str:
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """A table, one figure in a cell."""
     return ["| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows)]
+
+
+def measured(c: Mapping[str, Any]) -> str:
+    """When, where and with what an evaluation was measured; the end of a sentence, without its full stop."""
+    versions = "".join(f", {name} {number}" for name, number in c.get("versions", {}).items())
+    return (
+        f"on {c['date']}, on an {c['machine']}, with --threads {c['threads']}, Taper {c['taper']} "
+        f"(commit {c['commit']}), {c['kernels']}{versions} and Python {c['python']}"
+    )

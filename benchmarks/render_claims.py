@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import claim_tables as tables
-from pages import prose, table
+from pages import measured, prose, table
 from render_methods import command
 
 Json = dict[str, Any]
@@ -73,8 +73,8 @@ def _section(claim: Claim, models: Sequence[Json]) -> list[str]:
             lines += [f"### {claim.title.split('. ')[0]}: {model['model']['name']}", ""]
             lines += [f"- {about}: **{verdict}**." for about, verdict in claim.verdicts(figures).items()]
             lines += ["", *claim.as_tables(figures), "", "Repeat it with", ""]
-            lines += [f"    {_command(model['model']['name'], claim.part, figures)}", "", _conditions(figures)]
-            lines += [""]
+            lines += [f"    {_command(model['model']['name'], claim.part, figures)}", ""]
+            lines += [prose(f"Measured {measured(figures['conditions'])}."), ""]
     return lines
 
 
@@ -83,16 +83,6 @@ def _command(model: str, part: str, figures: Json) -> str:
     fixed = part in ("accuracy", "length") or depth is None  # these depend on no --depth
     tasks = [] if part == "length" else about["tasks"]
     return command("claims.py", model, about, tasks, None if fixed else f"{depth:.6g}", part)
-
-
-def _conditions(figures: Json) -> str:
-    c = figures["conditions"]
-    return prose(
-        f"""
-        Measured on {c["date"]}, on an {c["machine"]}, with --threads {c["threads"]}, Taper {c["taper"]} (commit
-        {c["commit"]}), {c["kernels"]} and Python {c["python"]}.
-        """
-    )
 
 
 _INTERVAL = "A verdict needs the whole 95 % interval on one side of zero; if it includes zero, it cannot be told."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pages import prose, table
+from pages import measured, prose, table
 
 from taper.calibration.statistics import Estimate
 from taper.calibration.wording import interval
@@ -48,7 +48,7 @@ def _equality(f: Json) -> list[str]:
         "",
         *table(("model class", "solved, %", f"same text, of {f['problems']}", "scored alike"), rows),
         "",
-        _conditions(f["conditions"]),
+        prose(f"Measured {measured(f['conditions'])}."),
         "",
     ]
 
@@ -73,16 +73,6 @@ def _batching(f: Json) -> list[str]:
         "",
         *table(("outputs", "seconds", "problems a minute", "tokens written"), rows),
         "",
-        _conditions(f["conditions"]),
+        prose(f"Measured {measured(f['conditions'])}."),
         "",
     ]
-
-
-def _conditions(c: Json) -> str:
-    versions = ", ".join(f"{name} {number}" for name, number in c["versions"].items())
-    return prose(
-        f"""
-        Measured on {c["date"]} on an {c["machine"]}, with --threads {c["threads"]}, Taper {c["taper"]} (commit
-        {c["commit"]}), {c["kernels"]}, {versions} and Python {c["python"]}.
-        """
-    )

@@ -13,7 +13,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from pages import prose, table
+from pages import measured, prose, table
 from task_options import DEFAULTS
 
 from taper.calibration.statistics import Estimate
@@ -207,14 +207,11 @@ def _commands(model: str, depth: str, cells: Mapping[str, Json]) -> list[str]:
 
 def _conditions(cells: Mapping[str, Json]) -> str:
     """When, where and with what it was measured."""
-    c = next(iter(cells.values()))["conditions"]
+    about = next(iter(cells.values()))["conditions"]
     dates = sorted({cell["conditions"]["date"] for cell in cells.values()})
     outputs, steps = (sum(cell[key] for cell in cells.values()) for key in ("replayed_outputs", "replayed_steps"))
     return prose(
-        f"""
-        on {" and ".join(dates)}, on an {c["machine"]}, with --threads {c["threads"]}, Taper {c["taper"]} (commit
-        {c["commit"]}), {c["kernels"]} and Python {c["python"]}. Replay covers {steps:,} steps of {outputs} outputs.
-        """
+        f"{measured(about | {'date': ' and '.join(dates)})}. Replay covers {steps:,} steps of {outputs} outputs."
     )
 
 

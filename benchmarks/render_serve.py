@@ -77,7 +77,7 @@ def _load(result: dict[str, Any]) -> list[str]:
             """
         ),
         "",
-        "    python benchmarks/serve_load.py --minutes 30 --out benchmarks/results/serve_load.json",
+        "    python benchmarks/serve_load.py load restart --minutes 30 --out benchmarks/results/serve_load.json",
         "",
         prose(
             f"""

@@ -126,8 +126,8 @@ def test_quantised_experts_agree_with_those_in_f32_repacked_or_not(tmp_path, dty
         backend = GgmlBackend(config, tensors, context_length=64, threads=1, **options)
         logits.append(backend.forward(one_slot(backend, PROMPTS[0], tuple(range(23)))).logits)
     exact, plain, repacked = logits
-    # Their kernels round in another order, which now and then shows in a single logit.
-    assert np.corrcoef(repacked.ravel(), plain.ravel())[0, 1] > 0.9995
+    # Their kernels round in another order, which now and then shows in a single logit: so all of them at once.
+    assert np.linalg.norm(repacked - plain) < 0.03 * np.linalg.norm(plain)
     assert np.corrcoef(exact.ravel(), plain.ravel())[0, 1] > (0.999 if dtype == "q8_0" else 0.95)
 
 

@@ -58,11 +58,11 @@ def layer_importance(num_hidden_layers: int, steps: Sequence[int], measure: Meas
 def find_order(
     importance: Sequence[float], flex: Sequence[int], rounds: int, steps: Sequence[int], measure: Measure, harm: Harm
 ) -> Order:
-    """The first `rounds` of the flex layers to skip: as long as it can be had, those that problems are solved without.
+    """The first `rounds` of the flex layers to skip: those that problems are solved without, as long as there are any.
 
     Of these, the order has the lowest KL, in log over all lengths; where there are none, the least harm, until all is
-    lost. `importance` is the mean KL of skipping each layer
-    alone, [L]; `steps` the tapered steps of each answer, [answers].
+    lost. `importance` is the mean KL of skipping each layer alone, [L]; `steps` the tapered steps of each answer,
+    [answers].
     """
     marginal = {layer: importance[layer] for layer in flex}  # what each layer added when it was last tried
     paths, harmless, lost = [_Path(0.0, (), ())], 0, False

@@ -69,7 +69,7 @@ class RepackedMatrices:
 
         for name in matrices:
             self._let_go(name)
-        # The largest first, while the copies are few: file and copies are never in memory as a whole.
+        # The largest first, while the copies are few: beside the file there is never much more than one of them.
         largest_first = sorted(matrices, key=lambda name: -math.prod(matrices[name][1]))
         with ThreadPoolExecutor(self._threads) as pool:
             for name in pool.map(copy, largest_first):

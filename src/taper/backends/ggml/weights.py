@@ -107,7 +107,7 @@ class Weights:
 
 
 def _as_type(name: str, tensor: Tensor, dtype: str, pool: Executor) -> np.ndarray:
-    """The bytes of a tensor as a type: where they lie, if they are of that type and aligned."""
+    """The bytes of a tensor as a type: where they lie, if it is a matrix of that type and aligned; else a copy."""
     if dtype != tensor.dtype:
         try:
             data = convert(tensor, dtype, pool)
