@@ -23,7 +23,7 @@ from taper.calibration.conditions import current_conditions
 from taper.calibration.cost import CostModel
 from taper.calibration.fit import LossTable, curves, curves_of_speed, fit_quality, fit_speed
 from taper.calibration.measure import Measurements, skipping
-from taper.calibration.problems import WordProblems, builtin_problems
+from taper.calibration.problems import MAX_TOKENS, WordProblems, builtin_problems
 from taper.calibration.references import builtin_prompts, encode_prompts, read_prompts
 from taper.calibration.statistics import Estimate, LossEstimate, free_running, over_steps, ratio_estimate
 from taper.calibration.store import Store, open_store
@@ -436,15 +436,30 @@ def solve(monkeypatch, full: list[bool], needed: dict[int, list[bool]]) -> None:
 
 def test_harm_is_the_paired_difference_in_standard_errors(llm, monkeypatch, tmp_path):
     monkeypatch.setattr("taper.calibration.problems.MAX_TOKENS", 1)
-    solve(monkeypatch, [True, True, False, False], {1: [False, False, True, False], 2: [True, True, True, True]})
+    needed = {1: [False, False, True, False], 2: [True], 4: [False]}
+    solve(monkeypatch, [True, True, False, False], needed)
     problems = WordProblems(llm, Store(tmp_path / "s.sqlite", {}))
     assert problems.tell
     assert problems.harm(skipping(6, [3])) == 0
     assert problems.harm(skipping(6, [1])) == pytest.approx((32 - 16) / math.sqrt(48))
-    assert problems.harm(skipping(6, [2])) == pytest.approx(-math.sqrt(32))
+    half = math.sqrt(16)  # of the problems tells clearly
+    assert problems.harm(skipping(6, [2])) == pytest.approx(-half)
+    assert problems.harm(skipping(6, [4])) == pytest.approx(half)
     found = problems.validate(skipping(6, [1]))
     assert (found.policy.value, found.full.value, found.difference.value, found.problems) == (0.25, 0.5, -0.25, 64)
     assert found.difference.low < -0.25 < found.difference.high
+
+
+def test_an_answer_must_end_to_be_right(llm, monkeypatch, tmp_path):
+    lengths = [1, MAX_TOKENS - 1, MAX_TOKENS]
+
+    def completed(llm, prompts, *_):
+        return [Reference(prompt, (5,) * length) for prompt, length in zip(prompts, lengths, strict=True)]
+
+    monkeypatch.setattr("taper.calibration.problems.completions", completed)
+    monkeypatch.setattr("taper.calibration.problems.is_right", lambda output, answer: True)
+    problems = WordProblems(llm, Store(tmp_path / "s.sqlite", {}))
+    assert problems._solved(builtin_problems()[0][:3], skipping(6, [3])).tolist() == [True, True, False]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import json
 import re
 import shlex
 import types
@@ -19,6 +18,7 @@ import pytest
 import render
 from eval_data import write_data
 from lm_eval._cli import HarnessCLI
+from summaries import summary
 from test_architecture import ALLOWED
 from tiny import DEFAULT_MODEL_FILE, TinyModel
 
@@ -27,7 +27,6 @@ import taper.evals
 from taper import LLM, DepthPolicy, SamplingParams
 from taper.bench.options import parse
 from taper.calibration.run import Calibration
-from taper.calibration.summary import Summary
 from taper.cli import cli
 from taper.errors import RequestError
 
@@ -247,14 +246,12 @@ def short_outputs(tmp_path, monkeypatch):
 
 @pytest.fixture
 def quick_calibration(monkeypatch):
-    """`taper.calibrate` takes minutes: the result of one that was committed, for arguments that the real one takes."""
+    """`taper.calibrate` takes minutes: a result made by hand, for arguments that the real one takes."""
     arguments = signature(taper.calibrate)
-    folder = ROOT / "docs" / "results" / "qwen2.5-coder-1.5b-instruct"
 
     def stand_in(*args, **options):
         arguments.bind(*args, **options)
-        summary = Summary.from_json(json.loads((folder / "summary.json").read_text()))
-        return Calibration(DepthPolicy.from_json((folder / "policy.json").read_text()), summary)
+        return Calibration(DepthPolicy.static(6, 4, [3, 2]), summary())
 
     monkeypatch.setattr(taper, "calibrate", stand_in)
 

@@ -21,7 +21,8 @@ from .references import BATCH, completions
 from .statistics import SolvedProblems, ratio_estimate
 from .store import Store
 
-MAX_TOKENS = 160  # of an answer
+MAX_TOKENS = 320  # of an answer; one that has not ended by then is not right
+CLEAR = 2.33  # standard errors: half of the problems that say so by chance, one time in a hundred, suffice
 SOLVED = 1 / 3  # share of a level's first problems that full depth must solve for the level to tell anything
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
@@ -84,10 +85,13 @@ class WordProblems:
         return bool(self._halves[0])
 
     def harm(self, policy: DepthPolicy) -> float:
-        """By how many standard errors fewer search problems are solved than at full depth (McNemar's test)."""
-        full, own = (self._solved(self._halves[0], each) for each in (self._full, policy))
-        lost, gained = int((full & ~own).sum()), int((own & ~full).sum())
-        return float((lost - gained) / max(1, lost + gained) ** 0.5)
+        """By how many standard errors fewer search problems are solved than at full depth (McNemar's test).
+
+        Of the first half of them, where that tells: clearly fewer are solved, or not one fewer.
+        """
+        problems = self._halves[0]
+        harm = self._harm(problems[: len(problems) // 2], policy)
+        return harm if harm <= 0 or harm > CLEAR else self._harm(problems, policy)
 
     def validate(self, policy: DepthPolicy) -> SolvedProblems | None:
         """How many of the held-out problems are solved."""
@@ -99,9 +103,18 @@ class WordProblems:
         )
         return SolvedProblems(policy_share, full_share, difference, len(full))
 
+    def _harm(self, problems: Sequence[Problem], policy: DepthPolicy) -> float:
+        full, own = (self._solved(problems, each) for each in (self._full, policy))
+        lost, gained = int((full & ~own).sum()), int((own & ~full).sum())
+        return float((lost - gained) / max(1, lost + gained) ** 0.5)
+
     def _solved(self, problems: Sequence[Problem], policy: DepthPolicy) -> np.ndarray:
         """Which ones: bool [problems]."""
         prompts = [tuple(self._llm.encode(problem.prompt)) for problem in problems]
         answers = completions(self._llm, prompts, policy, MAX_TOKENS, self._store, lambda: None)
-        texts = [self._llm.tokenizer.decode(reference.answer_ids) for reference in answers]
-        return np.array([is_right(text, problem.answer) for text, problem in zip(texts, problems, strict=True)], bool)
+        right = [
+            len(reference.answer_ids) < MAX_TOKENS
+            and is_right(self._llm.tokenizer.decode(reference.answer_ids), problem.answer)
+            for reference, problem in zip(answers, problems, strict=True)
+        ]
+        return np.array(right, bool)

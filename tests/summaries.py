@@ -1,0 +1,94 @@
+"""Summaries of calibrations, made by hand."""
+
+from __future__ import annotations
+
+import math
+
+from taper.calibration.baselines import RANDOM_SEEDS
+from taper.calibration.budget import Budget
+from taper.calibration.conditions import Conditions
+from taper.calibration.cost import CostModel, TimedRuns
+from taper.calibration.statistics import (
+    Estimate,
+    FreeRunning,
+    LossByStep,
+    Losses,
+    LossEstimate,
+    PolicyAndFull,
+    SolvedProblems,
+)
+from taper.calibration.summary import CalibratedModel, Frontier, PromptCounts, Speedup, Summary
+from taper.policy import ModelIdentity
+
+OTHERS = ["middle first (our reading of D3)", "early exit", "ShortGPT", "Unified (evenly spread)"]
+
+
+def around(value: float, part: float = 0.1) -> Estimate:
+    """An estimate and an interval about it, in six digits as JSON has them."""
+    return Estimate(*(float(f"{x:.6g}") for x in (value, value * (1 - part), value * (1 + part))))
+
+
+def frontier(layers: int, baselines: bool) -> Frontier:
+    depths = range(layers - 1, layers - 1 - max(2, layers // 3), -1)
+    losses = {depth: 0.01 * math.exp(0.45 * (layers - depth)) for depth in depths}
+    speedup = {depth: round(layers / (depth + 0.3), 4) for depth in depths}
+    if not baselines:
+        return Frontier("search", speedup, {"measured order": losses})
+    methods = [
+        "measured order",
+        *OTHERS,
+        *(f"random order {i + 1}" for i in range(RANDOM_SEEDS)),
+        "SkipDecode",
+        "HSD (our reading)",
+    ]
+    kl = {name: {depth: around(kl * (1.5**i)) for depth, kl in losses.items()} for i, name in enumerate(methods)}
+    return Frontier("held out", speedup, kl, agreement={}, kl_above_measured_order={})
+
+
+def summary(layers: int = 6, *, baselines: bool = False, tapers: bool = True, agreement: float = 0.953) -> Summary:
+    """The summary of a policy that skips two layers from step 8 on."""
+    tokens, min_depth = 40, layers - 2 * tapers
+    curve = [layers if step < 8 else min_depth for step in range(tokens)]
+    steps = range(tokens + 10)
+    kl = [0.05 * (1 + math.sin(step)) * (step >= 8) * tapers for step in steps]
+    tapered = LossEstimate(around(0.0523), Estimate(agreement, agreement - 0.01, agreement + 0.01), around(1.234))
+    all_steps = LossEstimate(around(0.0417 * tapers), Estimate(0.9625, 0.9625, 0.9625), around(0.987))
+    return Summary(
+        mean_depth=sum(curve[1:]) / (tokens - 1),
+        speedup=Speedup(1.3712, TimedRuns(1.3456, 1.3123, 1.3789) if tapers else TimedRuns(1.0, 0.99, 1.01)),
+        held_out=Losses(all_steps, tapered if tapers else None),
+        free_running=FreeRunning(
+            nll=PolicyAndFull(around(0.812), around(0.745)),
+            length=PolicyAndFull(around(83.2), around(91.7)),
+            repetition=PolicyAndFull(around(0.123), around(0.118)),
+        ),
+        problems=SolvedProblems(around(0.41), around(0.44), Estimate(-0.03, -0.08, 0.02), 64),
+        model=CalibratedModel("tiny", "ab" * 32, layers),
+        prompts=PromptCounts(21, 22, "cd" * 32),
+        seed=7,
+        budget=Budget(max_kl=0.06),
+        tokens=4321,
+        answer_tokens=tokens,
+        policy="constant start=8 min_depth=4",
+        on_search_prompts=Losses(all_steps),
+        conditions=Conditions(
+            date="2026-02-03",
+            taper="0.1.0",
+            backend="ggml",
+            dtype="f32",
+            threads=2,
+            machine="A processor, 2 cores",
+            python="3.12.1",
+            kernels="ggml-python 0.0.1",
+        ),
+        model_identity=ModelIdentity("llama", 64, 300, "f32"),
+        cost_ms=CostModel(1.0, 0.2),
+        importance=[3.0, *(0.02 * (1 + layer % 5) for layer in range(1, layers - 1)), 0.8],
+        skip_order=list(range(layers - 2, 0, -1)),
+        searched_layers=max(2, layers // 3),
+        harmless_layers=2,
+        core_layers=[0, layers - 1],
+        curve=curve,
+        by_step=LossByStep([22 - step // 4 for step in steps], kl, [1 - x for x in kl]),
+        frontier=frontier(layers, baselines),
+    )
