@@ -442,9 +442,8 @@ def test_harm_is_the_paired_difference_in_standard_errors(llm, monkeypatch, tmp_
     assert problems.tell
     assert problems.harm(skipping(6, [3])) == 0
     assert problems.harm(skipping(6, [1])) == pytest.approx((32 - 16) / math.sqrt(48))
-    half = math.sqrt(16)  # of the problems tells clearly
-    assert problems.harm(skipping(6, [2])) == pytest.approx(-half)
-    assert problems.harm(skipping(6, [4])) == pytest.approx(half)
+    assert problems.harm(skipping(6, [4])) == pytest.approx(math.sqrt(32))
+    assert problems.harm(skipping(6, [2])) == pytest.approx(-math.sqrt(16))  # of half of them
     found = problems.validate(skipping(6, [1]))
     assert (found.policy.value, found.full.value, found.difference.value, found.problems) == (0.25, 0.5, -0.25, 64)
     assert found.difference.low < -0.25 < found.difference.high

@@ -22,7 +22,6 @@ from .statistics import SolvedProblems, ratio_estimate
 from .store import Store
 
 MAX_TOKENS = 320  # of an answer; one that has not ended by then is not right
-CLEAR = 2.33  # standard errors: half of the problems that say so by chance, one time in a hundred, suffice
 SOLVED = 1 / 3  # share of a level's first problems that full depth must solve for the level to tell anything
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
@@ -87,11 +86,11 @@ class WordProblems:
     def harm(self, policy: DepthPolicy) -> float:
         """By how many standard errors fewer search problems are solved than at full depth (McNemar's test).
 
-        Of the first half of them, where that tells: clearly fewer are solved, or not one fewer.
+        Of the first half of them, if not one fewer is solved there.
         """
         problems = self._halves[0]
         harm = self._harm(problems[: len(problems) // 2], policy)
-        return harm if harm <= 0 or harm > CLEAR else self._harm(problems, policy)
+        return harm if harm <= 0 else self._harm(problems, policy)
 
     def validate(self, policy: DepthPolicy) -> SolvedProblems | None:
         """How many of the held-out problems are solved."""
