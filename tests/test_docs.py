@@ -29,6 +29,9 @@ from taper.bench.options import parse
 from taper.calibration.run import Calibration
 from taper.cli import cli
 from taper.errors import RequestError
+from taper.llm import DEFAULT_POLICY
+from taper.models import DEFAULT_MODEL
+from taper.policies import find_policy
 
 ROOT = Path(__file__).parent.parent
 README, TOUR = ROOT / "README.md", ROOT / "docs" / "tour.md"
@@ -260,6 +263,7 @@ def quick_calibration(monkeypatch):
 def tiny_transformers(tiny_llama: TinyModel, monkeypatch) -> dict[str, object]:
     """What `from_pretrained` returns, whatever the name: a tiny random model and its tokenizer; and names for them."""
     transformers = importlib.import_module("transformers")  # what an example would import now
+    importlib.import_module("taper.hf")  # as README's examples do
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tiny_llama.folder / "tokenizer.json"))
     for name, value in (("AutoModelForCausalLM", tiny_llama.hf), ("AutoTokenizer", tokenizer)):
         monkeypatch.setattr(transformers, name, types.SimpleNamespace(from_pretrained=lambda _, value=value: value))
@@ -280,6 +284,12 @@ def test_python_examples_run(page, tiny_transformers, capsys):
         assert names["ids"].shape[1] == names["inputs"]["input_ids"].shape[1] + 64
         assert DepthPolicy.from_json(Path("policy.json").read_text()) == names["result"].policy
         assert capsys.readouterr().out
+
+
+def test_readme_says_to_which_depth_its_picture_falls():
+    depth = find_policy(f"{DEFAULT_MODEL}/{DEFAULT_POLICY}").depth(127)
+    assert f"falls from 30 to {depth} layers" in README.read_text()
+    assert f"all of its 30 layers, the last ones {depth}." in README.read_text()
 
 
 def test_policies_shown_in_the_docs_are_policies():
