@@ -74,7 +74,7 @@ def section(result: dict[str, Any], experts: dict[str, Any] | None) -> list[str]
         "",
         prose(
             f"""
-            Measured on {c["date"]} at commit {" and ".join(commits)}, on an {c["cpu"]} with {c["cores"]} cores and
+            Measured on {c["date"]} at commits {", ".join(commits)}, on an {c["cpu"]} with {c["cores"]} cores and
             {c["threads"]} threads, with an {c["kv_cache"]} key-value cache. Decoding is over {c["answer_tokens"]}
             tokens, and batches start from prompts of {c["batch_prompt_tokens"]} tokens. Figures are the
             {c["statistic"]}, of {c["rounds"]} rounds, in which the programs took turns. The machine is shared, so read
