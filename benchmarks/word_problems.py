@@ -1,4 +1,4 @@
-"""Writes word problems of one to three steps with their answers: JSON lines, the same for a seed.
+"""Writes word problems of one step, two steps and several steps with their answers: JSON lines, the same for a seed.
 
     python benchmarks/word_problems.py --out src/taper/calibration/problems.jsonl
 
@@ -10,15 +10,17 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from word_templates import SEVERAL_STEPS, Template
+
 NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Felix", "Grace", "Henry", "Iris", "Jack")
 THINGS = ("apples", "books", "coins", "marbles", "pencils", "stickers", "shells", "cards")
-ENDING = "Calculate it, and give the number at the end."  # small models otherwise go on about something else
-# By the number of steps. Numbers: a, c 3 to 12, b 2 to 9; p more than any result that it pays for; f = a + b.
-Template = tuple[str, Callable[[int, int, int, int], int]]
+# Small models otherwise go on about something else; and one for code answers "calculate" with a program.
+ENDINGS = {1: "Calculate it", 2: "Calculate it", 3: "Explain it step by step"}
+# By the number of steps; f is a + b.
 TEMPLATES: dict[int, tuple[Template, ...]] = {
     1: (
         (
@@ -49,28 +51,7 @@ TEMPLATES: dict[int, tuple[Template, ...]] = {
             lambda a, b, c, p: p - a * b,
         ),
     ),
-    3: (
-        (
-            "{name} buys {a} {things} at {b} dollars each and {c} pens at 2 dollars each, and pays with a {p} dollar "
-            "note. How many dollars does {name} get back?",
-            lambda a, b, c, p: p - a * b - 2 * c,
-        ),
-        (
-            "{name} reads {a} pages on Monday, twice as many on Tuesday, and {b} pages more on Wednesday than on "
-            "Tuesday. How many pages does {name} read in the three days?",
-            lambda a, b, c, p: a + 2 * a + 2 * a + b,
-        ),
-        (
-            "A farmer has {a} rows of {b} trees. Each tree gives {c} baskets of apples, and {b} baskets are sold. How "
-            "many baskets are left?",
-            lambda a, b, c, p: a * b * c - b,
-        ),
-        (
-            "{name} saves {a} dollars a week for {b} weeks. {other} saves {c} dollars more than that. How many dollars "
-            "do they have together?",
-            lambda a, b, c, p: 2 * a * b + c,
-        ),
-    ),
+    3: SEVERAL_STEPS,
 }
 
 
@@ -85,7 +66,7 @@ def problems(count: int, seed: int = 0, steps: Sequence[int] = (1, 2, 3)) -> lis
             p = 100 if a * b + 2 * c < 100 else 200
             name, other = draw.sample(NAMES, 2)
             facts = {"name": name, "other": other, "things": draw.choice(THINGS), "a": a, "b": b, "c": c, "p": p}
-            prompt = f"{text.format(**facts, f=a + b)} {ENDING}"
+            prompt = f"{text.format(**facts, f=a + b)} {ENDINGS[number]}, and give the number at the end."
             of_this[prompt] = {"prompt": prompt, "answer": str(answer(a, b, c, p)), "steps": number}
         found += of_this.values()
     return found

@@ -423,28 +423,33 @@ def test_builtin_problems_are_different_and_their_answers_are_numbers():
     assert all(problem.answer.isdecimal() for problem in problems)
 
 
-def solve(monkeypatch, full: list[bool], needed: dict[int, list[bool]]) -> None:
-    """Which problems are solved at full depth, and by policies that skip a layer."""
+def solve(monkeypatch, full: list[bool], needed: dict[int, list[bool]]) -> list[int]:
+    """Which problems are solved at full depth, and by policies that skip a layer; how many are asked each time."""
+    asked = []
 
-    def solved(self, problems, policy):
+    def solved(self, problems, policy, tick=None):
+        asked.append(len(problems))
         skipped = set(policy.skip_order[: policy.num_hidden_layers - policy.min_depth])
         lists = [solved for layer, solved in needed.items() if layer in skipped]
         return np.resize(lists[0] if lists else full, len(problems))
 
     monkeypatch.setattr(WordProblems, "_solved", solved)
+    return asked
 
 
 def test_harm_is_the_paired_difference_in_standard_errors(llm, monkeypatch, tmp_path):
     monkeypatch.setattr("taper.calibration.problems.MAX_TOKENS", 1)
     needed = {1: [False, False, True, False], 2: [True], 4: [False]}
-    solve(monkeypatch, [True, True, False, False], needed)
+    asked = solve(monkeypatch, [True, True, False, False], needed)
     problems = WordProblems(llm, Store(tmp_path / "s.sqlite", {}))
     assert problems.tell
     assert problems.harm(skipping(6, [3])) == 0
     assert problems.harm(skipping(6, [1])) == pytest.approx((32 - 16) / math.sqrt(48))
+    asked.clear()
     assert problems.harm(skipping(6, [4])) == pytest.approx(math.sqrt(32))
-    assert problems.harm(skipping(6, [2])) == pytest.approx(-math.sqrt(16))  # of half of them
-    found = problems.validate(skipping(6, [1]))
+    assert problems.harm(skipping(6, [2])) == pytest.approx(-math.sqrt(32))
+    assert set(asked) == {32}  # the first half tells
+    found = problems.validate(skipping(6, [1]), lambda count: lambda: None)
     assert (found.policy.value, found.full.value, found.difference.value, found.problems) == (0.25, 0.5, -0.25, 64)
     assert found.difference.low < -0.25 < found.difference.high
 
@@ -467,7 +472,7 @@ def test_an_answer_must_end_to_be_right(llm, monkeypatch, tmp_path):
 def test_problems_are_of_the_hardest_level_that_the_model_can_do(llm, monkeypatch, tmp_path, solved_of_16, steps):
     monkeypatch.setattr("taper.calibration.problems.MAX_TOKENS", 1)
 
-    def solved(self, problems, policy):
+    def solved(self, problems, policy, tick=None):
         share = solved_of_16[problems[0].steps - 1] if problems else 0
         return np.arange(len(problems)) % 16 < share
 
@@ -475,7 +480,7 @@ def test_problems_are_of_the_hardest_level_that_the_model_can_do(llm, monkeypatc
     problems = WordProblems(llm, Store(tmp_path / "s.sqlite", {}))
     assert problems.tell == (steps is not None)
     assert problems.harm(skipping(6, [1])) == 0
-    validated = problems.validate(skipping(6, [1]))
+    validated = problems.validate(skipping(6, [1]), lambda count: lambda: None)
     assert (validated is None) == (steps is None)
     if validated is not None:
         assert validated.full.value == solved_of_16[steps - 1] / 16
@@ -491,10 +496,11 @@ def test_a_budget_skips_no_layer_that_problems_need(llm, monkeypatch):
     assert result.summary.problems.difference.value == 0
 
 
-def test_a_context_too_short_for_problems_asks_none(llm, tmp_path):
-    problems = WordProblems(llm, Store(tmp_path / "s.sqlite", {}))
-    assert llm.engine.backend.context_length < 300
-    assert not problems.tell
+def test_a_context_too_short_for_problems_asks_none(llm, tiny_llama, tmp_path):
+    shorter = LLM(str(tiny_llama.folder), device="cpu", dtype="f32", context=64, threads=1)  # than a problem alone
+    for short in (llm, shorter):
+        assert short.engine.backend.context_length <= MAX_TOKENS
+        assert not WordProblems(short, Store(tmp_path / "s.sqlite", {})).tell
 
 
 # The whole
@@ -502,9 +508,9 @@ def test_a_context_too_short_for_problems_asks_none(llm, tmp_path):
 
 @pytest.fixture(scope="module", params=["ggml", "torch"])
 def llm(request, tiny_llama):
-    llm = LLM(str(tiny_llama.folder), device="cpu", dtype="f32", context=256, threads=1, max_batch_size=6)
+    llm = LLM(str(tiny_llama.folder), device="cpu", dtype="f32", context=320, threads=1, max_batch_size=6)
     if request.param == "torch":
-        llm.engine = Engine(make_backend("torch", tiny_llama.load(), num_slots=6, context_length=256))
+        llm.engine = Engine(make_backend("torch", tiny_llama.load(), num_slots=6, context_length=320))
     return llm
 
 

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from importlib import resources
 from typing import NamedTuple
 
 import numpy as np
 
+from ..errors import RequestError
 from ..llm import LLM
 from ..policy import DepthPolicy
+from .measure import Tick
 from .references import BATCH, completions
+from .search import LOST
 from .statistics import SolvedProblems, ratio_estimate
 from .store import Store
 
@@ -35,7 +38,7 @@ class Problem(NamedTuple):
 
 
 def builtin_problems() -> list[list[Problem]]:
-    """The problems that come with Taper, by level: of one step, two steps and three steps."""
+    """The problems that come with Taper, by level: of one step, two steps and several steps."""
     text = resources.files(__package__).joinpath("problems.jsonl").read_text(encoding="utf-8")
     problems = [Problem(**json.loads(line)) for line in text.splitlines()]
     return [[problem for problem in problems if problem.steps == steps] for steps in (1, 2, 3)]
@@ -71,12 +74,18 @@ class WordProblems:
         """Those to search with and those to validate with."""
         level: list[Problem] = []
         for harder in builtin_problems():
-            longest = max(len(self._llm.encode(problem.prompt)) for problem in harder)
-            too_long = longest + MAX_TOKENS > self._llm.engine.backend.context_length
-            if too_long or self._solved(harder[:BATCH], self._full).mean() < SOLVED:
+            if not self._fit(harder) or self._solved(harder[:BATCH], self._full).mean() < SOLVED:
                 break
             level = harder
         return level[: len(level) // 2], level[len(level) // 2 :]
+
+    def _fit(self, problems: Sequence[Problem]) -> bool:
+        """Whether there is room for the longest of them and its answer."""
+        try:
+            longest = max(len(self._llm.encode(problem.prompt)) for problem in problems)
+        except RequestError:
+            return False
+        return longest + MAX_TOKENS <= self._llm.engine.backend.context_length
 
     @property
     def tell(self) -> bool:
@@ -86,17 +95,19 @@ class WordProblems:
     def harm(self, policy: DepthPolicy) -> float:
         """By how many standard errors fewer search problems are solved than at full depth (McNemar's test).
 
-        Of the first half of them, if not one fewer is solved there.
+        The first half of them is enough if not one fewer is solved there, or so many fewer that all is lost.
         """
         problems = self._halves[0]
-        harm = self._harm(problems[: len(problems) // 2], policy)
-        return harm if harm <= 0 else self._harm(problems, policy)
+        harm = self._harm(problems[: len(problems) // 2], policy) * 2**0.5  # if the other half does the same
+        return self._harm(problems, policy) if 0 < harm <= LOST else harm
 
-    def validate(self, policy: DepthPolicy) -> SolvedProblems | None:
-        """How many of the held-out problems are solved."""
+    def validate(self, policy: DepthPolicy, tick: Callable[[int], Tick]) -> SolvedProblems | None:
+        """How many of the held-out problems are solved. `tick` is told how often it will be called."""
         if not self.tell:
             return None
-        full, own = (self._solved(self._halves[1], each).astype(float) for each in (self._full, policy))
+        problems, policies = self._halves[1], (self._full, policy)
+        done = tick(len(policies) * -(-len(problems) // BATCH))
+        full, own = (self._solved(problems, each, done).astype(float) for each in policies)
         policy_share, full_share, difference = (
             ratio_estimate(part, np.ones(len(full))) for part in (own, full, own - full)
         )
@@ -107,10 +118,10 @@ class WordProblems:
         lost, gained = int((full & ~own).sum()), int((own & ~full).sum())
         return float((lost - gained) / max(1, lost + gained) ** 0.5)
 
-    def _solved(self, problems: Sequence[Problem], policy: DepthPolicy) -> np.ndarray:
+    def _solved(self, problems: Sequence[Problem], policy: DepthPolicy, tick: Tick = lambda: None) -> np.ndarray:
         """Which ones: bool [problems]."""
         prompts = [tuple(self._llm.encode(problem.prompt)) for problem in problems]
-        answers = completions(self._llm, prompts, policy, MAX_TOKENS, self._store, lambda: None)
+        answers = completions(self._llm, prompts, policy, MAX_TOKENS, self._store, tick)
         right = [
             len(reference.answer_ids) < MAX_TOKENS
             and is_right(self._llm.tokenizer.decode(reference.answer_ids), problem.answer)

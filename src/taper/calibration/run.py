@@ -167,8 +167,7 @@ class _Calibrator:
         own = self._complete("answers of the policy", held_out_ids, policy, max_tokens)
         judged = self._scores("answers of the policy at full depth", own, full)
         frontier = self._frontier(order, held_out, cost, baselines)
-        self._ticks("word problems", 1)
-        problems = self.problems.validate(policy)
+        problems = self.problems.validate(policy, partial(self._ticks, "word problems"))
         self._ticks("speed", 1)()
         measured = measure_speedup(self.llm.engine, middle, policy, planned)
         identity = self.llm.config.identity
