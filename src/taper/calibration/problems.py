@@ -95,7 +95,7 @@ class WordProblems:
     def harm(self, policy: DepthPolicy) -> float:
         """By how many standard errors fewer search problems are solved than at full depth (McNemar's test).
 
-        The first half of them is enough if not one fewer is solved there, or so many fewer that all is lost.
+        The first half of them is enough if it tells already: not one fewer is solved, or far fewer.
         """
         problems = self._halves[0]
         harm = self._harm(problems[: len(problems) // 2], policy) * 2**0.5  # if the other half does the same

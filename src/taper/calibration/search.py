@@ -18,7 +18,7 @@ FIRST_LOOK = 12  # answers all candidates are tried on; the best go on to the ot
 CANDIDATES, FINALISTS = 6, 3
 BEAM, NEAR = 2, 0.03  # follow a second order too, where its log KL is this close: it may be first a layer later
 HARMLESS = 1.645  # standard errors: a set that does no harm goes beyond it by chance one time in twenty
-LOST = 4.0  # standard errors: hardly a problem is solved any more, and asking for more of them tells nothing
+LOST = 4.0  # standard errors: so far fewer problems are solved that asking for more of them tells nothing
 
 # Sums of KL, one for each candidate, over the steps of some answers (given by their indices), of skipping some layers
 # and that candidate besides.
