@@ -6,7 +6,6 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 LARGE := qwen2.5-coder-1.5b-instruct
-LARGE_POLICY := docs/results/$(LARGE)/policy.json
 # ggml builds with llamafile's matrix kernels, as llama.cpp does: faster prompts in f32, f16, bf16, Q8_0 and Q4_0.
 export CMAKE_ARGS += -DGGML_LLAMAFILE=ON
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
@@ -22,7 +21,7 @@ demo: $(VENV)/installed
 
 demo-large: $(VENV)/installed
 	@$(BIN)/taper pull $(LARGE)
-	@$(BIN)/taper generate --compare --model $(LARGE) --policy $(LARGE_POLICY) --max-tokens 160 "Write a function that merges two sorted lists, and explain it."
+	@$(BIN)/taper generate --compare --model $(LARGE) --max-tokens 160 "Write a function that merges two sorted lists, and explain it."
 
 test: lint build/converter
 	@$(BIN)/taper pull

@@ -55,6 +55,7 @@ def policies(cache: Path, model: str) -> dict[str, Any]:
     """The shipped policies: time, memory, predicted and measured speed, quality on held-out prompts."""
     (SHIPPED / model).mkdir(exist_ok=True)
     results = {}
+    resumed = (cache / "calibration.sqlite").exists()  # so the minutes of the first one are not of a whole calibration
     for name, speed in SPEEDS.items():
         options = ["--model", model, "--speedup", str(speed), "--answer-tokens", str(ANSWER_TOKENS), "--name", name]
         options += [
@@ -71,7 +72,7 @@ def policies(cache: Path, model: str) -> dict[str, Any]:
         keys = ("mean_depth", "speedup", "held_out", "free_running", "cost_ms", "skip_order", "frontier", "conditions")
         ratio = round(summary.speedup.predicted / summary.speedup.measured.median, 4)
         figures = {key: to_plain(getattr(summary, key)) for key in keys}
-        results[name] = {**took, "predicted_over_measured": ratio, **figures}
+        results[name] = {"resumed": resumed, **took, "predicted_over_measured": ratio, **figures}
     return results
 
 

@@ -26,7 +26,7 @@ from taper.models import DEFAULT_MODEL
 
 ROOT = Path(__file__).parent.parent
 RESULTS, PAGES = ROOT / "benchmarks" / "results", ROOT / "docs" / "results"
-LARGER: tuple[str, ...] = ()  # besides the default model
+LARGER = ("qwen2.5-coder-1.5b-instruct",)  # besides the default model
 NUMBERS, QUANTISING = (f"<!-- {name}: python benchmarks/render.py -->\n" for name in ("numbers", "quantising"))
 END = "<!-- end of numbers -->\n"
 
