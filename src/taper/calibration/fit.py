@@ -57,9 +57,17 @@ def curves(skip_order: Sequence[int], searched: int, num_hidden_layers: int, max
 
 
 def curves_of_speed(
-    skip_order: Sequence[int], searched: int, num_hidden_layers: int, max_tokens: int, speedup: float, cost: CostModel
+    skip_order: Sequence[int],
+    searched: int,
+    harmless: int,
+    num_hidden_layers: int,
+    max_tokens: int,
+    speedup: float,
+    cost: CostModel,
 ) -> list[DepthPolicy]:
     """As `curves`, each falling as late or as slowly as a predicted speedup lets it.
+
+    They skip the first `harmless` layers at most, or as few more as that speedup needs.
 
     Raises:
         RequestError: none is that fast.
@@ -70,9 +78,11 @@ def curves_of_speed(
         steps = range(1, 8 * max_tokens + 1)
         return bisect_left(steps, True, key=lambda n: cost.speedup(stretched(n), max_tokens) < speedup)
 
-    policies = []
-    for min_depth in range(num_hidden_layers - 1, num_hidden_layers - searched - 1, -1):
-        facts = (num_hidden_layers, min_depth, skip_order)
+    policies: list[DepthPolicy] = []
+    for skipped in range(1, searched + 1):
+        if policies and skipped > harmless:
+            break
+        facts = (num_hidden_layers, num_hidden_layers - skipped, skip_order)
         # Functions of a number of steps, the start or the span: the larger it is, the slower is the policy.
         stretches = [partial(shape, "constant", *facts)]
         stretches += [partial(shape, curve, *facts, start) for start in _starts(max_tokens) for curve in _FALLING]

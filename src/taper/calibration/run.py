@@ -262,9 +262,6 @@ class _Calibrator:
         counts = sorted({max(1, round(part * order.searched / 3)) for part in (0, 1, 2, 3)})
         probes = range(min(PROBES, len(search)))
         constant = [skipping(self.layers, order.layers[:count]) for count in counts]
-        # A speed may need more layers than can be spared; a budget of quality may not.
-        most = max(1, order.harmless) if budget.speedup is None else order.searched
-        candidates = (order.layers, most, self.layers, max_tokens)
         with closing(Measurements(self.llm.engine, search[:FITTED], self.store)) as measurements:
             tick = self._ticks("loss by depth and place", len(counts) * len(probes))
             by_depth = {policy.min_depth: measurements.scores(policy, tick, probes) for policy in constant}
@@ -272,9 +269,11 @@ class _Calibrator:
             tick = self._ticks("curve for the budget", ATTEMPTS * len(measurements))
             replay = partial(measurements.scores, tick=tick)
             if budget.speedup is None:
-                policy = fit_quality(budget, curves(*candidates), table, max_tokens, replay)
-            else:
-                policy = fit_speed(curves_of_speed(*candidates, budget.speedup, cost), table, replay)
+                gentle = curves(order.layers, max(1, order.harmless), self.layers, max_tokens)
+                policy = fit_quality(budget, gentle, table, max_tokens, replay)
+            else:  # it may need more layers than problems are solved without
+                least = (order.layers, order.searched, order.harmless, self.layers, max_tokens)
+                policy = fit_speed(curves_of_speed(*least, budget.speedup, cost), table, replay)
             return policy, over_steps(replay(policy))
 
     def _frontier(self, order: _Order, held_out: Sequence[Reference], cost: CostModel, baselines: bool) -> Frontier:
