@@ -95,7 +95,7 @@ def quality(calibrated: dict[str, Any]) -> list[str]:
         *table(
             ("policy", "starts from", "minutes"),
             [
-                ("`fast`", start_of(first), minutes["fast"]),
+                ("`fast`", "cached outputs" if first.get("resumed") else "an empty cache", minutes["fast"]),
                 ("`balanced`", "cached outputs", minutes["balanced"]),
                 ("`gentle`", "cached outputs", minutes["gentle"]),
             ],
@@ -198,17 +198,18 @@ def _difference(estimate: Estimate | None) -> str:
     return "" if estimate is None else f"{estimate.low:+.2f} to {estimate.high:+.2f}"
 
 
-def start_of(calibration: dict[str, Any]) -> str:
-    """What a calibration that was timed found in its cache."""
-    return "what an interrupted calibration had measured" if calibration.get("resumed") else "an empty cache"
-
-
 def model_page(model: str, calibrated: dict[str, Any]) -> str:
     """The page of a larger model: what its shipped policies cost, and in which order layers are skipped."""
     policies, measured = deepest_first(model), calibrated["policies"]
     some = shipped(model)["balanced"]
     order, kls = measured["fast"]["skip_order"], measured["fast"]["frontier"]["kl"][MEASURED_ORDER].values()
     minutes = {name: f"{data['seconds'] / 60:.0f}" for name, data in measured.items()}
+    timing = (
+        "The calibration went on from an interrupted one, so its time says nothing."
+        if measured["fast"].get("resumed")
+        else f"`fast` took {minutes['fast']} minutes from an empty cache, `balanced` {minutes['balanced']} and `gentle` "
+        f"{minutes['gentle']} after it."
+    )
     c = some.conditions
     lines = [
         f"# {model}",
@@ -241,9 +242,7 @@ def model_page(model: str, calibrated: dict[str, Any]) -> str:
         prose(
             f"""
             Measured on {c.date}, on an {c.machine}, with {c.threads} threads, Taper {c.taper} and Python {c.python}.
-            `fast` took {minutes["fast"]} minutes from {start_of(measured["fast"])}, `balanced`
-            {minutes["balanced"]} and `gentle` {minutes["gentle"]} after it. The weights were used as they are in the
-            file (sha256 {some.model.sha256[:16]}...).
+            {timing} The weights were used as they are in the file (sha256 {some.model.sha256[:16]}...).
             """
         ),
     ]

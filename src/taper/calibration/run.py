@@ -269,11 +269,11 @@ class _Calibrator:
             tick = self._ticks("curve for the budget", ATTEMPTS * len(measurements))
             replay = partial(measurements.scores, tick=tick)
             if budget.speedup is None:
-                gentle = curves(order.layers, max(1, order.harmless), self.layers, max_tokens)
-                policy = fit_quality(budget, gentle, table, max_tokens, replay)
+                candidates = curves(order.layers, max(1, order.harmless), self.layers, max_tokens)
+                policy = fit_quality(budget, candidates, table, max_tokens, replay)
             else:  # it may need more layers than problems are solved without
-                least = (order.layers, order.searched, order.harmless, self.layers, max_tokens)
-                policy = fit_speed(curves_of_speed(*least, budget.speedup, cost), table, replay)
+                known = (order.layers, order.searched, order.harmless, self.layers, max_tokens)
+                policy = fit_speed(curves_of_speed(*known, budget.speedup, cost), table, replay)
             return policy, over_steps(replay(policy))
 
     def _frontier(self, order: _Order, held_out: Sequence[Reference], cost: CostModel, baselines: bool) -> Frontier:
