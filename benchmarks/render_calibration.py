@@ -207,8 +207,8 @@ def model_page(model: str, calibrated: dict[str, Any]) -> str:
     timing = (
         "The calibration went on from an interrupted one, so its time says nothing."
         if measured["fast"].get("resumed")
-        else f"`fast` took {minutes['fast']} minutes from an empty cache, `balanced` {minutes['balanced']} and `gentle` "
-        f"{minutes['gentle']} after it."
+        else f"`fast` took {minutes['fast']} minutes from an empty cache, `balanced` {minutes['balanced']} and "
+        f"`gentle` {minutes['gentle']} after it."
     )
     c = some.conditions
     lines = [
