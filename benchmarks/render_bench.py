@@ -35,7 +35,7 @@ def speeds(result: dict[str, Any], policies: Mapping[str, Figures]) -> list[str]
 def command(model: str) -> str:
     """How a model was measured."""
     out = f"benchmarks/results/bench-{model}.json"
-    rest = f"--lengths {TOKENS} --prompts {TOKENS} --rounds 7 --minutes 60 --llama-bin DIR --json {out}"
+    rest = f"--lengths {TOKENS} --prompts {TOKENS} --rounds 15 --minutes 60 --llama-bin DIR --json {out}"
     return f"taper bench --model {model} {rest}"
 
 
