@@ -94,6 +94,14 @@ def test_where_every_layer_does_harm_the_least_is_done_and_told():
     assert order.harmless == 2
 
 
+def test_where_all_is_lost_layers_go_by_cost():
+    """Where hardly a problem is solved, which layer does least harm is chance."""
+    costs = [1.0 + layer for layer in range(LAYERS)]
+    order = search.find_order(costs, range(LAYERS), 2, [4] * 12, additive(costs), lambda s: 9.0 - sum(s) / 100)
+    assert order.layers == [0, 1]
+    assert order.harmless == 0
+
+
 def test_problems_are_no_longer_asked_once_hardly_any_is_solved():
     asked = []
 

@@ -60,9 +60,9 @@ def find_order(
 ) -> Order:
     """The first `rounds` of the flex layers to skip: those that problems are solved without, as long as there are any.
 
-    Of these, the order has the lowest KL, in log over all lengths; where there are none, the least harm, until all is
-    lost. `importance` is the mean KL of skipping each layer alone, [L]; `steps` the tapered steps of each answer,
-    [answers].
+    Of these, the order has the lowest KL, in log over all lengths; where there are none, the least harm; and where all
+    is lost, the lowest KL again. `importance` is the mean KL of skipping each layer alone, [L]; `steps` the tapered
+    steps of each answer, [answers].
     """
     marginal = {layer: importance[layer] for layer in flex}  # what each layer added when it was last tried
     paths, harmless, lost = [_Path(0.0, (), ())], 0, False
@@ -85,7 +85,8 @@ def find_order(
             paths, harmless = kept, length if harmless == length - 1 else harmless
         else:
             least, best = min((harm(frozenset(path.order)), path) for path in ranked[:FINALISTS])
-            paths, lost = [best], least > LOST
+            lost = least > LOST  # then which of them does least harm is chance
+            paths = ranked[:1] if lost else [best]
     return Order(list(paths[0].order), list(paths[0].losses), harmless)
 
 
