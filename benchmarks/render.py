@@ -95,7 +95,7 @@ def page(
         *summary(result, benches),
         "The speeds of this table come from:",
         "",
-        *(f"    {render_bench.command(name)}" for name in benches),
+        *(f"    {render_bench.command(bench)}" for bench in benches.values()),
         "",
         *(line for bench in benches.values() for line in (prose(render_bench.conditions(bench)), "")),
         "",

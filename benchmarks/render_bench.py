@@ -32,11 +32,14 @@ def speeds(result: dict[str, Any], policies: Mapping[str, Figures]) -> list[str]
     return table((*header, "word problems solved, %"), lines)
 
 
-def command(model: str) -> str:
+def command(result: dict[str, Any]) -> str:
     """How a model was measured."""
-    out = f"benchmarks/results/bench-{model}.json"
-    rest = f"--lengths {TOKENS} --prompts {TOKENS} --rounds 15 --minutes 60 --llama-bin DIR --json {out}"
-    return f"taper bench --model {model} {rest}"
+    c, rows = result["conditions"], result["phases"][f"peers at {TOKENS}"]["rows"]
+    rounds = max(row["rounds"] for row in rows)
+    measured = f"--lengths {TOKENS} --prompts {TOKENS} --rounds {rounds} --threads {c['threads']} --minutes 60"
+    return (
+        f"taper bench --model {c['model']} {measured} --llama-bin DIR --json benchmarks/results/bench-{c['model']}.json"
+    )
 
 
 def conditions(result: dict[str, Any]) -> str:
