@@ -20,7 +20,7 @@ import render_repack
 import render_serve
 import render_signals
 from pages import prose, table
-from render_calibration import model_page, quality, shipped
+from render_calibration import fewer_solved, model_page, quality, shipped
 
 from taper.models import DEFAULT_MODEL
 
@@ -53,6 +53,8 @@ def summary(result: dict[str, Any], benches: dict[str, dict[str, Any]]) -> list[
             `generate` in f32 takes {result["transformers"]["ratio"]:.1f} times as long as Taper's full depth.
             """
         ),
+        "",
+        prose(fewer_solved(benches)),
         "",
         *table(("start of the default model", "time"), [(title, f"{seconds:.2f} s") for title, seconds in times]),
     ]

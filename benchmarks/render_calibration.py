@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,18 @@ def speed(figures: Figures) -> str:
 def deepest_first(model: str) -> list[tuple[str, Provenance]]:
     """The policies that come with Taper for a model, by name."""
     return sorted(shipped(model).items(), key=lambda item: -item[1].mean_depth)
+
+
+def fewer_solved(models: Iterable[str]) -> str:
+    """A sentence on the policies that solve fewer word problems than full depth, by more than chance explains."""
+    fewer = []
+    for model in models:
+        names = [f"`{name}`" for name, p in deepest_first(model) if p.problems and p.problems.difference.high < 0]
+        if names:
+            fewer.append(f"{' and '.join(names)} of {model}")
+    if not fewer:
+        return "No policy solves fewer word problems than full depth by more than chance explains."
+    return f"By more than chance explains, fewer word problems than at full depth are solved with {', '.join(fewer)}."
 
 
 # What is told of a policy, and what it means.
@@ -115,8 +127,8 @@ def quality(calibrated: dict[str, Any]) -> list[str]:
             "",
             prose(
                 """
-                Calibration time grows in a straight line with the tokens of prompts and outputs. With outputs of up
-                to 24 tokens:
+                The word problems take a part of this that is the same for all prompts. The rest grows with the tokens
+                of prompts and outputs. From empty caches, with outputs of up to 24 tokens:
                 """
             ),
             "",
@@ -124,9 +136,9 @@ def quality(calibrated: dict[str, Any]) -> list[str]:
             "",
             prose(
                 f"""
-                That is {growth["seconds_per_1000_tokens"]:.0f} s for each 1000 tokens (R²
-                {growth["r_squared"]:.3f}). Above 72 prompts it grows more slowly, because the search then has all
-                the prompts that it uses.
+                A straight line through these times starts at {growth["fixed_seconds"]:.0f} s and rises by
+                {growth["seconds_per_1000_tokens"]:.0f} s for each 1000 tokens (R² {growth["r_squared"]:.3f}). Above
+                72 prompts it rises more slowly, because the search then has all the prompts that it uses.
                 """
             ),
         ]
