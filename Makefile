@@ -17,7 +17,7 @@ VLLM_PIP := $(VLLM_BIN)/python -m pip --quiet --disable-pip-version-check
 
 demo: $(VENV)/installed
 	@$(BIN)/taper pull
-	@$(BIN)/taper generate --compare --policy fast --max-tokens 160 "Explain in a few sentences why the sky is blue."
+	@$(BIN)/taper generate --compare --max-tokens 160 "Explain in a few sentences why the sky is blue."
 
 demo-large: $(VENV)/installed
 	@$(BIN)/taper pull $(LARGE)
