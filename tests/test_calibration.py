@@ -236,31 +236,42 @@ def test_too_few_tapered_steps_keep_no_budget():
 @given(st.floats(1.02, 1.5))
 def test_policies_of_a_speed_are_just_as_fast_as_asked(speedup):
     cost = CostModel(fixed_ms=1.0, layer_ms=0.5)
-    candidates = curves_of_speed(range(6), 6, 6, LAYERS, 64, speedup, cost)
+    candidates = curves_of_speed(range(6), 6, LAYERS, 64, speedup, cost)
     assert all(speedup <= cost.speedup(policy, 64) for policy in candidates)
     assert min(cost.speedup(policy, 64) for policy in candidates) < speedup * 1.02
     assert {policy.schedule.curve for policy in candidates} >= {"linear", "power"}
 
 
 @given(st.floats(1.02, 1.5), st.integers(0, 6))
-def test_policies_of_a_speed_skip_no_more_than_it_needs_beyond_the_harmless_layers(speedup, harmless):
+def test_a_speed_skips_no_more_than_it_needs_beyond_the_harmless_layers(speedup, harmless):
     cost = CostModel(fixed_ms=1.0, layer_ms=0.5)
     needed = next(
         n for n in range(1, 7) if cost.speedup(DepthPolicy.static(LAYERS, LAYERS - n, range(n)), 64) >= speedup
     )
-    candidates = curves_of_speed(range(6), 6, harmless, LAYERS, 64, speedup, cost)
-    assert max(LAYERS - policy.min_depth for policy in candidates) == max(needed, harmless)
+    candidates = curves_of_speed(range(6), 6, LAYERS, 64, speedup, cost)
+    policy = fit_speed(candidates, harmless, made_up_table(), made_up, lambda policy: LAYERS - policy.min_depth)
+    assert LAYERS - policy.min_depth <= max(needed, harmless)
+
+
+def test_a_speed_skips_more_layers_later_where_that_does_less_harm():
+    candidates = curves_of_speed(range(6), 6, LAYERS, 64, 1.15, CostModel(1.0, 0.5))
+    few, many = (
+        fit_speed(candidates, 0, made_up_table(), made_up, lambda policy, sign=sign: sign * policy.min_depth)
+        for sign in (-1, 1)
+    )
+    assert many.min_depth < few.min_depth == max(policy.min_depth for policy in candidates)
+    assert made_up(many).kl.mean() < made_up(few).kl.mean()
 
 
 def test_a_speed_out_of_reach_is_rejected_with_what_can_be_had():
     with pytest.raises(RequestError, match=r"most .* 2\.0"):
-        curves_of_speed(range(6), 6, 6, LAYERS, 64, 3.0, CostModel(1.0, 0.5))
+        curves_of_speed(range(6), 6, LAYERS, 64, 3.0, CostModel(1.0, 0.5))
 
 
 def test_the_speed_is_reached_where_it_hurts_least():
     """Late steps cost half as much here, so the fall comes late."""
-    candidates = curves_of_speed(range(6), 6, 6, LAYERS, 64, 1.15, CostModel(1.0, 0.5))
-    policy = fit_speed(candidates, made_up_table(), made_up)
+    candidates = curves_of_speed(range(6), 6, LAYERS, 64, 1.15, CostModel(1.0, 0.5))
+    policy = fit_speed(candidates, 0, made_up_table(), made_up, lambda policy: policy.min_depth)
     best = min(float(made_up(candidate).kl.mean()) for candidate in candidates)
     assert float(made_up(policy).kl.mean()) <= best * 1.05
 

@@ -22,7 +22,6 @@ from .cost import CostModel
 from .statistics import Loss, over_steps
 
 ATTEMPTS = 4  # candidates replayed for a quality budget
-FINALISTS = 3  # candidates replayed for a speed
 _STARTS = (0, 1 / 8, 1 / 4, 1 / 2, 3 / 4)  # where the fall may begin, and how long it may last, in answers
 _SPANS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4)
 _FALLING = ("linear", "power")
@@ -59,15 +58,12 @@ def curves(skip_order: Sequence[int], searched: int, num_hidden_layers: int, max
 def curves_of_speed(
     skip_order: Sequence[int],
     searched: int,
-    harmless: int,
     num_hidden_layers: int,
     max_tokens: int,
     speedup: float,
     cost: CostModel,
 ) -> list[DepthPolicy]:
     """As `curves`, each falling as late or as slowly as a predicted speedup lets it.
-
-    They skip the first `harmless` layers at most, or as few more as that speedup needs.
 
     Raises:
         RequestError: none is that fast.
@@ -80,8 +76,6 @@ def curves_of_speed(
 
     policies: list[DepthPolicy] = []
     for skipped in range(1, searched + 1):
-        if policies and skipped > harmless:
-            break
         facts = (num_hidden_layers, num_hidden_layers - skipped, skip_order)
         # Functions of a number of steps, the start or the span: the larger it is, the slower is the policy.
         stretches = [partial(shape, "constant", *facts)]
@@ -173,10 +167,31 @@ def fit_quality(
     return candidates[min(kept, key=lambda i: depth[i]) if kept else min(replayed, key=lambda i: replayed[i])]
 
 
-def fit_speed(candidates: Sequence[DepthPolicy], table: LossTable, replay: Replayed) -> DepthPolicy:
-    """Of policies that are equally fast, the one of the lowest replayed KL over all steps."""
-    best = sorted(candidates, key=lambda policy: table.predict(policy).all_steps.kl)[:FINALISTS]
-    return min(best, key=lambda policy: float(replay(policy).kl.mean()))
+def fit_speed(
+    candidates: Sequence[DepthPolicy],
+    harmless: int,
+    table: LossTable,
+    replay: Replayed,
+    harm: Callable[[DepthPolicy], float],
+) -> DepthPolicy:
+    """Of policies that are equally fast, one that few layers fall to or more of them later, whichever does less `harm`.
+
+    From the fewest layers on that reach the speed, one more is skipped as long as the replayed KL over all steps falls.
+    This is compared with stopping at the first `harmless` layers, or at those fewest if they are more.
+    """
+    path: list[DepthPolicy] = []
+    lowest = math.inf
+    for min_depth in sorted({policy.min_depth for policy in candidates}, reverse=True):
+        equal = (policy for policy in candidates if policy.min_depth == min_depth)
+        policy = min(equal, key=lambda policy: table.predict(policy).all_steps.kl)
+        kl = float(replay(policy).kl.mean())
+        if kl >= lowest:
+            break
+        path.append(policy)
+        lowest = kl
+    least = min(path[0].min_depth, path[0].num_hidden_layers - harmless)
+    few, many = [policy for policy in path if policy.min_depth >= least][-1], path[-1]
+    return few if few == many else min(few, many, key=harm)
 
 
 def _mean(losses: np.ndarray) -> Loss:

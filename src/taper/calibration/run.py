@@ -237,14 +237,18 @@ class _Calibrator:
             tick = self._ticks("order of layers", rounds * len(answers))
 
             def harm(skipped: frozenset[int]) -> float:
-                if self.llm.engine.num_free_slots < BATCH:  # for the answers
-                    measurements.replay.close()
-                return self.problems.harm(skipping(self.layers, skipped))
+                return self._harm(measurements, skipping(self.layers, skipped))
 
             kl_sums = partial(measurements.kl_sums, tick=tick)
             order = find_order(importance, flex, rounds, steps, kl_sums, harm)
         rest = sorted(set(flex) - set(order.layers), key=lambda layer: importance[layer])
         return _Order(importance, order.layers + rest, len(order.layers), order.harmless, order.losses)
+
+    def _harm(self, measurements: Measurements, policy: DepthPolicy) -> float:
+        """By how much fewer problems are solved; replay gives back the slots that the answers need."""
+        if self.llm.engine.num_free_slots < BATCH:
+            measurements.replay.close()
+        return self.problems.harm(policy)
 
     def _rounds(self, budget: Budget, cost: CostModel) -> int:
         """A third of the layers; more where a speed needs it."""
@@ -266,14 +270,17 @@ class _Calibrator:
             tick = self._ticks("loss by depth and place", len(counts) * len(probes))
             by_depth = {policy.min_depth: measurements.scores(policy, tick, probes) for policy in constant}
             table = LossTable(by_depth, self.layers, max_tokens)
-            tick = self._ticks("curve for the budget", ATTEMPTS * len(measurements))
+            tick = self._ticks(
+                "curve for the budget", (ATTEMPTS if budget.speedup is None else order.searched) * len(measurements)
+            )
             replay = partial(measurements.scores, tick=tick)
             if budget.speedup is None:
                 candidates = curves(order.layers, max(1, order.harmless), self.layers, max_tokens)
                 policy = fit_quality(budget, candidates, table, max_tokens, replay)
             else:  # it may need more layers than problems are solved without
-                known = (order.layers, order.searched, order.harmless, self.layers, max_tokens)
-                policy = fit_speed(curves_of_speed(*known, budget.speedup, cost), table, replay)
+                known = (order.layers, order.searched, self.layers, max_tokens)
+                candidates = curves_of_speed(*known, budget.speedup, cost)
+                policy = fit_speed(candidates, order.harmless, table, replay, partial(self._harm, measurements))
             return policy, over_steps(replay(policy))
 
     def _frontier(self, order: _Order, held_out: Sequence[Reference], cost: CostModel, baselines: bool) -> Frontier:
