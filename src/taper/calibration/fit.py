@@ -174,7 +174,7 @@ def fit_speed(
     replay: Replayed,
     harm: Callable[[DepthPolicy], float],
 ) -> DepthPolicy:
-    """Of policies that are equally fast, one that few layers fall to or more of them later, whichever does less `harm`.
+    """Of policies that are equally fast, one that skips few layers early or more of them late: what does less `harm`.
 
     From the fewest layers on that reach the speed, one more is skipped as long as the replayed KL over all steps falls.
     This is compared with stopping at the first `harmless` layers, or at those fewest if they are more.
