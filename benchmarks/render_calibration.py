@@ -48,7 +48,8 @@ def fewer_solved(models: Iterable[str]) -> str:
             fewer.append(f"{' and '.join(names)} of {model}")
     if not fewer:
         return "No policy solves fewer word problems than full depth by more than chance explains."
-    return f"By more than chance explains, fewer word problems than at full depth are solved with {', '.join(fewer)}."
+    all_of_them = ", and with ".join(fewer)
+    return f"By more than chance explains, fewer word problems than at full depth are solved with {all_of_them}."
 
 
 # What is told of a policy, and what it means.
