@@ -28,8 +28,8 @@ def test_the_servers_shown_run_a_shipped_policy_on_its_own_model():
     assert len(commands) == 2
     for command in commands:
         (model,) = re.findall(r"(?:vllm serve|--model) \S+/(\S+)", command)
-        assert set(re.findall(r"--(?:policy|allow) (\w+)", command)) == {"fast", "gentle"}
-        assert {"fast", "gentle"} <= {policy.name for policy in shipped_policies()[model.lower()]}
+        assert set(re.findall(r"--(?:policy|allow) (\w+)", command)) == {"balanced", "gentle"}
+        assert {"balanced", "gentle"} <= {policy.name for policy in shipped_policies()[model.lower()]}
 
 
 def test_the_command_prints_flags_that_the_server_reads_back():
