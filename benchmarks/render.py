@@ -95,6 +95,7 @@ def page(
         "## In short",
         "",
         *summary(result, benches),
+        "",
         "The speeds of this table come from:",
         "",
         *(f"    {render_bench.command(bench)}" for bench in benches.values()),
