@@ -16,7 +16,7 @@ from taper.errors import RequestError
 from taper.evals import calibrate, evaluate, load_tasks, summarise
 from taper.evals.calibrate import calibrate_to_task
 from taper.evals.records import Record
-from taper.evals.statistics import compare
+from taper.evals.statistics import compare_in_looks, looks
 
 COUNT = 32 + 64
 
@@ -44,13 +44,18 @@ def solve_without(monkeypatch, harmful: set[int]) -> None:
     monkeypatch.setattr(calibrate, "solved", solved)
 
 
+def choose(monkeypatch, *layers: int) -> None:
+    """These layers are skipped, in this order."""
+    monkeypatch.setattr(calibrate._TaskCalibrator, "_layers_to_skip", lambda self, full: (each for each in layers))
+
+
 def run(llm: LLM, file: Path, margin: float = 0.2, **options):
     return calibrate_to_task(llm, load_tasks([str(file)]), margin, problems=64, max_tokens=6, **options)
 
 
 def test_the_most_layers_that_hold_are_skipped(llm, file, monkeypatch):
     solve_without(monkeypatch, {2})
-    monkeypatch.setattr(calibrate._TaskCalibrator, "_order", lambda self, full: [4, 1, 2, 3])
+    choose(monkeypatch, 4, 1, 2, 3)
     result = run(llm, file, name="careful")
     assert [list(trial.policy.skip_order) for trial in result.trials] == [[4], [4, 1], [4, 1, 2]]
     assert [trial.comparison.verdict for trial in result.trials] == ["holds", "holds", "fails"]
@@ -58,7 +63,7 @@ def test_the_most_layers_that_hold_are_skipped(llm, file, monkeypatch):
     assert (policy.name, policy.skip_order, policy.min_depth) == ("careful", (4, 1), 4)
     assert DepthPolicy.from_json(policy.to_json()).provenance == policy.provenance
     provenance = policy.provenance
-    assert (provenance["task"], provenance["margin"], provenance["order"]) == ("sums", 0.2, [4, 1, 2, 3])
+    assert (provenance["task"], provenance["margin"], provenance["order"]) == ("sums", 0.2, [4, 1, 2])
     assert provenance["comparison"]["verdict"] == "holds"
     assert provenance["speedup"]["measured"][0] > 0
 
@@ -90,9 +95,38 @@ def test_the_order_follows_the_problems_solved(llm, file, monkeypatch):
     assert set(run(llm, file).order) == {1, 3}
 
 
+def test_a_layer_that_costs_no_problem_ends_the_search_for_one(llm, file, monkeypatch):
+    """Of the candidates, in the order of their KL, the first without which no fewer are solved; else the best."""
+    tried: list[list[int]] = []
+
+    def num_solved(self, skipped, problems):
+        tried.append(list(skipped))
+        return {3: 32, 5: 20}.get(skipped[-1], 10)
+
+    monkeypatch.setattr(calibrate, "CORE", 1e9)
+    monkeypatch.setattr(calibrate._TaskCalibrator, "_num_solved", num_solved)
+    solve_without(monkeypatch, set())
+    kl = {3: 2.0, 5: 3.0, 0: 1.0, 1: 4.0, 2: 5.0, 4: 6.0}
+    sums = lambda self, skipped, layers, *_, **__: np.array([kl[layer] for layer in layers])  # noqa: E731
+    monkeypatch.setattr(calibrate.Measurements, "kl_sums", sums)
+    assert run(llm, file).order == [3, 5]
+    assert tried == [[0], [3], [3, 0], [3, 5], [3, 1], [3, 2]]
+
+
+def test_no_layer_is_looked_for_once_a_policy_does_not_hold(llm, file, monkeypatch):
+    solve_without(monkeypatch, {4})
+
+    def layers(self, full):
+        yield 4
+        pytest.fail("another layer was looked for")
+
+    monkeypatch.setattr(calibrate._TaskCalibrator, "_layers_to_skip", layers)
+    assert run(llm, file).order == [4]
+
+
 def test_a_killed_calibration_goes_on(llm, file, monkeypatch):
     solve_without(monkeypatch, {2})
-    monkeypatch.setattr(calibrate._TaskCalibrator, "_order", lambda self, full: [4, 2])
+    choose(monkeypatch, 4, 2)
     expected = run(llm, file)
     seen = []
     monkeypatch.setattr(llm.engine, "step", lambda *_: pytest.fail("an output was computed again"))
@@ -114,21 +148,31 @@ def test_a_model_that_solves_nothing_is_rejected(llm, file):
         run(llm, file)
 
 
-def test_several_looks_keep_the_error_rate(monkeypatch):
-    """A policy that loses exactly the margin is said to hold in at most 5 % of 1,000 calibrations."""
+@pytest.mark.parametrize(("lost", "gained", "wrong"), [(0.10, 0.05, "holds"), (0.05, 0.05, "fails")])
+def test_several_looks_keep_the_error_rates(lost, gained, wrong, monkeypatch):
+    """A policy that loses exactly the margin holds, and one that loses nothing fails, in at most 5 % of 1,000 runs."""
     monkeypatch.setattr("taper.evals.statistics.RESAMPLES", 10)  # of an interval that no verdict comes from
-    draw, margin, looks = np.random.default_rng(0), 0.05, range(32, 193, 32)
-    level = 1 - 0.05 / len(looks)
-    wrong = 0
-    for _ in range(1000):
-        cell = draw.random(192)
-        full, tapered = cell < 0.55, (cell < 0.45) | (cell > 0.95)  # 10 % lost, 5 % gained
-        for asked in looks:
-            verdict = compare(full[:asked].tolist(), tapered[:asked].tolist(), margin, 0, level).verdict
-            if verdict != "not enough problems":
-                wrong += verdict == "holds"
-                break
-    assert wrong <= 50 + 2 * np.sqrt(1000 * 0.05 * 0.95)
+    draw, problems = np.random.default_rng(0), 192
+    verdicts = [verdict_of(draw.random(problems), lost, gained, margin=0.05) for _ in range(1000)]
+    assert verdicts.count(wrong) <= 50 + 2 * np.sqrt(1000 * 0.05 * 0.95)
+
+
+def verdict_of(cells: np.ndarray, lost: float, gained: float, margin: float) -> str:
+    """How a trial ends if full depth solves 55 % of the problems, and a policy loses and gains some."""
+    full, tapered = cells < 0.55, (cells < 0.55 - lost) | (cells > 1 - gained)
+    ask = lambda count: (full[:count].tolist(), tapered[:count].tolist())  # noqa: E731
+    return compare_in_looks(ask, len(cells), 32, margin).verdict
+
+
+@pytest.mark.parametrize("problems", [32, 40, 64, 192, 500, 5000])
+def test_looks_spend_no_more_than_the_error_and_keep_most_of_it_for_the_last(problems):
+    counts, levels = zip(*looks(problems, 32), strict=True)
+    assert counts[-1] == problems
+    assert sorted(set(counts)) == list(counts)
+    spent = [1 - level for level in levels]
+    assert spent == sorted(spent)
+    assert sum(spent) == pytest.approx(0.05, abs=1e-7)
+    assert spent[-1] > 0.03
 
 
 # The command
@@ -141,7 +185,7 @@ def command(file: Path, tiny_llama, *options: str):
 
 
 def test_the_command_writes_a_policy_or_says_that_none_holds(llm, file, tiny_llama, monkeypatch, tmp_path):
-    monkeypatch.setattr(calibrate._TaskCalibrator, "_order", lambda self, full: [4, 2])
+    choose(monkeypatch, 4, 2)
     out = tmp_path / "policy.json"
     solve_without(monkeypatch, {4})
     result = command(file, tiny_llama, "--margin", "0.2", "--out", str(out))

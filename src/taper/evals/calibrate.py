@@ -6,7 +6,7 @@ tokens. So layers are judged by what the model writes without them, and policies
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -20,7 +20,6 @@ from ..calibration.cost import CostModel, TimedRuns, measure_cost, measure_speed
 from ..calibration.measure import Measurements
 from ..calibration.run import CORE
 from ..calibration.search import first_steps, layer_importance
-from ..calibration.statistics import LEVEL
 from ..calibration.store import digest, open_store
 from ..calibration.summary import to_plain
 from ..checks import number, whole_number
@@ -31,12 +30,12 @@ from ..policy import DepthPolicy
 from ..replay import Reference
 from .records import Record
 from .run import evaluate, prompt_ids
-from .statistics import PairedComparison, compare
+from .statistics import PairedComparison, compare_in_looks
 from .summary import chosen_filter, solved
 from .tasks import EvalTask, Selection
 
 SEARCH_PROBLEMS, PROBLEMS = 32, 192
-LOOK = 32  # problems between two looks at the result, and on which a policy that fails at once is given up
+LOOK = 32  # problems before the first look at the result, where a policy that fails at once is given up
 REPLAYED_STEPS = 48  # of each of full depth's outputs: they say which layers are worth trying
 CANDIDATES = 4  # layers tried at a time, those of the lowest KL
 MOST = 3  # a third of the layers at most
@@ -103,10 +102,11 @@ def calibrate_to_task(
 ) -> TaskCalibration:
     """Find the layers that a task can spare, and the most of them that it can spare at once.
 
-    The problems of the selection are shuffled. On the first ones, layers are put in order: the candidates of lowest KL
-    are each skipped while the model answers, and the one without which most are solved goes next. Policies that skip
-    more and more of them are then compared with full depth on other problems, until one does not hold. They
-    are compared in this fixed order, and each at the 5 % level, so the last one that holds does so at that level too.
+    The problems of the selection are shuffled. On the first ones, layers are chosen one after another: the candidates
+    of lowest KL are skipped in turn while the model answers, until no fewer problems are solved than at full depth;
+    else the one goes without which most are solved. After each layer, the policy without all those so far is compared
+    with full depth on other problems, and the first that does not hold ends it. Each is compared at the 5 % level,
+    gentle to fast, so the last one that holds does so at that level too.
 
     Args:
         llm: the model; its `max_batch_size` is the number of outputs at a time.
@@ -162,11 +162,11 @@ class _TaskCalibrator:
 
     def run(self, problems: int, name: str) -> TaskCalibration:
         """All stages in turn."""
-        order = np.random.default_rng(self.seed).permutation(self.task.num_problems).tolist()
-        searched, rest = order[:SEARCH_PROBLEMS], order[SEARCH_PROBLEMS:]
+        shuffled = np.random.default_rng(self.seed).permutation(self.task.num_problems).tolist()
+        searched, rest = shuffled[:SEARCH_PROBLEMS], shuffled[SEARCH_PROBLEMS:]
         if len(rest) < LOOK:
             raise RequestError(
-                f"task {self.task.name} has {len(order)} problems; {SEARCH_PROBLEMS + LOOK} are needed",
+                f"task {self.task.name} has {len(shuffled)} problems; {SEARCH_PROBLEMS + LOOK} are needed",
                 "give a task with more problems",
             )
         self.out.parent.mkdir(parents=True, exist_ok=True)
@@ -176,23 +176,25 @@ class _TaskCalibrator:
                 f"at full depth the model solves none of {len(full)} problems of {self.task.name}",
                 "choose a task that it can do, or another --filter",
             )
-        skip_order = self._order(full)
+        order: list[int] = []
         trials: list[Trial] = []
-        for count in range(1, len(skip_order) + 1):
-            trial = self._trial(skip_order, count, rest[:problems])
-            trials.append(trial)
-            if not trial.holds:
-                break
+        with closing(self._layers_to_skip(full)) as layers:
+            for layer in layers:
+                order.append(layer)
+                trials.append(self._trial(order, rest[:problems]))
+                if not trials[-1].holds:
+                    break
         best = max((trial for trial in trials if trial.holds), key=lambda trial: trial.speedup, default=None)
-        policy = None if best is None else self._finished(best, skip_order, name)
-        return TaskCalibration(policy, skip_order, trials)
+        policy = None if best is None else self._finished(best, order, name)
+        return TaskCalibration(policy, order, trials)
 
-    def _order(self, full: Sequence[Record]) -> list[int]:
-        """Layers in the order of skipping: each time the candidate without which most problems are solved."""
+    def _layers_to_skip(self, full: Sequence[Record]) -> Generator[int, None, None]:
+        """One layer after another; each is looked for only when it is asked for, as that takes long."""
         prompts = self._prompts([record.problem for record in full])
         references = [Reference(prompts[r.problem], r.answers[0].token_ids) for r in full if r.answers[0].token_ids]
         known = first_steps(references, REPLAYED_STEPS)
         steps = [len(reference.answer_ids) - 1 for reference in known]
+        at_full_depth = sum(bool(solved(record, self.filter)) for record in full)
         store = open_store(self.model_hash, self.conditions)
         order: list[int] = []
         with closing(store), closing(Measurements(self.llm.engine, known, store)) as measurements:
@@ -205,9 +207,13 @@ class _TaskCalibrator:
                 sums = measurements.kl_sums(frozenset(order), left, range(len(known)), tick)
                 near = [left[i] for i in np.argsort(sums, kind="stable")[:CANDIDATES]]
                 measurements.replay.close()  # frees the slots for the outputs
-                right = {layer: self._num_solved([*order, layer], prompts) for layer in near}
-                order.append(max(near, key=lambda layer: right[layer]))  # of equals, the one of the lowest KL
-        return order
+                right: dict[int, int] = {}
+                for layer in near:
+                    right[layer] = self._num_solved([*order, layer], prompts)
+                    if right[layer] >= at_full_depth:
+                        break
+                order.append(max(right, key=lambda layer: right[layer]))  # of equals, the one of the lowest KL
+                yield order[-1]
 
     def _num_solved(self, skipped: Sequence[int], problems: Iterable[int]) -> int:
         """How many problems are solved without some layers."""
@@ -215,19 +221,18 @@ class _TaskCalibrator:
         records = self._answers(stage, self._policy(skipped), list(problems))
         return sum(bool(solved(record, self.filter)) for record in records)
 
-    def _trial(self, order: Sequence[int], count: int, problems: Sequence[int]) -> Trial:
+    def _trial(self, skipped: Sequence[int], problems: Sequence[int]) -> Trial:
         """Compare a policy with full depth on more and more problems, until the verdict is clear or none is left."""
-        policy, looks = self._policy(order[:count]), range(LOOK, len(problems) + LOOK, LOOK)
-        level = 1 - (1 - LEVEL) / len(looks)  # Bonferroni: any of the looks may end it
-        for asked in looks:
-            some = problems[:asked]
-            stage = f"{count} layers skipped: {len(some)} problems"
-            full, tapered = (self._answers(stage, each, some) for each in (self.full, policy))
-            right, own = ([bool(solved(record, self.filter)) for record in records] for records in (full, tapered))
-            comparison = compare(right, own, self.margin, self.seed, level)
-            if comparison.verdict != "not enough problems":
-                break
-        tokens = float(np.mean([len(record.answers[0].token_ids) for record in tapered]))
+        policy, own = self._policy(skipped), list[Record]()
+
+        def ask(count: int) -> tuple[list[bool], list[bool]]:
+            stage = f"{len(skipped)} layers skipped: {count} problems"
+            full, own[:] = (self._answers(stage, each, problems[:count]) for each in (self.full, policy))
+            right, tapered = ([bool(solved(record, self.filter)) for record in records] for records in (full, own))
+            return right, tapered
+
+        comparison = compare_in_looks(ask, len(problems), LOOK, self.margin, self.seed)
+        tokens = float(np.mean([len(record.answers[0].token_ids) for record in own]))
         return Trial(policy, comparison, tokens, self._cost(round(tokens)).speedup(policy, max(2, round(tokens))))
 
     def _finished(self, trial: Trial, order: Sequence[int], name: str) -> DepthPolicy:
