@@ -268,12 +268,8 @@ class _TaskCalibrator:
         store = open_store(self.model_hash, self.conditions)
         with closing(store):
             prompt = next(iter(self._prompts([0]).values()))
-            key = {
-                "cost": tokens,
-                "prompt": len(prompt),
-                "machine": self.conditions.machine,
-                "threads": self.llm.threads,
-            }
+            machine, threads = self.conditions.machine, self.llm.threads
+            key = {"cost": tokens, "prompt": len(prompt), "machine": machine, "threads": threads}
             return CostModel(**store.remember(key, lambda: asdict(measure_cost(self.llm.engine, prompt, tokens))))
 
     def _answers(self, stage: str, policy: DepthPolicy, indices: Sequence[int]) -> list[Record]:
