@@ -19,6 +19,7 @@ import render_quantise
 import render_repack
 import render_serve
 import render_signals
+import render_tasks
 from pages import prose, table
 from render_calibration import fewer_solved, model_page, quality, shipped
 
@@ -237,7 +238,7 @@ def rendered() -> dict[Path, str]:
     }
     for model in LARGER:
         written[PAGES / model / "README.md"] = model_page(model, _read(f"calibration-{model}"))
-    for pages in (render_methods.pages, render_claims.pages, render_signals.pages):
+    for pages in (render_methods.pages, render_claims.pages, render_signals.pages, render_tasks.pages):
         written |= pages(RESULTS, PAGES)
     return written
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import render_tasks
 from click.testing import CliRunner
 
 from taper import LLM, DepthPolicy
@@ -130,7 +131,7 @@ def test_a_killed_calibration_goes_on(llm, file, monkeypatch):
     expected = run(llm, file)
     seen = []
     monkeypatch.setattr(llm.engine, "step", lambda *_: pytest.fail("an output was computed again"))
-    monkeypatch.setattr(calibrate._TaskCalibrator, "_finished", lambda self, trial, order, name: seen.append(trial))
+    monkeypatch.setattr(calibrate._TaskCalibrator, "_finished", lambda self, trial, *_: seen.append(trial))
     again = run(llm, file)
     assert again.trials == expected.trials
     assert len(seen) == 1
@@ -195,6 +196,17 @@ def test_the_command_writes_a_policy_or_says_that_none_holds(llm, file, tiny_lla
     result = command(file, tiny_llama, "--margin", "0.2", "--out", str(out))
     assert result.exit_code == 0, result.output
     assert "layers 4 2" in result.stdout
+    found = json.loads(command(file, tiny_llama, "--margin", "0.2", "--out", str(out), "--json").stdout)
+    assert [(trial["skipped"], trial["comparison"]["verdict"]) for trial in found["trials"]] == [
+        ([4], "holds"),
+        ([4, 2], "fails"),
+    ]
+    assert found["policy"] == json.loads(out.read_text())
+    assert (found["settings"]["task"], found["settings"]["problems"]) == ("sums", {"search": 32, "validation": 64})
+    (tmp_path / "task_calibration-tiny.json").write_text(json.dumps(found))
+    (page,) = render_tasks.pages(tmp_path, tmp_path).values()
+    assert "| 4 2 | " in page
+    assert "The policy that is kept skips 1 of 6 layers." in page
     assert DepthPolicy.from_json(out.read_text()).skip_order == (4,)
 
 

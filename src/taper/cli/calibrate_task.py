@@ -15,7 +15,7 @@ from ..files import check_writable, write_whole
 from .common import load, say, stages
 
 if TYPE_CHECKING:
-    from ..evals.calibrate import TaskCalibration
+    from ..evals.trials import TaskCalibration
 
 _NOT_MET = 1
 _TASK = ("margin", "problems", "split", "data_dir", "fewshot", "chat", "max_tokens", "filter_name")
@@ -43,7 +43,6 @@ def check_task_options(options: Mapping[str, Any], prompts: Path | None, report:
 
 def calibrate_to_task(out: Path, as_json: bool, options: dict[str, Any]) -> None:
     """Calibrate, write the policy if one holds, and print what was tried."""
-    from ..calibration.summary import to_plain
     from ..evals import load_tasks
     from ..evals.calibrate import PROBLEMS
     from ..evals.calibrate import calibrate_to_task as run
@@ -71,7 +70,7 @@ def calibrate_to_task(out: Path, as_json: bool, options: dict[str, Any]) -> None
         )
     if result.policy is not None:
         write_whole(out, result.policy.to_json().encode())
-    click.echo(json.dumps(to_plain(result.trials)) if as_json else _as_text(result, options))
+    click.echo(json.dumps(result.plain(), indent=1) if as_json else _as_text(result, options))
     if result.policy is None:
         say(f"taper: no policy was shown to hold; {out} was not written")
         sys.exit(_NOT_MET)

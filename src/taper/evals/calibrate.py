@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..calibration.conditions import Conditions, current_conditions
-from ..calibration.cost import CostModel, TimedRuns, measure_cost, measure_speedup
+from ..calibration.conditions import current_conditions
+from ..calibration.cost import CostModel, measure_cost, measure_speedup
 from ..calibration.measure import Measurements
 from ..calibration.run import CORE
 from ..calibration.search import first_steps, layer_importance
@@ -30,9 +30,10 @@ from ..policy import DepthPolicy
 from ..replay import Reference
 from .records import Record
 from .run import evaluate, prompt_ids
-from .statistics import PairedComparison, compare_in_looks
+from .statistics import compare_in_looks
 from .summary import chosen_filter, solved
 from .tasks import EvalTask, Selection
+from .trials import TaskCalibration, TaskSettings, Trial
 
 SEARCH_PROBLEMS, PROBLEMS = 32, 192
 LOOK = 32  # problems before the first look at the result, where a policy that fails at once is given up
@@ -40,51 +41,6 @@ REPLAYED_STEPS = 48  # of each of full depth's outputs: they say which layers ar
 CANDIDATES = 4  # layers tried at a time, those of the lowest KL
 MOST = 3  # a third of the layers at most
 ReportProgress = Callable[[str, float], None]  # a stage, and what part of it was done since it was last told
-
-
-@dataclass(frozen=True)
-class Trial:
-    """A policy that skips some layers, and how the task went with it."""
-
-    policy: DepthPolicy
-    comparison: PairedComparison  # with full depth on the validation problems asked; at the level of a single look
-    tokens: float  # of an output, mean
-    speedup: float  # predicted, over outputs of that length
-
-    @property
-    def holds(self) -> bool:
-        """Whether the accuracy was shown to be within the margin."""
-        return self.comparison.verdict == "holds"
-
-
-@dataclass(frozen=True)
-class TaskProvenance:
-    """What a policy file says of its origin: the task that it was calibrated to, and how that went."""
-
-    task: str
-    version: str
-    fewshot: int
-    split: str | None
-    asked: dict[str, Any]  # how: chat, max_tokens, seed
-    figure: str  # the filter whose figure counts
-    margin: float
-    problems: dict[str, int]  # searched on, and validated on
-    comparison: PairedComparison
-    answer_tokens: int
-    mean_depth: float
-    speedup: dict[str, float | TimedRuns]  # predicted and measured
-    order: list[int]
-    conditions: Conditions
-    model: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class TaskCalibration:
-    """What came out: the fastest policy that holds, or None, and every policy that was tried, gentle to fast."""
-
-    policy: DepthPolicy | None
-    order: list[int]
-    trials: list[Trial]
 
 
 def calibrate_to_task(
@@ -185,8 +141,8 @@ class _TaskCalibrator:
                 if not trials[-1].holds:
                     break
         best = max((trial for trial in trials if trial.holds), key=lambda trial: trial.speedup, default=None)
-        policy = None if best is None else self._finished(best, order, name)
-        return TaskCalibration(policy, order, trials)
+        policy = None if best is None else self._finished(best, order, problems, name)
+        return TaskCalibration(policy, self._settings(problems), order, trials)
 
     def _layers_to_skip(self, full: Sequence[Record]) -> Generator[int, None, None]:
         """One layer after another; each is looked for only when it is asked for, as that takes long."""
@@ -235,12 +191,23 @@ class _TaskCalibrator:
         tokens = float(np.mean([len(record.answers[0].token_ids) for record in own]))
         return Trial(policy, comparison, tokens, self._cost(round(tokens)).speedup(policy, max(2, round(tokens))))
 
-    def _finished(self, trial: Trial, order: Sequence[int], name: str) -> DepthPolicy:
+    def _finished(self, trial: Trial, order: Sequence[int], problems: int, name: str) -> DepthPolicy:
         """The policy with its provenance, its speed measured."""
         policy, tokens = trial.policy, max(2, round(trial.tokens))
         prompt = next(iter(self._prompts([0]).values()))
         self._ticks("speed", 1)()
-        provenance = TaskProvenance(
+        measured = measure_speedup(self.llm.engine, prompt, policy, tokens)
+        provenance = to_plain(self._settings(problems)) | {
+            "order": list(order),
+            "comparison": to_plain(trial.comparison),
+            "answer_tokens": tokens,
+            "mean_depth": round(policy.mean_depth(tokens), 3),
+            "speedup": {"predicted": round(trial.speedup, 4), "measured": to_plain(measured)},
+        }
+        return replace(policy, name=name, model=self.llm.config.identity, provenance=provenance)
+
+    def _settings(self, problems: int) -> TaskSettings:
+        return TaskSettings(
             task=self.task.name,
             version=self.task.version,
             fewshot=self.task.num_fewshot,
@@ -248,19 +215,10 @@ class _TaskCalibrator:
             asked=self.asked,
             figure=self.filter,
             margin=self.margin,
-            problems={"search": SEARCH_PROBLEMS, "validation": trial.comparison.problems},
-            comparison=trial.comparison,
-            answer_tokens=tokens,
-            mean_depth=round(policy.mean_depth(tokens), 3),
-            speedup={
-                "predicted": round(trial.speedup, 4),
-                "measured": measure_speedup(self.llm.engine, prompt, policy, tokens),
-            },
-            order=list(order),
+            problems={"search": SEARCH_PROBLEMS, "validation": problems},
             conditions=self.conditions,
             model={"name": Path(self.llm.model).name, "sha256": self.model_hash, "num_hidden_layers": self.layers},
         )
-        return replace(policy, name=name, model=self.llm.config.identity, provenance=to_plain(provenance))
 
     def _cost(self, tokens: int) -> CostModel:
         """The time of a step by depth, measured once for outputs of about this length."""

@@ -1,0 +1,88 @@
+"""docs/results/tasks.md, from benchmarks/results/task_calibration-*.json; `render.py` writes it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pages import prose, table
+
+from taper.calibration.statistics import Estimate
+from taper.calibration.wording import interval
+
+Json = dict[str, Any]
+
+
+def pages(results: Path, docs: Path) -> dict[Path, str]:
+    """The page, if there are results of a model."""
+    models = [json.loads(path.read_text()) for path in sorted(results.glob("task_calibration-*.json"))]
+    if not models:
+        return {}
+    lines = [
+        "# Layers that a task can spare",
+        "",
+        prose(
+            """
+            This page is written by `python benchmarks/render.py` from `benchmarks/results/task_calibration-*.json`. It
+            shows what `taper calibrate --task` tried: one layer after another is skipped at every step after the first,
+            until the accuracy can no longer be shown to stay within the margin. [Calibration](../calibration.md) says
+            how layers are chosen and when it stops looking. Speeds are predicted from the time of a step at each depth.
+            Brackets hold 95 % intervals.
+            """
+        ),
+        "",
+    ]
+    for model in models:
+        lines += _model(model)
+    return {docs / "tasks.md": "\n".join(lines)}
+
+
+def _model(result: Json) -> list[str]:
+    """The section of a model and task."""
+    s, c = result["settings"], result["settings"]["conditions"]
+    rows = []
+    for trial in result["trials"]:
+        found = trial["comparison"]
+        solved = [interval(Estimate(*found[mode]), 100, digits=1) for mode in ("full", "tapered")]
+        difference = interval(Estimate(*found["difference"]), 100, digits=1)
+        skipped = " ".join(map(str, trial["skipped"]))
+        verdict = found["verdict"] if found["verdict"] in ("holds", "fails") else "cannot be told"
+        rows.append((skipped, f"{trial['speedup']:.2f}x", str(found["problems"]), *solved, difference, verdict))
+    kept = result["policy"]
+    outcome = (
+        "No policy was shown to hold."
+        if kept is None
+        else f"The policy that is kept skips {len(kept['skip_order'])} of {kept['num_hidden_layers']} layers."
+    )
+    header = ("layers skipped", "speed", "problems", "full depth, %", "solved, %", "difference, points", "verdict")
+    return [
+        f"## {s['model']['name'].removesuffix('.gguf')}, {s['task']}, within {100 * s['margin']:g} points",
+        "",
+        *table(header, rows),
+        "",
+        prose(
+            f"""
+            {outcome} Layers were chosen on {s["problems"]["search"]} problems of the training split, and policies
+            compared on up to {s["problems"]["validation"]} others. Measured on {c["date"]} on an {c["machine"]}, with
+            --threads {c["threads"]}, Taper {c["taper"]}, {c["kernels"]} and Python {c["python"]}:
+            """
+        ),
+        "",
+        f"    {_command(s)}",
+        "",
+    ]
+
+
+def _command(s: Json) -> str:
+    """The line that measures it again."""
+    asked = s["asked"]
+    options = {
+        "task": s["task"],
+        "data-dir": "DATA",
+        "margin": f"{s['margin']:g}",
+        "problems": s["problems"]["validation"],
+    }
+    options |= {"fewshot": s["fewshot"], "max-tokens": asked["max_tokens"], "threads": s["conditions"]["threads"]}
+    words = " ".join(f"--{name} {value}" for name, value in options.items() if value is not None)
+    return f"taper calibrate --model {s['model']['name']} {words}{' --chat' if asked['chat'] else ''} --json > FILE"
