@@ -19,8 +19,9 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 def measured(c: Mapping[str, Any]) -> str:
     """When, where and with what an evaluation was measured; the end of a sentence, without its full stop."""
+    commit = f" (commit {c['commit']})" if "commit" in c else ""
     versions = "".join(f", {name} {number}" for name, number in c.get("versions", {}).items())
     return (
-        f"on {c['date']}, on an {c['machine']}, with --threads {c['threads']}, Taper {c['taper']} "
-        f"(commit {c['commit']}), {c['kernels']}{versions} and Python {c['python']}"
+        f"on {c['date']}, on an {c['machine']}, with --threads {c['threads']}, Taper {c['taper']}{commit}, "
+        f"{c['kernels']}{versions} and Python {c['python']}"
     )

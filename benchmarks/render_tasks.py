@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pages import prose, table
+from pages import measured, prose, table
 
 from taper.calibration.statistics import Estimate
 from taper.calibration.wording import interval
@@ -40,21 +40,21 @@ def pages(results: Path, docs: Path) -> dict[Path, str]:
 
 def _model(result: Json) -> list[str]:
     """The section of a model and task."""
-    s, c = result["settings"], result["settings"]["conditions"]
-    rows = []
+    s, rows = result["settings"], []
     for trial in result["trials"]:
         found = trial["comparison"]
         solved = [interval(Estimate(*found[mode]), 100, digits=1) for mode in ("full", "tapered")]
         difference = interval(Estimate(*found["difference"]), 100, digits=1)
         skipped = " ".join(map(str, trial["skipped"]))
-        verdict = found["verdict"] if found["verdict"] in ("holds", "fails") else "cannot be told"
-        rows.append((skipped, f"{trial['speedup']:.2f}x", str(found["problems"]), *solved, difference, verdict))
+        speed = f"{trial['speedup']:.2f}x"
+        rows.append((skipped, speed, str(found["problems"]), *solved, difference, found["verdict"]))
     kept = result["policy"]
     outcome = (
         "No policy was shown to hold."
         if kept is None
         else f"The policy that is kept skips {len(kept['skip_order'])} of {kept['num_hidden_layers']} layers."
     )
+    part = "" if s["split"] is None else f" of the {s['split']} split"
     header = ("layers skipped", "speed", "problems", "full depth, %", "solved, %", "difference, points", "verdict")
     return [
         f"## {s['model']['name'].removesuffix('.gguf')}, {s['task']}, within {100 * s['margin']:g} points",
@@ -63,9 +63,8 @@ def _model(result: Json) -> list[str]:
         "",
         prose(
             f"""
-            {outcome} Layers were chosen on {s["problems"]["search"]} problems of the training split, and policies
-            compared on up to {s["problems"]["validation"]} others. Measured on {c["date"]} on an {c["machine"]}, with
-            --threads {c["threads"]}, Taper {c["taper"]}, {c["kernels"]} and Python {c["python"]}:
+            {outcome} Layers were chosen on {s["problems"]["search"]} problems{part}, and policies compared on up to
+            {s["problems"]["validation"]} others. Measured {measured(s["conditions"])}:
             """
         ),
         "",
@@ -76,13 +75,19 @@ def _model(result: Json) -> list[str]:
 
 def _command(s: Json) -> str:
     """The line that measures it again."""
-    asked = s["asked"]
+    asked, own = s["asked"], s["split"] is None
     options = {
-        "task": s["task"],
-        "data-dir": "DATA",
-        "margin": f"{s['margin']:g}",
+        "model": s["model"]["name"],
+        "task": f"{s['task']}.jsonl" if own else s["task"],
+        "data-dir": None if own else "DATA",
+        "split": s["split"],
+        "fewshot": s["fewshot"],
+        "max-tokens": asked["max_tokens"],
+        "filter": s["figure"],
+        "margin": s["margin"],
         "problems": s["problems"]["validation"],
+        "seed": asked["seed"],
+        "threads": s["conditions"]["threads"],
     }
-    options |= {"fewshot": s["fewshot"], "max-tokens": asked["max_tokens"], "threads": s["conditions"]["threads"]}
     words = " ".join(f"--{name} {value}" for name, value in options.items() if value is not None)
-    return f"taper calibrate --model {s['model']['name']} {words}{' --chat' if asked['chat'] else ''} --json > FILE"
+    return f"taper calibrate {words}{' --chat' if asked['chat'] else ''} --json > FILE"

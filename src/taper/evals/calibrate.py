@@ -132,6 +132,7 @@ class _TaskCalibrator:
                 f"at full depth the model solves none of {len(full)} problems of {self.task.name}",
                 "choose a task that it can do, or another --filter",
             )
+        settings = self._settings(problems)
         order: list[int] = []
         trials: list[Trial] = []
         with closing(self._layers_to_skip(full)) as layers:
@@ -141,8 +142,8 @@ class _TaskCalibrator:
                 if not trials[-1].holds:
                     break
         best = max((trial for trial in trials if trial.holds), key=lambda trial: trial.speedup, default=None)
-        policy = None if best is None else self._finished(best, order, problems, name)
-        return TaskCalibration(policy, self._settings(problems), order, trials)
+        policy = None if best is None else self._finished(best, order, settings, name)
+        return TaskCalibration(policy, settings, trials)
 
     def _layers_to_skip(self, full: Sequence[Record]) -> Generator[int, None, None]:
         """One layer after another; each is looked for only when it is asked for, as that takes long."""
@@ -191,13 +192,13 @@ class _TaskCalibrator:
         tokens = float(np.mean([len(record.answers[0].token_ids) for record in own]))
         return Trial(policy, comparison, tokens, self._cost(round(tokens)).speedup(policy, max(2, round(tokens))))
 
-    def _finished(self, trial: Trial, order: Sequence[int], problems: int, name: str) -> DepthPolicy:
+    def _finished(self, trial: Trial, order: Sequence[int], settings: TaskSettings, name: str) -> DepthPolicy:
         """The policy with its provenance, its speed measured."""
         policy, tokens = trial.policy, max(2, round(trial.tokens))
         prompt = next(iter(self._prompts([0]).values()))
         self._ticks("speed", 1)()
         measured = measure_speedup(self.llm.engine, prompt, policy, tokens)
-        provenance = to_plain(self._settings(problems)) | {
+        provenance = to_plain(settings) | {
             "order": list(order),
             "comparison": to_plain(trial.comparison),
             "answer_tokens": tokens,

@@ -49,8 +49,12 @@ class TaskCalibration:
 
     policy: DepthPolicy | None
     settings: TaskSettings
-    order: list[int]  # layers, as they were chosen; without the last one the task may not have held
     trials: list[Trial]
+
+    @property
+    def order(self) -> list[int]:
+        """The layers as they were chosen; without the last one the task may not have held."""
+        return list(self.trials[-1].policy.skip_order) if self.trials else []
 
     def plain(self) -> dict[str, Any]:
         """All of it as JSON has it."""
@@ -64,4 +68,4 @@ class TaskCalibration:
             for trial in self.trials
         ]
         policy = None if self.policy is None else json.loads(self.policy.to_json())
-        return {"settings": to_plain(self.settings), "order": self.order, "trials": trials, "policy": policy}
+        return {"settings": to_plain(self.settings), "trials": trials, "policy": policy}
