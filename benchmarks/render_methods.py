@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 
 matplotlib.use("Agg")
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 from pages import measured, prose, table
 from task_options import DEFAULTS
 
@@ -23,9 +25,7 @@ from taper.evals.statistics import bootstrap_difference, mcnemar, wilson
 
 Json = dict[str, Any]
 GSM8K, BBH = "gsm8k", "bbh"
-# A mark and a colour for each method; random orders share theirs. Okabe and Ito's colours.
-_MARKS = "osD^vP*X<>"
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#AA4499", "#E69F00", "#56B4E9", "#8A6D00", "#333333")
+_COLOUR = "#0072B2"
 
 
 def pages(results: Path, docs: Path) -> dict[Path, str]:
@@ -87,7 +87,7 @@ def _model(result: Json, picture: Path) -> list[str]:
     """The section of a model."""
     model, depths = result["model"], _by_depth(result)
     lines = [f"## {model['name']}", ""]
-    lines += [f"![Accuracy and KL against mean depth, with a mark for each method]({picture.name})", ""]
+    lines += [f"![What each method solves, and its KL to full depth]({picture.name})", ""]
     for depth, cells in depths.items():
         lines += [f"### Mean depth {depth} of {model['num_hidden_layers']}", ""]
         lines += ["Made by", "", *(f"    {command}" for command in _commands(model["name"], depth, cells)), ""]
@@ -216,40 +216,43 @@ def _conditions(cells: Mapping[str, Json]) -> str:
 
 
 def _picture(result: Json) -> Figure:
-    """Accuracy above, KL below; GSM8K on the left, BBH on the right."""
-    depths = _by_depth(result)
-    titles = list(dict.fromkeys(title for cells in depths.values() for title in _groups(cells)))
-    figure = Figure(figsize=(5 * len(titles) + 1, 7), layout="constrained")
-    grid = figure.subplots(2, len(titles), squeeze=False)
-    for column, title in enumerate(titles):
-        for cells in depths.values():
-            tasks = _groups(cells).get(title, [])
-            if tasks:
-                _draw(grid[0][column], grid[1][column], [cells[task] for task in tasks])
-        grid[0][column].set_title(title, loc="left", fontsize=11)
-        grid[0][column].set_ylabel("solved, %")
-        grid[1][column].set(ylabel="mean KL, nats", yscale="log")
-        grid[1][column].set_xlabel(f"mean depth over its own outputs, of {result['model']['num_hidden_layers']}")
-    handles = {h.get_label(): h for axes in grid[0] for h in axes.get_legend_handles_labels()[0]}
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    """A row of pictures for each mean depth and group of tasks: accuracy on the left, KL on the right."""
+    groups = [
+        (f"{title}, mean depth {depth} of {result['model']['num_hidden_layers']}", [cells[task] for task in tasks])
+        for depth, cells in _by_depth(result).items()
+        for title, tasks in _groups(cells).items()
+    ]
+    heights = [len(_common(cells)) + 3 for _, cells in groups]  # a line a method, and room for the title and the axis
+    figure = Figure(figsize=(9, 0.27 * sum(heights)), layout="constrained")
+    grid = figure.subplots(len(groups), 2, squeeze=False, height_ratios=heights)
+    for (left, right), (title, cells) in zip(grid, groups, strict=True):
+        _draw(left, right, cells)
+        left.set_title(title, loc="left", fontsize=10)
+        left.set_xlabel("solved, %; dashed: full depth")
+        right.set_xlabel("mean KL to full depth, nats")
     return figure
 
 
-def _draw(above: Axes, below: Axes, cells: Sequence[Json]) -> None:
-    """The marks of some tasks together."""
-    for index, name in enumerate(_common(cells)):
-        rows = [cell["methods"][name] for cell in cells]
-        random = "random order" in name
-        label = "D3, random orders" if random else name
-        style: Json = {"fmt": "." if random else _MARKS[index % len(_MARKS)], "elinewidth": 1, "capsize": 2}
-        style |= {"color": "#B0B0B0" if random else _COLOURS[index % len(_COLOURS)], "label": label}
-        depth = sum(row["mean_depth"] for row in rows) / len(rows)
-        values = [Estimate(*(100 * x for x in pooled(cells, name)[0]))]
-        if "kl" in rows[0]:
-            values.append(mean_of([Estimate(*row["kl"]) for row in rows]))
-        for axes, (value, low, high) in zip((above, below), values, strict=False):
-            axes.errorbar(depth, value, [[max(0.0, value - low)], [max(0.0, high - value)]], **style)
-            axes.grid(color="#E4E4E4", linewidth=0.6)
+def _draw(left: Axes, right: Axes, cells: Sequence[Json]) -> None:
+    """What each method solved of some tasks together, with full depth's as a dashed line, and its KL."""
+    names = _common(cells)
+    solved = [Estimate(*(100 * x for x in pooled(cells, name)[0])) for name in names]
+    left.axvline(solved[names.index(FULL)].value, color="#707070", linestyle="--", linewidth=0.8)
+    tapered = [name for name in names if name != FULL]
+    kl = [mean_of([Estimate(*cell["methods"][name]["kl"]) for cell in cells]) for name in tapered]
+    for axes, places, estimates in (
+        (left, range(len(names)), solved),
+        (right, [names.index(name) for name in tapered], kl),
+    ):
+        value, low, high = np.transpose(estimates)
+        axes.errorbar(value, places, xerr=np.maximum(0, [value - low, high - value]), fmt="o", color=_COLOUR, capsize=2)
+        axes.set_ylim(len(names) - 0.5, -0.5)  # the first method on top
+        axes.grid(color="#E4E4E4", linewidth=0.6)
+    left.set_yticks(range(len(names)), names)
+    left.set_xlim(left=0)
+    right.set_yticks(range(len(names)), [])
+    right.set_xscale("log")
+    right.xaxis.set(major_locator=LogLocator(subs=(1, 2, 5)), major_formatter="{x:g}", minor_formatter=NullFormatter())
 
 
 def mean_of(estimates: Sequence[Estimate]) -> Estimate:
