@@ -235,17 +235,14 @@ def _picture(result: Json) -> Figure:
 
 def _draw(left: Axes, right: Axes, cells: Sequence[Json]) -> None:
     """What each method solved of some tasks together, with full depth's as a dashed line, and its KL."""
-    names = _common(cells)
+    names = _common(cells)  # full depth first
     solved = [Estimate(*(100 * x for x in pooled(cells, name)[0])) for name in names]
-    left.axvline(solved[names.index(FULL)].value, color="#707070", linestyle="--", linewidth=0.8)
-    tapered = [name for name in names if name != FULL]
-    kl = [mean_of([Estimate(*cell["methods"][name]["kl"]) for cell in cells]) for name in tapered]
-    for axes, places, estimates in (
-        (left, range(len(names)), solved),
-        (right, [names.index(name) for name in tapered], kl),
-    ):
+    kl = [mean_of([Estimate(*cell["methods"][name]["kl"]) for cell in cells]) for name in names[1:]]
+    left.axvline(solved[0].value, color="#707070", linestyle="--", linewidth=0.8)
+    for axes, first, estimates in ((left, 0, solved), (right, 1, kl)):
         value, low, high = np.transpose(estimates)
-        axes.errorbar(value, places, xerr=np.maximum(0, [value - low, high - value]), fmt="o", color=_COLOUR, capsize=2)
+        places, errors = range(first, len(names)), np.maximum(0, [value - low, high - value])
+        axes.errorbar(value, places, xerr=errors, fmt="o", color=_COLOUR, capsize=2)
         axes.set_ylim(len(names) - 0.5, -0.5)  # the first method on top
         axes.grid(color="#E4E4E4", linewidth=0.6)
     left.set_yticks(range(len(names)), names)
