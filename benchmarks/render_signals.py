@@ -44,12 +44,39 @@ def pages(results: Path, docs: Path) -> dict[Path, str]:
         ),
         "",
     ]
+    if len(models) > 1:
+        lines += _overall(models)
     for model in models:
         lines += _model(model)
     return {docs / "signals.md": "\n".join(lines)}
 
 
 _WORST = "all steps, over the fifth of them that is worst, over the worst fifth of the outputs, and over digits alone"
+
+
+def _overall(models: Sequence[Json]) -> list[str]:
+    """The section of all models: a signal that is good has the same sign on each of them."""
+    by_signal = {
+        name: [model["correlation"][name]["spearman"][0] for model in models]
+        for name in models[0]["correlation"]
+        if all(any(model["correlation"].get(name, {"spearman": []})["spearman"]) for model in models)
+    }
+    found = sorted(by_signal.items(), key=lambda item: -abs(sum(item[1])))
+    rows = [(name, f"{sum(each) / len(each):.2f}", *(f"{value:.2f}" for value in each)) for name, each in found]
+    return [
+        "## All models",
+        "",
+        prose(
+            """
+            Spearman's correlation with the accuracy, and its mean over the models. The signals of the first rows cannot
+            be told apart, as the intervals below show. One that changes its sign from model to model says nothing about
+            the next model.
+            """
+        ),
+        "",
+        *table(("signal", "mean", *(_title(model["conditions"]) for model in models)), rows),
+        "",
+    ]
 
 
 def _model(result: Json) -> list[str]:
@@ -68,7 +95,7 @@ def _model(result: Json) -> list[str]:
     full = result["sets"][FULL]
     accuracies.insert(0, ("none", f"{100 * full['accuracy']:.0f}", f"{100 * full['own: solved']:.0f}", ""))
     return [
-        f"## {c['model'].removesuffix('.gguf')}, {c['task']}",
+        f"## {_title(c)}",
         "",
         "Made by",
         "",
@@ -87,6 +114,10 @@ def _model(result: Json) -> list[str]:
         *table(("layers skipped", "solved, %", "own: solved, %", "replay: KL, nats"), accuracies),
         "",
     ]
+
+
+def _title(c: Json) -> str:
+    return f"{c['model'].removesuffix('.gguf')}, {c['task']}"
 
 
 def _kl(row: Json) -> str:

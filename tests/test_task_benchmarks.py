@@ -192,6 +192,20 @@ def test_correlations_and_their_page(tmp_path):
     assert render_signals.pages(tmp_path, tmp_path) == {}
 
 
+def test_a_signal_that_changes_its_sign_from_model_to_model_comes_last(tmp_path):
+    one = json.loads(next(task_options.RESULTS.glob("task_signals-*.json")).read_text())
+    other = json.loads(json.dumps(one))
+    changed, constant = (other["correlation"][name]["spearman"] for name in ("own: solved", "replay: KL"))
+    changed[:] = [-value for value in changed]
+    constant[:] = [0.0] * 3
+    for name, result in (("one", one), ("other", other)):
+        (tmp_path / f"task_signals-{name}.json").write_text(json.dumps(result))
+    (page,) = render_signals.pages(tmp_path, tmp_path).values()
+    rows = [line.split(" | ") for line in page.split("## ")[1].split("\n") if line.startswith(("| own", "| replay"))]
+    assert rows[-1][:2] == ["| own: solved", "0.00"]
+    assert "| replay: KL" not in [row[0] for row in rows]
+
+
 def test_builtin_problems_are_those_that_the_script_writes():
     written = word_problems.problems(128)
     assert [problem._asdict() for level in builtin_problems() for problem in level] == written
