@@ -59,7 +59,7 @@ def _overall(models: Sequence[Json]) -> list[str]:
     by_signal = {
         name: [model["correlation"][name]["spearman"][0] for model in models]
         for name in models[0]["correlation"]
-        if all(any(model["correlation"].get(name, {"spearman": []})["spearman"]) for model in models)
+        if all(_differs(model["correlation"][name]) for model in models)
     }
     found = sorted(by_signal.items(), key=lambda item: -abs(sum(item[1])))
     rows = [(name, f"{sum(each) / len(each):.2f}", *(f"{value:.2f}" for value in each)) for name, each in found]
@@ -86,7 +86,7 @@ def _model(result: Json) -> list[str]:
     signals = [
         (name, *(interval(Estimate(*figures[kind]), digits=2) for kind in ("spearman", "pearson")))
         for name, figures in found
-        if any(figures["spearman"])  # one that is the same for all sets says nothing
+        if _differs(figures)
     ]
     accuracies = [
         (name, f"{100 * row['accuracy']:.0f}", f"{100 * row['own: solved']:.0f}", _kl(row))
@@ -114,6 +114,11 @@ def _model(result: Json) -> list[str]:
         *table(("layers skipped", "solved, %", "own: solved, %", "replay: KL, nats"), accuracies),
         "",
     ]
+
+
+def _differs(figures: Json) -> bool:
+    """Whether a signal differs between the sets; one that is the same for all says nothing."""
+    return any(figures["spearman"])
 
 
 def _title(c: Json) -> str:

@@ -185,10 +185,12 @@ def test_correlations_and_their_page(tmp_path):
     assert found["constant"]["spearman"] == [0, 0, 0]
     assert task_signals._ranks(np.array([3.0, 1.0, 3.0, 2.0])).tolist() == [2.5, 0, 2.5, 1]
     (page,) = render_signals.pages(task_options.RESULTS, tmp_path).values()
-    strongest = page.split("| --- | --- | --- |\n")[1].split("\n")
-    values = [abs(float(line.split("|")[2].split()[0])) for line in strongest[: strongest.index("")]]
-    assert values == sorted(values, reverse=True)
-    assert len(values) > 12
+    tables = page.split("| signal | Spearman | Pearson |\n| --- | --- | --- |\n")[1:]
+    assert len(tables) == len(list(task_options.RESULTS.glob("task_signals-*.json")))
+    for strongest in (table.split("\n") for table in tables):
+        values = [abs(float(line.split("|")[2].split()[0])) for line in strongest[: strongest.index("")]]
+        assert values == sorted(values, reverse=True)
+        assert len(values) > 12
     assert render_signals.pages(tmp_path, tmp_path) == {}
 
 
