@@ -10,6 +10,7 @@ from pages import measured, prose, table
 
 from taper.calibration.statistics import Estimate
 from taper.calibration.wording import interval
+from taper.evals.statistics import PairedComparison
 
 Json = dict[str, Any]
 
@@ -42,12 +43,12 @@ def _model(result: Json) -> list[str]:
     """The section of a model and task."""
     s, rows = result["settings"], []
     for trial in result["trials"]:
-        found = trial["comparison"]
-        solved = [interval(Estimate(*found[mode]), 100, digits=1) for mode in ("full", "tapered")]
-        difference = interval(Estimate(*found["difference"]), 100, digits=1)
+        measures = {name: Estimate(*trial["comparison"][name]) for name in ("full", "tapered", "difference")}
+        found = PairedComparison(**trial["comparison"] | measures)
+        figures = [interval(measure, 100, digits=1) for measure in measures.values()]
         skipped = " ".join(map(str, trial["skipped"]))
         speed = f"{trial['speedup']:.2f}x"
-        rows.append((skipped, speed, str(found["problems"]), *solved, difference, found["verdict"]))
+        rows.append((skipped, speed, str(found.problems), *figures, found.conclusion))
     kept = result["policy"]
     outcome = (
         "No policy was shown to hold."
