@@ -267,10 +267,16 @@ def main(arguments: Iterable[str] | None) -> None:
     names = listed(options.tasks)
     tasks = [open_task(study, name, options) for name in names]
     claims = Claims(study, tasks, mean_depth_of(options, study.num_hidden_layers))
+    about = conditions(study.llm, options) | {"tasks": names}
     for part in options.parts:
         say(f"{part} ...")
         figures: Json = getattr(claims, part)()
-        result[part] = to_plain(figures | {"conditions": conditions(study.llm, options) | {"tasks": names}})
+        if part == "accuracy":  # tasks differ in their limits, so those of other runs stay
+            own = {name: task | {"conditions": about} for name, task in figures["tasks"].items()}
+            figures["tasks"] = result.get(part, {}).get("tasks", {}) | own
+        else:
+            figures["conditions"] = about
+        result[part] = to_plain(figures)
         write(path, result)
 
 

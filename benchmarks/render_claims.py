@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import claim_tables as tables
+import render_methods
 from pages import measured, prose, table
-from render_methods import command
 
 Json = dict[str, Any]
 
@@ -72,17 +72,23 @@ def _section(claim: Claim, models: Sequence[Json]) -> list[str]:
         if figures := model.get(claim.part):
             lines += [f"### {claim.title.split('. ')[0]}: {model['model']['name']}", ""]
             lines += [f"- {about}: **{verdict}**." for about, verdict in claim.verdicts(figures).items()]
-            lines += ["", *claim.as_tables(figures), "", "Repeat it with", ""]
-            lines += [f"    {_command(model['model']['name'], claim.part, figures)}", ""]
-            lines += [prose(f"Measured {measured(figures['conditions'])}."), ""]
+            lines += ["", *claim.as_tables(figures), ""]
+            for about in _runs(figures):
+                command = _command(model["model"]["name"], claim.part, about, figures.get("depth"))
+                lines += ["Repeat it with", "", f"    {command}", "", prose(f"Measured {measured(about)}."), ""]
     return lines
 
 
-def _command(model: str, part: str, figures: Json) -> str:
-    about, depth = figures["conditions"], figures.get("depth")
+def _runs(figures: Json) -> list[Json]:
+    """The conditions of a part, or of its tasks, as far as these differ."""
+    every = [figures["conditions"]] if "conditions" in figures else [f["conditions"] for f in figures["tasks"].values()]
+    return [about for place, about in enumerate(every) if about not in every[:place]]
+
+
+def _command(model: str, part: str, about: Json, depth: float | None) -> str:
     fixed = part in ("accuracy", "length") or depth is None  # these depend on no --depth
     tasks = [] if part == "length" else about["tasks"]
-    return command("claims.py", model, about, tasks, None if fixed else f"{depth:.6g}", part)
+    return render_methods.command("claims.py", model, about, tasks, None if fixed else f"{depth:.6g}", part)
 
 
 _INTERVAL = "A verdict needs the whole 95 % interval on one side of zero; if it includes zero, it cannot be told."

@@ -69,7 +69,9 @@ def results(arguments, tmp_path_factory):
         out = f"--out={folder / 'methods-tiny.json'}"
         methods.main([*arguments, f"--tasks={TASKS}", out, "quality"])
         methods.main([*arguments, "--tasks=gsm8k", out, "speed"])
-        claims.main([*arguments, f"--tasks={TASKS}", f"--out={folder / 'claims-tiny.json'}", *claims.PARTS])
+        out = f"--out={folder / 'claims-tiny.json'}"
+        claims.main([*arguments, f"--tasks={TASKS}", out, *claims.PARTS])
+        claims.main([*arguments, "--tasks=gsm8k", "--limit=3", out, "accuracy"])
     return folder
 
 
@@ -303,7 +305,10 @@ def test_pages_show_every_method_and_claim(results, tmp_path):
     for claim in render_claims.CLAIMS:
         assert f"## {claim.title}" in page
         assert claim.part in page
-    assert page.count("Repeat it with") == page.count("--max-tokens 24 --threads 1 ") == len(claims.PARTS)
+    assert page.count("Repeat it with") == page.count("--max-tokens 24 --threads 1 ") == len(claims.PARTS) + 1
+    assert page.count(" accuracy\n") == 2  # other tasks stay as they were
+    assert "| gsm8k | 3 | full depth" in page
+    assert "| BBH | 4 | full depth" in page
     assert "Not measured yet" not in page
 
 
