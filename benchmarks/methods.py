@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -39,6 +40,7 @@ from taper.engine import Engine
 from taper.evals import summarise
 from taper.evals.comparison import TaskStudy
 from taper.evals.methods import FULL, chosen
+from taper.evals.tasks import EvalTask
 from taper.schedule import Schedule
 
 ROUNDS = 3
@@ -62,12 +64,19 @@ def quality(task: TaskStudy, policies: Mapping[str, DepthPolicy]) -> Json:
     return {
         "settings": evaluation.settings["tasks"][task.task.name] | {"chat": task.chat},
         "figure": result.figure,
+        "guessed": guessed(task.task),
         "output_tokens": round(statistics.median(map(len, outputs))),
         "prompt_tokens": round(statistics.median(map(len, task.prompts.values()))),
         "replayed_outputs": len(task.references),
         "replayed_steps": sum(len(reference.answer_ids) - 1 for reference in task.references),
         "methods": rows,
     }
+
+
+def guessed(task: EvalTask) -> float | None:
+    """The share of a task's problems that its most frequent answer solves; None where answers are whole solutions."""
+    targets = [problem.requests[0].doc.get("target") for problem in task.problems()]
+    return None if None in targets else max(Counter(targets).values()) / len(targets)
 
 
 def speed(engine: Engine, cell: Mapping[str, Any]) -> dict[str, Json]:

@@ -59,11 +59,12 @@ def pages(results: Path, docs: Path) -> dict[Path, str]:
             """
             *Solved* and *difference* are about the outputs that each method wrote itself, to the same problems, scored
             by lm-evaluation-harness. Where a method was asked fewer problems than full depth, the difference is over
-            those. Brackets hold 95 % intervals, and McNemar's test is exact and two-sided. *KL* and
-            *same likeliest token* come from replaying outputs of full depth, over all steps after the first. *Speed*
-            is time per token at full depth over that of the method, for one output at a time of the task's median
-            length, with the slowest and the fastest of the rounds, in which all methods took turns. Tasks whose name
-            says `fewshot` show three worked examples first. All others are asked in a chat, without examples.
+            those. Where full depth solves no more than the task's most frequent answer does, there is nothing to
+            lose, and a difference says little. Brackets hold 95 % intervals, and McNemar's test is exact and two-sided.
+            *KL* and *same likeliest token* come from replaying outputs of full depth, over all steps after the first.
+            *Speed* is time per token at full depth over that of the method, for one output at a time of the task's
+            median length, with the slowest and the fastest of the rounds, in which all methods took turns. Tasks whose
+            name says `fewshot` show three worked examples first. All others are asked in a chat, without examples.
             """
         ),
         "",
@@ -98,14 +99,19 @@ def _model(result: Json, picture: Path) -> list[str]:
                 lines += [*_losses(cells[tasks[0]]), ""]
         several = [task for task in cells if task.startswith(BBH)]
         if len(several) > 1:
-            titles = [task.removeprefix("bbh_cot_").replace("_", " ") for task in several]
-            for what, cell in (("Solved, %", _solved), ("Mean KL, nats", _kl)):
-                rows = [
-                    (name, *(cell(cells[task]["methods"][name]) for task in several))
-                    for name in _common([cells[task] for task in several])
-                ]
-                lines += [f"{what}, task by task:", "", *table(("method", *titles), rows), ""]
+            lines += _task_by_task(several, [cells[task] for task in several])
     return lines
+
+
+def _task_by_task(tasks: Sequence[str], cells: Sequence[Json]) -> list[str]:
+    """What each method solved of each task, beside its most frequent answer, and its KL."""
+    header, names = ("method", *(task.removeprefix("bbh_cot_").replace("_", " ") for task in tasks)), _common(cells)
+    solved = [(name, *(_solved(cell["methods"][name]) for cell in cells)) for name in names]
+    if all(cell.get("guessed") for cell in cells):
+        solved.append(("always the most frequent answer", *(f"{100 * cell['guessed']:.0f}" for cell in cells)))
+    kl = [(name, *(f"{cell['methods'][name]['kl'][0]:.2f}" for cell in cells)) for name in names if name != FULL]
+    tables = {"Solved, %": solved, "Mean KL, nats": kl}
+    return [line for what, rows in tables.items() for line in (f"{what}, task by task:", "", *table(header, rows), "")]
 
 
 def _by_depth(result: Json) -> dict[str, dict[str, Json]]:
@@ -176,10 +182,6 @@ def _losses(cell: Json) -> list[str]:
 
 def _solved(row: Json) -> str:
     return f"{100 * row['accuracy'][0]:.0f}" if row["accuracy"] else "–"
-
-
-def _kl(row: Json) -> str:
-    return f"{row['kl'][0]:.2f}" if "kl" in row else ""
 
 
 def command(script: str, model: str, about: Json, tasks: Sequence[str], depth: str | None, parts: str) -> str:

@@ -299,6 +299,7 @@ def test_pages_show_every_method_and_claim(results, tmp_path):
     ((path, page),) = render_methods.pages(results, tmp_path).items()
     assert path.name == "methods.md"
     assert all(name in page for name in ("SkipDecode", "HSD", "#### GSM8K", "BBH, 2 tasks together"))
+    assert "| always the most frequent answer | 50 | " in page
     assert [file.name for file in render_methods.draw_all(results, tmp_path)] == ["methods-tiny.png"]
     ((path, page),) = render_claims.pages(results, tmp_path).items()
     assert path.name == "paper.md"
