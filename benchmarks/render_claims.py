@@ -147,8 +147,8 @@ CLAIMS = (
         """accuracy on the same problems, at full depth and with D3 at a mean depth of two thirds of the layers: in the
         measured order, and with the middle first (our reading of the paper).""",
         """a one-sided test of non-inferiority at a margin of 1 point, at the 5 % level. It cannot be told if there are
-        too few problems. If full depth solves no more than guessing does, there is nothing to lose, and a verdict says
-        little.""",
+        too few problems. If full depth solves no more than always giving the most frequent answer
+        ([methods compared](methods.md)), there is nothing to lose, and a verdict says little.""",
         tables.accuracy_verdicts,
         tables.accuracy_tables,
     ),

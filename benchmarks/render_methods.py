@@ -230,17 +230,21 @@ def _picture(result: Json) -> Figure:
     for (left, right), (title, cells) in zip(grid, groups, strict=True):
         _draw(left, right, cells)
         left.set_title(title, loc="left", fontsize=10)
-        left.set_xlabel("solved, %; dashed: full depth")
         right.set_xlabel("mean KL to full depth, nats")
     return figure
 
 
 def _draw(left: Axes, right: Axes, cells: Sequence[Json]) -> None:
-    """What each method solved of some tasks together, with full depth's as a dashed line, and its KL."""
+    """What each method solved of some tasks together, with lines for full depth and for guessing, and its KL."""
     names = _common(cells)  # full depth first
     solved = [Estimate(*(100 * x for x in pooled(cells, name)[0])) for name in names]
     kl = [mean_of([Estimate(*cell["methods"][name]["kl"]) for cell in cells]) for name in names[1:]]
     left.axvline(solved[0].value, color="#707070", linestyle="--", linewidth=0.8)
+    left.set_xlabel("solved, %; dashed: full depth")
+    if all(cell.get("guessed") for cell in cells):
+        guessed = sum(cell["guessed"] for cell in cells) / len(cells)
+        left.axvline(100 * guessed, color="#707070", linestyle=":", linewidth=0.8)
+        left.set_xlabel("solved, %; dashed: full depth;\ndotted: always the most frequent answer")
     for axes, first, estimates in ((left, 0, solved), (right, 1, kl)):
         value, low, high = np.transpose(estimates)
         places, errors = range(first, len(names)), np.maximum(0, [value - low, high - value])
