@@ -2,9 +2,9 @@
 
     python benchmarks/claims.py --data-dir DATA --folder FOLDER perplexity curves core nesting accuracy length start
 
-`length` times whole outputs, so leave the machine alone meanwhile; the other parts need no idle machine. Each part
-writes its figures and conditions to the file of results. Outputs and replays are kept in FOLDER, which
-benchmarks/methods.py shares, and are never computed twice.
+`length` times outputs, so leave the machine alone meanwhile; the other parts need no idle machine. Each part writes its
+figures and conditions to the file of results. Outputs and replays are kept in FOLDER, which benchmarks/methods.py
+shares, and are never computed twice.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from task_options import (
 )
 
 from taper import DepthPolicy
-from taper.bench.measure import alternate, mean_step_bytes, measure
+from taper.bench.measure import mean_step_bytes
 from taper.calibration.baselines import closest_policy, mean_depth
+from taper.calibration.cost import measure_speedup
 from taper.calibration.search import first_steps
 from taper.calibration.statistics import Estimate, by_answer, ratio_estimate
 from taper.calibration.summary import MEASURED_ORDER, to_plain
@@ -51,7 +52,6 @@ GSM8K = "gsm8k"
 LENGTHS = (32, 64, 128, 256, 512)  # of outputs, in tokens
 STARTS = (0.0, 0.125, 0.25, 0.5, 0.75)  # where depth begins to fall, in median answers
 ALONE_STEPS = 32  # of each answer on which layers are skipped alone
-ROUNDS = 3
 HALVED = 16  # an answer with fewer steps has no halves to compare
 PARTS = ("perplexity", "curves", "core", "nesting", "accuracy", "length", "start")
 Json = dict[str, Any]
@@ -151,20 +151,17 @@ class Claims:
         """(f) What a policy with the paper's alpha saves by output length: by layers, by bytes and by the clock."""
         engine, layers = self._study.llm.engine, self._layers
         full, policy = DepthPolicy.full(layers), DepthPolicy.middle_first(layers, ALPHA)
-        sizes, rows = engine.backend.weight_bytes, []
-        for tokens in LENGTHS:
-            runs = {n: partial(measure, engine, p, max_tokens=tokens) for n, p in (("full", full), ("d3", policy))}
-            results = alternate(runs, ROUNDS)
-            ratios = [a.tpot_s / b.tpot_s for a, b in zip(results["full"], results["d3"], strict=True)]
-            rows.append(
-                {
-                    "tokens": tokens,
-                    "by_layers": layers / policy.mean_depth(tokens),
-                    "by_bytes": mean_step_bytes(sizes, full, tokens) / mean_step_bytes(sizes, policy, tokens),
-                    "by_clock": [statistics.median(ratios), min(ratios), max(ratios)],
-                }
-            )
-        return {"alpha": ALPHA, "min_depth": policy.min_depth, "rounds": ROUNDS, "rows": rows}
+        sizes, prompt = engine.backend.weight_bytes, next(iter(self._tasks[0].prompts.values()))
+        rows = [
+            {
+                "tokens": tokens,
+                "by_layers": layers / policy.mean_depth(tokens),
+                "by_bytes": mean_step_bytes(sizes, full, tokens) / mean_step_bytes(sizes, policy, tokens),
+                "by_clock": measure_speedup(engine, prompt, policy, tokens),
+            }
+            for tokens in LENGTHS
+        ]
+        return {"alpha": ALPHA, "min_depth": policy.min_depth, "rows": rows}
 
     def start(self) -> Json:
         """(g) D3 with several starts at one mean depth on each task: does the best start differ between tasks?"""

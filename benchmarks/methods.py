@@ -13,8 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from decode import write
@@ -32,8 +31,8 @@ from task_options import (
 )
 
 from taper import DepthPolicy
-from taper.bench.measure import alternate, measure
 from taper.calibration.baselines import mean_depth
+from taper.calibration.cost import measure_speedup
 from taper.calibration.measure import numbers
 from taper.calibration.summary import to_plain
 from taper.engine import Engine
@@ -43,7 +42,6 @@ from taper.evals.methods import FULL, chosen
 from taper.evals.tasks import EvalTask
 from taper.schedule import Schedule
 
-ROUNDS = 3
 Json = dict[str, Any]
 
 
@@ -66,7 +64,6 @@ def quality(task: TaskStudy, policies: Mapping[str, DepthPolicy]) -> Json:
         "figure": result.figure,
         "guessed": guessed(task.task),
         "output_tokens": round(statistics.median(map(len, outputs))),
-        "prompt_tokens": round(statistics.median(map(len, task.prompts.values()))),
         "replayed_outputs": len(task.references),
         "replayed_steps": sum(len(reference.answer_ids) - 1 for reference in task.references),
         "methods": rows,
@@ -79,21 +76,17 @@ def guessed(task: EvalTask) -> float | None:
     return None if None in targets else max(Counter(targets).values()) / len(targets)
 
 
-def speed(engine: Engine, cell: Mapping[str, Any]) -> dict[str, Json]:
-    """Milliseconds a token of every method, and speed against full depth, at a task's median prompt and output."""
-    policies = {name: restored(row["numbers"]) for name, row in cell["methods"].items()}
-    lengths = {"prompt_tokens": cell["prompt_tokens"], "max_tokens": max(2, cell["output_tokens"])}
-    runs = {name: partial(measure, engine, policy, **lengths) for name, policy in policies.items()}
-    results = alternate(runs, ROUNDS)
-    speeds = {}
-    for name, rounds in results.items():
-        ratios = [full.tpot_s / own.tpot_s for full, own in zip(results[FULL], rounds, strict=True)]
-        speeds[name] = {
-            "tpot_ms": round(1e3 * statistics.median(one.tpot_s for one in rounds), 3),
-            "speedup": [round(value, 4) for value in (statistics.median(ratios), min(ratios), max(ratios))],
-            "mean_depth": round(policies[name].mean_depth(lengths["max_tokens"]), 3),
+def speed(engine: Engine, prompt_ids: Sequence[int], cell: Mapping[str, Any]) -> dict[str, Json]:
+    """Speed of every method against full depth over outputs of a task's median length."""
+    tokens = max(2, cell["output_tokens"])
+    policies = {name: restored(row["numbers"]) for name, row in cell["methods"].items() if name != FULL}
+    return {
+        name: {
+            "speedup": measure_speedup(engine, prompt_ids, policy, tokens),
+            "mean_depth": round(policy.mean_depth(tokens), 3),
         }
-    return speeds
+        for name, policy in policies.items()
+    }
 
 
 def restored(policy: Mapping[str, Any]) -> DepthPolicy:
@@ -116,9 +109,9 @@ def main(arguments: Iterable[str] | None) -> None:
     for name in listed(options.tasks):
         cells, key = tasks.setdefault(name, {}), f"{depth:.6g}"
         before = cells.get(key, {})
+        task = open_task(study, name, options)
         if "quality" in options.parts:
             say(f"{name} at depth {key} ...")
-            task = open_task(study, name, options)
             every = task.methods(depth)
             cell = quality(task, {one: every[one] for one in chosen(every, listed(options.methods))})
             if before and before["conditions"]["max_tokens"] == options.max_tokens:
@@ -127,7 +120,7 @@ def main(arguments: Iterable[str] | None) -> None:
             cells[key] = cell | {"conditions": about}
         if "speed" in options.parts and key in cells:
             say(f"{name} at depth {key}: speed ...")
-            cells[key]["speed"] = {"rows": speed(study.llm.engine, cells[key]), "conditions": about}
+            cells[key]["speed"] = {"rows": speed(study.llm.engine, task.prompts[0], cells[key]), "conditions": about}
         write(path, to_plain(result))
 
 

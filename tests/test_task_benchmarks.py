@@ -28,6 +28,7 @@ from eval_data import write_data
 from tiny import TinyModel, random_prompt, twin
 
 from taper import LLM, DepthPolicy
+from taper.calibration import cost
 from taper.calibration.problems import builtin_problems
 from taper.evals import comparison
 from taper.evals.methods import FULL
@@ -56,8 +57,7 @@ def results(arguments, tmp_path_factory):
     folder = tmp_path_factory.mktemp("results")
     with pytest.MonkeyPatch.context() as patch:
         for module, name, value in [
-            (methods, "ROUNDS", 1),
-            (claims, "ROUNDS", 1),
+            (cost, "ROUNDS", 1),
             (claims, "LENGTHS", (8, 40)),
             (claims, "HALVED", 4),
             (unnested, "FREE", 2),
@@ -78,7 +78,7 @@ def results(arguments, tmp_path_factory):
 def test_methods_are_measured_on_every_task(results):
     result = json.loads((results / "methods-tiny.json").read_text())
     assert set(result["tasks"]) == set(TASKS.split(","))
-    assert set(result["tasks"]["gsm8k"]["5"]["speed"]["rows"]) == set(result["tasks"]["gsm8k"]["5"]["methods"])
+    assert {FULL, *result["tasks"]["gsm8k"]["5"]["speed"]["rows"]} == set(result["tasks"]["gsm8k"]["5"]["methods"])
     for cells in result["tasks"].values():
         cell = cells["5"]
         assert len(cell["methods"]) == 11
