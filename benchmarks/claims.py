@@ -151,7 +151,7 @@ class Claims:
         """(f) What a policy with the paper's alpha saves by output length: by layers, by bytes and by the clock."""
         engine, layers = self._study.llm.engine, self._layers
         full, policy = DepthPolicy.full(layers), DepthPolicy.middle_first(layers, ALPHA)
-        sizes, prompt = engine.backend.weight_bytes, next(iter(self._tasks[0].prompts.values()))
+        sizes, prompt = engine.backend.weight_bytes, self._tasks[0].prompts[0]
         rows = [
             {
                 "tokens": tokens,

@@ -87,8 +87,7 @@ def _runs(figures: Json) -> list[Json]:
 
 def _command(model: str, part: str, about: Json, depth: float | None) -> str:
     fixed = part in ("accuracy", "length") or depth is None  # these depend on no --depth
-    tasks = [] if part == "length" else about["tasks"]
-    return render_methods.command("claims.py", model, about, tasks, None if fixed else f"{depth:.6g}", part)
+    return render_methods.command("claims.py", model, about, about["tasks"], None if fixed else f"{depth:.6g}", part)
 
 
 _INTERVAL = "A verdict needs the whole 95 % interval on one side of zero; if it includes zero, it cannot be told."
@@ -147,7 +146,7 @@ CLAIMS = (
         """accuracy on the same problems, at full depth and with D3 at a mean depth of two thirds of the layers: in the
         measured order, and with the middle first (our reading of the paper).""",
         """a one-sided test of non-inferiority at a margin of 1 point, at the 5 % level. It cannot be told if there are
-        too few problems. If full depth solves no more than always giving the most frequent answer
+        too few problems. Where always giving the most frequent answer would solve as many as full depth does
         ([methods compared](methods.md)), there is nothing to lose, and a verdict says little.""",
         tables.accuracy_verdicts,
         tables.accuracy_tables,

@@ -59,8 +59,9 @@ def pages(results: Path, docs: Path) -> dict[Path, str]:
             """
             *Solved* and *difference* are about the outputs that each method wrote itself, to the same problems, scored
             by lm-evaluation-harness. Where a method was asked fewer problems than full depth, the difference is over
-            those. Where full depth solves no more than the task's most frequent answer does, there is nothing to
-            lose, and a difference says little. Brackets hold 95 % intervals, and McNemar's test is exact and two-sided.
+            those. Where always giving the task's most frequent answer would solve as many as full depth does, there is
+            nothing to lose, and a difference says little. Brackets hold 95 % intervals, and McNemar's test is exact and
+            two-sided.
             *KL* and *same likeliest token* come from replaying outputs of full depth, over all steps after the first.
             *Speed* is time per token at full depth over that of the method, for one output at a time of the task's
             median length. A step of each is timed in turn, in 5 rounds, and brackets hold the slowest and the fastest
