@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from ..calibration.conditions import current_conditions
 from ..calibration.cost import CostModel, measure_cost, measure_speedup
 from ..calibration.measure import Measurements
 from ..calibration.run import CORE
-from ..calibration.search import first_steps, layer_importance
+from ..calibration.search import first_steps
 from ..calibration.store import digest, open_store
 from ..calibration.summary import to_plain
 from ..checks import number, whole_number
@@ -37,7 +36,7 @@ from .trials import TaskCalibration, TaskSettings, Trial
 
 SEARCH_PROBLEMS, PROBLEMS = 32, 192
 LOOK = 32  # problems before the first look at the result, where a policy that fails at once is given up
-REPLAYED_STEPS = 48  # of each of full depth's outputs: they say which layers are worth trying
+REPLAYED, REPLAYED_STEPS = 16, 48  # outputs of full depth and steps of each: they say which layers are worth trying
 CANDIDATES = 4  # layers tried at a time, those of the lowest KL
 MOST = 3  # a third of the layers at most
 ReportProgress = Callable[[str, float], None]  # a stage, and what part of it was done since it was last told
@@ -149,19 +148,21 @@ class _TaskCalibrator:
         """One layer after another; each is looked for only when it is asked for, as that takes long."""
         prompts = self._prompts([record.problem for record in full])
         references = [Reference(prompts[r.problem], r.answers[0].token_ids) for r in full if r.answers[0].token_ids]
-        known = first_steps(references, REPLAYED_STEPS)
-        steps = [len(reference.answer_ids) - 1 for reference in known]
+        known = first_steps(references, REPLAYED_STEPS)[:REPLAYED]
         at_full_depth = sum(bool(solved(record, self.filter)) for record in full)
         store = open_store(self.model_hash, self.conditions)
         order: list[int] = []
         with closing(store), closing(Measurements(self.llm.engine, known, store)) as measurements:
-            tick = self._ticks("importance of each layer", (len(known) + 1) // 2)
-            importance = layer_importance(self.layers, steps, partial(measurements.kl_sums, tick=tick))
-            flex = [i for i, kl in enumerate(importance) if kl <= CORE * float(np.median(importance))]
-            while len(order) < min(len(flex) - 1, self.layers // MOST):
-                left = [layer for layer in flex if layer not in order]
-                tick = self._ticks(f"layer {len(order) + 1}: KL", len(known))
-                sums = measurements.kl_sums(frozenset(order), left, range(len(known)), tick)
+
+            def kl_sums(stage: str, layers: Sequence[int]) -> np.ndarray:
+                return measurements.kl_sums(frozenset(order), layers, range(len(known)), self._ticks(stage, len(known)))
+
+            importance = kl_sums("importance of each layer", range(self.layers))
+            left = [i for i, kl in enumerate(importance) if kl <= CORE * float(np.median(importance))]
+            sums = importance[left]
+            for length in range(1, 1 + min(len(left) - 1, self.layers // MOST)):
+                if order:
+                    sums = kl_sums(f"layer {length}: KL", left)
                 near = [left[i] for i in np.argsort(sums, kind="stable")[:CANDIDATES]]
                 measurements.replay.close()  # frees the slots for the outputs
                 right: dict[int, int] = {}
@@ -170,6 +171,7 @@ class _TaskCalibrator:
                     if right[layer] >= at_full_depth:
                         break
                 order.append(max(right, key=lambda layer: right[layer]))  # of equals, the one of the lowest KL
+                left.remove(order[-1])
                 yield order[-1]
 
     def _num_solved(self, skipped: Sequence[int], problems: Iterable[int]) -> int:
