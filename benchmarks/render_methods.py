@@ -64,9 +64,9 @@ def pages(results: Path, docs: Path) -> dict[Path, str]:
             two-sided.
             *KL* and *same likeliest token* come from replaying outputs of full depth, over all steps after the first.
             *Speed* is time per token at full depth over that of the method, for one output at a time of the task's
-            median length. A step of each is timed in turn, in 5 rounds, and brackets hold the slowest and the fastest
-            of them. Tasks whose name says `fewshot` show three worked examples first. All others are asked in a chat,
-            without examples.
+            median length. A step of each is timed in turn, over several rounds, and brackets hold the slowest and the
+            fastest of them. Tasks whose name says `fewshot` show three worked examples first. All others are asked in a
+            chat, without examples.
             """
         ),
         "",

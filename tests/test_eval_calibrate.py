@@ -11,6 +11,7 @@ import render_tasks
 from click.testing import CliRunner
 
 from taper import LLM, DepthPolicy
+from taper.calibration import search
 from taper.calibration.problems import is_right
 from taper.cli import cli
 from taper.errors import RequestError
@@ -92,7 +93,7 @@ def test_problems_searched_on_are_not_those_validated_on(llm, file, monkeypatch)
 def test_the_order_follows_the_problems_solved(llm, file, monkeypatch):
     solve_without(monkeypatch, {0, 2, 4, 5})
     monkeypatch.setattr(calibrate, "CANDIDATES", 6)
-    monkeypatch.setattr(calibrate, "CORE", 1e9)
+    monkeypatch.setattr(search, "CORE", 1e9)
     assert set(run(llm, file).order) == {1, 3}
 
 
@@ -104,7 +105,7 @@ def test_a_layer_that_costs_no_problem_ends_the_search_for_one(llm, file, monkey
         tried.append(list(skipped))
         return {3: 32, 5: 20}.get(skipped[-1], 10)
 
-    monkeypatch.setattr(calibrate, "CORE", 1e9)
+    monkeypatch.setattr(search, "CORE", 1e9)
     monkeypatch.setattr(calibrate._TaskCalibrator, "_num_solved", num_solved)
     solve_without(monkeypatch, set())
     kl = {3: 2.0, 5: 3.0, 0: 1.0, 1: 4.0, 2: 5.0, 4: 6.0}

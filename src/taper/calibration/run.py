@@ -25,7 +25,7 @@ from .fit import ATTEMPTS, LossTable, curves, curves_of_speed, fit_quality, fit_
 from .measure import Measurements, skipping
 from .problems import WordProblems
 from .references import BATCH, builtin_prompts, completions, encode_prompts, split
-from .search import ANSWERS, STEPS, find_order, first_steps, layer_importance
+from .search import ANSWERS, STEPS, find_order, first_steps, flex_layers, layer_importance
 from .statistics import Losses, free_running, loss_by_step, over_steps
 from .store import digest, open_store
 from .summary import MEASURED_ORDER, CalibratedModel, Frontier, PromptCounts, Provenance, Speedup, Summary
@@ -33,7 +33,6 @@ from .summary import MEASURED_ORDER, CalibratedModel, Frontier, PromptCounts, Pr
 REFERENCE_TOKENS = 128  # most tokens of an answer, where no length is planned for
 MAX_PROMPTS = 256
 PROBES, FITTED = 12, 24  # answers on which the loss is measured by depth and place, and curves are compared
-CORE = 5.0  # a layer that costs this many times the median of all, skipped alone, always runs
 SLOTS = {"cpu": 64, "cuda": 16}  # prompts whose keys and values stay; a GPU takes memory for all at once
 MIN_SLOTS = 3  # the clock alternates between three depths
 ReportProgress = Callable[[str, float], None]  # a stage, and what part of it was done since it was last told
@@ -232,7 +231,7 @@ class _Calibrator:
         with closing(Measurements(self.llm.engine, answers, self.store)) as measurements:
             tick = self._ticks("importance of each layer", (len(answers) + 1) // 2)
             importance = layer_importance(self.layers, steps, partial(measurements.kl_sums, tick=tick))
-            flex = [i for i, kl in enumerate(importance) if kl <= CORE * float(np.median(importance))]
+            flex = flex_layers(importance)
             rounds = min(len(flex), self.layers - 1, self._rounds(budget, cost))
             tick = self._ticks("order of layers", rounds * len(answers))
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..replay import Reference
 
+CORE = 5.0  # a layer that costs this many times the median of all, skipped alone, always runs
 ANSWERS, STEPS = 36, 32  # what an order is searched on: answers (they differ more than steps), and first steps of each
 FIRST_LOOK = 12  # answers all candidates are tried on; the best go on to the others
 CANDIDATES, FINALISTS = 6, 3
@@ -53,6 +54,11 @@ def layer_importance(num_hidden_layers: int, steps: Sequence[int], measure: Meas
     half = range((len(steps) + 1) // 2)
     sums = measure(frozenset(), range(num_hidden_layers), half)
     return (sums / sum(steps[i] for i in half)).tolist()  # type: ignore[no-any-return]
+
+
+def flex_layers(importance: Sequence[float]) -> list[int]:
+    """The layers that may be skipped at all: those that cost little more alone than most."""
+    return [layer for layer, kl in enumerate(importance) if kl <= CORE * float(np.median(importance))]
 
 
 def find_order(

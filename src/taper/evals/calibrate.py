@@ -17,8 +17,7 @@ import numpy as np
 from ..calibration.conditions import current_conditions
 from ..calibration.cost import CostModel, measure_cost, measure_speedup
 from ..calibration.measure import Measurements
-from ..calibration.run import CORE
-from ..calibration.search import first_steps
+from ..calibration.search import first_steps, flex_layers
 from ..calibration.store import digest, open_store
 from ..calibration.summary import to_plain
 from ..checks import number, whole_number
@@ -158,7 +157,7 @@ class _TaskCalibrator:
                 return measurements.kl_sums(frozenset(order), layers, range(len(known)), self._ticks(stage, len(known)))
 
             importance = kl_sums("importance of each layer", range(self.layers))
-            left = [i for i, kl in enumerate(importance) if kl <= CORE * float(np.median(importance))]
+            left = flex_layers(importance.tolist())
             sums = importance[left]
             for length in range(1, 1 + min(len(left) - 1, self.layers // MOST)):
                 if order:
