@@ -28,8 +28,8 @@ def pages(results: Path, docs: Path) -> dict[Path, str]:
             This page is written by `python benchmarks/render.py` from `benchmarks/results/task_calibration-*.json`. It
             shows what `taper calibrate --task TASK` tried: one layer after another is skipped at every step after the
             first, until the accuracy can no longer be shown to stay within the margin. [Calibration](../calibration.md)
-            says how layers are chosen and when it stops looking. Speeds are predicted from the time of a step at each depth.
-            Brackets hold 95 % intervals.
+            says how layers are chosen and when it stops looking. Speeds are predicted from the time of a step at each
+            depth. Brackets hold 95 % intervals.
             """
         ),
         "",
