@@ -58,7 +58,8 @@ def layer_importance(num_hidden_layers: int, steps: Sequence[int], measure: Meas
 
 def flex_layers(importance: Sequence[float]) -> list[int]:
     """The layers that may be skipped at all: those that cost little more alone than most."""
-    return [layer for layer, kl in enumerate(importance) if kl <= CORE * float(np.median(importance))]
+    most = CORE * float(np.median(importance))
+    return [layer for layer, kl in enumerate(importance) if kl <= most]
 
 
 def find_order(
