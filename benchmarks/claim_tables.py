@@ -180,6 +180,14 @@ def accuracy_tables(f: Json) -> list[str]:
     return table(columns, rows)
 
 
+def accuracy_in_short(model: Json, task: str, order: str) -> str:
+    f, name, layers = model["accuracy"], model["model"]["name"], model["model"]["num_hidden_layers"]
+    scores, problems = f["tasks"][task]["scores"], f["tasks"][task]["problems"]
+    full, tapered = (_figure(scores[kind]["accuracy"], 100, 1) for kind in (FULL, order))
+    return f"""At full depth, {name} solves {full} % of {problems} problems; at a mean depth of {f["depth"]:.1f} of its
+        {layers} layers, {tapered} %, although the layers to skip were chosen by measurement."""
+
+
 def accuracy_verdicts(f: Json) -> dict[str, str]:
     return {
         f"{name}, {order}": accuracy_verdict(task, order)

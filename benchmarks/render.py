@@ -28,7 +28,9 @@ from taper.models import DEFAULT_MODEL
 ROOT = Path(__file__).parent.parent
 RESULTS, PAGES = ROOT / "benchmarks" / "results", ROOT / "docs" / "results"
 LARGER = ("qwen2.5-coder-1.5b-instruct",)  # besides the default model
-NUMBERS, QUANTISING = (f"<!-- {name}: python benchmarks/render.py -->\n" for name in ("numbers", "quantising"))
+NUMBERS, PAPER, QUANTISING = (
+    f"<!-- {name}: python benchmarks/render.py -->\n" for name in ("numbers", "paper", "quantising")
+)
 END = "<!-- end of numbers -->\n"
 
 
@@ -89,7 +91,10 @@ def page(
         prose(
             """
             This page is written by `python benchmarks/render.py`, from the files in `benchmarks/results/`. Unless it
-            says otherwise, figures are of the default model on two CPU cores.
+            says otherwise, figures are of the default model on two CPU cores. More pages are written in the same way:
+            the [paper's claims, one by one](results/paper.md), the [published rules of skipping layers,
+            compared](results/methods.md) on GSM8K and BBH, the [layers that GSM8K can spare](results/tasks.md), and
+            [what tells beforehand](results/signals.md) whether a task will suffer.
             """
         ),
         "",
@@ -231,6 +236,7 @@ def rendered() -> dict[Path, str]:
     benches = {name: _read(f"bench-{name}") for name in (DEFAULT_MODEL, *LARGER)}
     readme, reliability = ROOT / "README.md", ROOT / "docs" / "reliability.md"
     text = between_marks(readme.read_text(), summary(result, benches))
+    text = between_marks(text, render_claims.in_short(_read(f"claims-{LARGER[0]}")), PAPER)
     written = {
         ROOT / "docs" / "results.md": page(result, benches, calibrated, quantised, formats),
         readme: between_marks(text, render_quantise.adding_up(quantised), QUANTISING),
