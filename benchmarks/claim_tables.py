@@ -113,7 +113,7 @@ def core_tables(f: Json) -> list[str]:
     columns = ("layer", "part", "KL without it, nats", "above the mean of the middle, nats")
     blocks = [(name, _figure(f[name]["above_middle"])) for name in ("head", "tail")]
     cheap = ", ".join(str(layer) for layer in sorted(role) if f["layers"][layer]["above_middle"][2] < 0)
-    note = f"Some layers of head or tail cost less alone than the mean of the middle: {cheap}."
+    note = f"Skipped alone, some layers of the head or tail cost less than the mean of the middle: {cheap}."
     return [
         *table(("part", "mean KL above that of the middle, nats"), blocks),
         "",

@@ -93,8 +93,8 @@ def page(
             This page is written by `python benchmarks/render.py`, from the files in `benchmarks/results/`. Unless it
             says otherwise, figures are of the default model on two CPU cores. More pages are written in the same way:
             the [paper's claims, one by one](results/paper.md), the [published rules of skipping layers,
-            compared](results/methods.md) on GSM8K and BBH, the [layers that GSM8K can spare](results/tasks.md), and
-            [what tells beforehand](results/signals.md) whether a task will suffer.
+            compared](results/methods.md) on GSM8K and BBH, the [layers that GSM8K can spare](results/tasks.md), and the
+            [figures that predict](results/signals.md) how well a task will go.
             """
         ),
         "",
