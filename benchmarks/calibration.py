@@ -23,10 +23,10 @@ from typing import Any
 
 import numpy as np
 
-from taper.calibration.references import builtin_prompts
+from taper.calibration.prompts import builtin_prompts
 from taper.calibration.summary import Summary, to_plain
 from taper.llm import DEFAULT_POLICY
-from taper.models import DEFAULT_MODEL, PACKAGED_MODELS
+from taper.models.download import DEFAULT_MODEL, PACKAGED_MODELS
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -81,13 +81,12 @@ def orders(cache: Path, model: str) -> dict[str, Any]:
     os.environ["TAPER_CACHE"] = str(cache)
     from taper import LLM
     from taper.calibration.baselines import COMPARED, compare_orders
-    from taper.calibration.conditions import current_conditions
     from taper.calibration.measure import Measurements
-    from taper.calibration.references import completions, encode_prompts, split
+    from taper.calibration.prompts import completions, encode_prompts, split
     from taper.calibration.search import first_steps
-    from taper.calibration.store import open_store
-    from taper.models import content_hash
-    from taper.policies import load_policy
+    from taper.calibration.store import current_conditions, open_store
+    from taper.models.download import content_hash
+    from taper.models.policies import load_policy
     from taper.policy import DepthPolicy
 
     llm = LLM(model, threads=THREADS, max_batch_size=64)

@@ -8,7 +8,7 @@ from typing import Any
 from pages import table
 
 from taper.calibration.statistics import Estimate
-from taper.calibration.wording import interval
+from taper.calibration.summary import interval
 from taper.evals.methods import FULL
 
 Json = dict[str, Any]

@@ -34,16 +34,15 @@ from task_options import (
 from taper import DepthPolicy
 from taper.bench.measure import mean_step_bytes
 from taper.calibration.baselines import closest_policy, mean_depth
-from taper.calibration.cost import measure_speedup
+from taper.calibration.clock import measure_speedup
+from taper.calibration.replay import Reference, Scores
 from taper.calibration.search import first_steps
 from taper.calibration.statistics import Estimate, by_answer, ratio_estimate
 from taper.calibration.summary import MEASURED_ORDER, to_plain
 from taper.evals import Evaluation, summarise
 from taper.evals.comparison import Study, TaskStudy, by_step, joined
 from taper.evals.methods import FULL, chosen
-from taper.policy import middle_first_order
-from taper.replay import Reference, Scores
-from taper.schedule import Schedule
+from taper.policy import Schedule, middle_first_order
 
 FEWER = 1.5  # times fewer operations, as the paper has them
 ALPHA = 0.998  # the paper's, of which it reports savings

@@ -27,9 +27,10 @@ from taper import DepthPolicy
 from taper.backends.ggml import GgmlBackend
 from taper.bench.measure import alternate, measure, step_bytes, step_ms_by_depth
 from taper.engine import Engine
-from taper.loading import LoadedModel, load_model
-from taper.models import DEFAULT_MODEL, find_model
-from taper.policies import find_policy
+from taper.models import find_model, load_model
+from taper.models.download import DEFAULT_MODEL
+from taper.models.policies import find_policy
+from taper.models.tensors import LoadedModel
 
 THREADS, ROUNDS, TOKENS = 2, 7, 128
 DEPTHS = (30, 28, 26, 24, 22, 20, 15, 10)

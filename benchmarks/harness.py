@@ -35,7 +35,7 @@ from taper.evals.records import Record
 from taper.evals.statistics import wilson
 from taper.evals.summary import chosen_filter, solved
 from taper.evals.tasks import Selection
-from taper.models import DEFAULT_MODEL
+from taper.models.download import DEFAULT_MODEL
 
 PROBLEMS, BATCH = 100, 32  # of the comparison
 TIMED, TIMED_BATCH, ROUNDS = 64, 16, 3

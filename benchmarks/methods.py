@@ -32,7 +32,7 @@ from task_options import (
 
 from taper import DepthPolicy
 from taper.calibration.baselines import mean_depth
-from taper.calibration.cost import measure_speedup
+from taper.calibration.clock import measure_speedup
 from taper.calibration.measure import numbers
 from taper.calibration.summary import to_plain
 from taper.engine import Engine
@@ -40,7 +40,7 @@ from taper.evals import summarise
 from taper.evals.comparison import TaskStudy
 from taper.evals.methods import FULL, chosen
 from taper.evals.tasks import EvalTask
-from taper.schedule import Schedule
+from taper.policy import Schedule
 
 Json = dict[str, Any]
 

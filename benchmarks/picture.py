@@ -15,7 +15,7 @@ from rich.terminal_theme import TerminalTheme
 
 from taper import LLM, SamplingParams
 from taper.cli.compare import SideBySide
-from taper.terminal import coloured_tokens, depth_chart
+from taper.cli.terminal import coloured_tokens, depth_chart
 
 PICTURES = Path(__file__).parent.parent / "docs" / "pictures"
 PROMPT, MAX_TOKENS = "Why is the sky blue?", 128

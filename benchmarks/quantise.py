@@ -24,20 +24,19 @@ import numpy as np
 
 from taper import LLM, DepthPolicy, SamplingParams
 from taper.backends import TokenBatch
-from taper.backends.ggml.types import stored_types
-from taper.calibration.conditions import current_conditions
-from taper.calibration.references import builtin_prompts, encode_prompts
+from taper.backends.ggml.weights import stored_types
+from taper.calibration.prompts import builtin_prompts, encode_prompts
+from taper.calibration.replay import Reference, Scores
 from taper.calibration.run import MAX_PROMPTS
 from taper.calibration.statistics import over_steps
+from taper.calibration.store import current_conditions
 from taper.calibration.summary import to_plain
-from taper.checks import QUANTISED_DTYPES
-from taper.errors import TaperWarning
-from taper.loading import load_model
-from taper.models import DEFAULT_MODEL, find_model
-from taper.policies import find_policy
+from taper.engine import Request
+from taper.errors import QUANTISED_DTYPES, TaperWarning
+from taper.models import find_model, load_model
+from taper.models.download import DEFAULT_MODEL
+from taper.models.policies import find_policy
 from taper.policy import active_prefixes
-from taper.replay import Reference, Scores
-from taper.sequence import Request
 
 THREADS, ROUNDS, ANSWER_TOKENS, PREFILL = 2, 7, 128, 256
 FILE, BF16 = "the file", "bf16"  # what runs beside the quantised types: the GGUF file, and the folder as it is

@@ -10,7 +10,7 @@ from gguf import GGUFReader
 from gguf.quants import dequantize
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from taper.loading import load_model
+from taper.models import load_model
 
 _NAMES = {
     "token_embd": "embed_tokens",

@@ -23,7 +23,7 @@ import render_tasks
 from pages import prose, table
 from render_calibration import fewer_solved, model_page, quality, shipped
 
-from taper.models import DEFAULT_MODEL
+from taper.models.download import DEFAULT_MODEL
 
 ROOT = Path(__file__).parent.parent
 RESULTS, PAGES = ROOT / "benchmarks" / "results", ROOT / "docs" / "results"

@@ -7,8 +7,7 @@ from typing import Any
 
 from pages import table
 
-from taper.calibration.summary import Figures
-from taper.calibration.wording import interval
+from taper.calibration.summary import Figures, interval
 
 LLAMA = "llama.cpp"
 TOKENS = 128

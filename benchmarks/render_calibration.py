@@ -10,9 +10,8 @@ from typing import Any
 from pages import prose, table
 
 from taper.calibration.statistics import Estimate, LossEstimate
-from taper.calibration.summary import MEASURED_ORDER, Comparison, Figures, Provenance, from_plain
-from taper.calibration.wording import interval
-from taper.models import DEFAULT_MODEL
+from taper.calibration.summary import MEASURED_ORDER, Comparison, Figures, Provenance, from_plain, interval
+from taper.models.download import DEFAULT_MODEL
 
 ROOT = Path(__file__).parent.parent
 

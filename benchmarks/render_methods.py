@@ -19,7 +19,7 @@ from pages import measured, prose, table
 from task_options import DEFAULTS
 
 from taper.calibration.statistics import Estimate
-from taper.calibration.wording import interval
+from taper.calibration.summary import interval
 from taper.evals.methods import FULL
 from taper.evals.statistics import bootstrap_difference, mcnemar, wilson
 

@@ -8,7 +8,7 @@ from typing import Any
 from pages import prose, table
 
 from taper.calibration.statistics import Estimate
-from taper.calibration.wording import interval
+from taper.calibration.summary import interval
 
 FILE, BF16 = "the file", "bf16"
 LOSS = ("KL to f32, nats", "same likeliest token, %")

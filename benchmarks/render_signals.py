@@ -10,7 +10,7 @@ from typing import Any
 from pages import prose, table
 
 from taper.calibration.statistics import Estimate
-from taper.calibration.wording import interval
+from taper.calibration.summary import interval
 
 Json = dict[str, Any]
 FULL = "full"

@@ -9,7 +9,7 @@ from typing import Any
 from pages import measured, prose, table
 
 from taper.calibration.statistics import Estimate
-from taper.calibration.wording import interval
+from taper.calibration.summary import interval
 from taper.evals.statistics import PairedComparison
 
 Json = dict[str, Any]

@@ -21,12 +21,12 @@ from quantise import conditions, log_probabilities, scores
 
 from taper import LLM, DepthPolicy, SamplingParams
 from taper.bench.measure import alternate
-from taper.calibration.references import builtin_prompts, encode_prompts
+from taper.calibration.prompts import builtin_prompts, encode_prompts
+from taper.calibration.replay import Reference, Scores
 from taper.calibration.run import MAX_PROMPTS
 from taper.calibration.statistics import over_steps
 from taper.calibration.summary import to_plain
-from taper.replay import Reference, Scores
-from taper.sequence import Request
+from taper.engine import Request
 
 THREADS, ROUNDS, PROMPTS, ANSWER_TOKENS, CONTEXT = 2, 7, 20, 128, 1024
 

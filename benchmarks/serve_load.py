@@ -26,7 +26,8 @@ from decode import conditions, write
 from server_process import CHAT, COMPLETIONS, Reply, Server, free_port, post, request_bytes, send, serving
 
 from taper import LLM, SamplingParams
-from taper.models import DEFAULT_MODEL, find_model
+from taper.models import find_model
+from taper.models.download import DEFAULT_MODEL
 
 NAME, SLOTS, CONTEXT, CLIENTS, WAITING = "load", 8, 512, 24, 12
 POLICIES = ("full", "balanced", "fast")

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from taper import LLM
-from taper.calibration.conditions import current_conditions
+from taper.calibration.replay import Scores
 from taper.calibration.statistics import Estimate, by_answer, ratio_estimate
+from taper.calibration.store import current_conditions
 from taper.errors import RequestError, TaperError
 from taper.evals import load_tasks
 from taper.evals.comparison import Study, TaskStudy
-from taper.models import DEFAULT_MODEL, content_hash
-from taper.replay import Scores
+from taper.models.download import DEFAULT_MODEL, content_hash
 
 RESULTS = Path(__file__).parent / "results"
 BBH_TASKS = (

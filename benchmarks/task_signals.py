@@ -25,6 +25,7 @@ from decode import conditions
 
 from taper import LLM, DepthPolicy
 from taper.calibration.measure import skipping
+from taper.calibration.replay import Reference, Replay, Scores
 from taper.calibration.statistics import repeated
 from taper.evals import evaluate, load_tasks
 from taper.evals.harness import TaperLM
@@ -32,7 +33,6 @@ from taper.evals.records import Record
 from taper.evals.summary import chosen_filter, solved
 from taper.evals.tasks import EvalTask, Problem
 from taper.models import find_model
-from taper.replay import Reference, Replay, Scores
 
 THREADS, BATCH, CONTEXT, SURE = 2, 32, 1024, 0.9
 WORST = 0.2  # share of outputs or steps that count as the worst

@@ -22,11 +22,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import taper.hf
 from taper import DepthPolicy
 from taper.calibration.baselines import closest_policy, mean_depth
+from taper.calibration.replay import Reference, Scores
 from taper.calibration.search import first_steps
 from taper.calibration.statistics import by_answer, free_running, ratio_estimate
 from taper.calibration.summary import to_plain
 from taper.evals.comparison import Study
-from taper.replay import Reference, Scores
 
 NESTED, ROTATING, FILLED = "nested", "rotating", "rotating, filled in"
 ANSWERS, STEPS = 12, 96  # replayed, of each task in turn, and the first steps of each

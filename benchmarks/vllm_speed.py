@@ -34,9 +34,9 @@ from reference import transformers_from_gguf
 from vllm import LLM, SamplingParams
 
 from taper import DepthPolicy
-from taper.loading import load_model
-from taper.models import DEFAULT_MODEL, PACKAGED_MODELS
-from taper.policies import find_policy
+from taper.models import load_model
+from taper.models.download import DEFAULT_MODEL, PACKAGED_MODELS
+from taper.models.policies import find_policy
 
 THREADS = 1
 LAYERS, DEPTH, PROMPT_TOKENS, WARM_UP, STEPS = 30, 20, 32, 8, 60

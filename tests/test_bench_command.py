@@ -21,15 +21,16 @@ from taper.backends import TokenBatch
 from taper.backends.ggml import GgmlBackend
 from taper.backends.ggml.weights import convert
 from taper.backends.torch import TorchBackend
-from taper.bench import bandwidth, peers, phases, run, target, torch_device
+from taper.bench import measure as bandwidth
+from taper.bench import peers, phases, run, target, torch_device
 from taper.bench.measure import Clock, OutOfTimeError
 from taper.bench.options import Options, from_given, parse
 from taper.bench.peers import Speeds
-from taper.bench.text import as_text
+from taper.bench.run import as_text
 from taper.cli import cli
 from taper.errors import ModelError, RequestError
-from taper.loading.config import expected_shapes
-from taper.loading.shapes import RANDOM_TYPES, SHAPES, SPREAD, TINY, random_tensors
+from taper.models.config import expected_shapes
+from taper.models.shapes import RANDOM_TYPES, SHAPES, SPREAD, TINY, random_tensors
 from taper.policy import DepthPolicy
 
 SHORT = {"lengths": (3, 6), "prompts": (3, 6), "rounds": 2, "minutes": 5.0}
@@ -236,7 +237,7 @@ def test_no_peer_is_started_when_time_is_nearly_over():
 def test_transformers_shares_the_weights_and_ends_when_time_is_over():
     options = Options(**LIKE_A_GPU)
     opened = target.open_target(options, "cpu")
-    from taper.bench.transformers_model import transformers_model
+    from taper.bench.peers import transformers_model
 
     model = transformers_model(opened.config, opened.weights)
     state = model.state_dict()

@@ -80,9 +80,9 @@ def test_the_report_is_written_beside_the_policy(arguments, tmp_path):
 # Runs `taper`, with a clock that is never disturbed, and kills it without warning while its n-th measurement is taken.
 KILLED = """
 import os, signal, sys
-from taper.calibration import cost
+from taper.calibration import clock
 from taper.calibration.store import Store
-cost._alternate = lambda engine, prompt, policies, n: [[policy.mean_depth(n)] * (n - 1) for policy in policies]
+clock._alternate = lambda engine, prompt, policies, n: [[policy.mean_depth(n)] * (n - 1) for policy in policies]
 remember, left = Store.remember, [int(sys.argv.pop(1))]
 def killed(self, key, compute):
     def measure():

@@ -18,21 +18,18 @@ import taper
 from taper import LLM, calibrate
 from taper.calibration import search
 from taper.calibration.baselines import baseline_policies, random_orders
-from taper.calibration.budget import Budget
-from taper.calibration.conditions import current_conditions
-from taper.calibration.cost import CostModel
-from taper.calibration.fit import LossTable, curves, curves_of_speed, fit_quality, fit_speed
+from taper.calibration.clock import CostModel
+from taper.calibration.curve import LossTable, curves, curves_of_speed, fit_quality, fit_speed
 from taper.calibration.measure import Measurements, skipping
 from taper.calibration.problems import MAX_TOKENS, WordProblems, builtin_problems
-from taper.calibration.references import builtin_prompts, encode_prompts, read_prompts
+from taper.calibration.prompts import builtin_prompts, encode_prompts, read_prompts
+from taper.calibration.replay import Reference, Scores
 from taper.calibration.statistics import Estimate, LossEstimate, free_running, over_steps, ratio_estimate
-from taper.calibration.store import Store, open_store
-from taper.calibration.summary import Provenance, Summary
+from taper.calibration.store import Store, current_conditions, open_store
+from taper.calibration.summary import Budget, Provenance, Summary
 from taper.engine import Engine
 from taper.errors import RequestError
-from taper.policy import DepthPolicy
-from taper.replay import Reference, Scores
-from taper.schedule import Schedule
+from taper.policy import DepthPolicy, Schedule
 
 LAYERS = 10
 

@@ -12,7 +12,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from taper.errors import RequestError
-from taper.loading.chat_template import ChatTemplate
+from taper.models.chat_template import ChatTemplate
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 SYSTEM = {"role": "system", "content": " Be brief.\n"}
@@ -170,8 +170,8 @@ BOMBS = [
 RUN = """
 import json, sys, time
 from taper.errors import RequestError
-from taper.loading import template_meter
-from taper.loading.chat_template import ChatTemplate
+from taper.models import chat_template as template_meter
+from taper.models.chat_template import ChatTemplate
 template_meter.MAX_SECONDS = 0.5
 for template in json.load(sys.stdin):
     started, message = time.process_time(), "was rendered"
@@ -215,7 +215,7 @@ def test_each_limit_is_named(template, says):
 
 
 def test_the_limit_of_time_is_named(monkeypatch):
-    monkeypatch.setattr("taper.loading.template_meter.MAX_SECONDS", 0.5)  # on a fast machine too, no other comes first
+    monkeypatch.setattr("taper.models.chat_template.MAX_SECONDS", 0.5)  # on a fast machine too, no other comes first
     template = rounds("{% set x = 'a' * 90000 %}" + "{% if 'b' in x %}{% endif %}" * 2000)
     with pytest.raises(RequestError, match=r"takes more than 0\.5 seconds"):
         ChatTemplate(template).render({"messages": [USER]})

@@ -8,9 +8,8 @@ import shutil
 import pytest
 from transformers import AutoConfig, JambaConfig
 
-from taper.checks import limited_attention
-from taper.errors import ModelError
-from taper.loading import load_model
+from taper.errors import ModelError, limited_attention
+from taper.models import load_model
 
 WINDOW = {"sliding_window": 64}
 FULL, SLIDING = ["full_attention"] * 6, ["full_attention"] * 5 + ["sliding_attention"]

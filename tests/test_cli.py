@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from taper import DepthPolicy, __version__
 from taper.cli import cli
-from taper.terminal import Thoughts, depth_chart, dimmed, policy_picture
+from taper.cli.terminal import Thoughts, depth_chart, dimmed, policy_picture
 
 KEYS = ["text", "finish_reason", "prompt_tokens", "completion_tokens", "num_hidden_layers", "mean_depth", "depths"]
 KEYS += ["ttft_s", "tokens_per_second", "mode", "policy", "model"]
@@ -148,7 +148,7 @@ def test_policy_picture_marks_core_flex_and_skipped_layers():
 
 
 def test_version_says_what_ggml_was_built_with_and_what_to_do_about_it(monkeypatch):
-    from taper.backends.ggml import features
+    from taper.backends.ggml import repack as features
 
     shown = CliRunner().invoke(cli, ["--version"]).stdout
     assert shown.startswith(f"taper {__version__}, ggml-python ")

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from tiny import FAMILIES, NOT_IN_GGUF, PLAIN, VOCAB_SIZE, make_tiny, write_gguf
 
-from taper.loading import load_model
+from taper.models import load_model
 
 ROOT = Path(__file__).parent.parent
 CONVERTER = ROOT / "build" / "converter"

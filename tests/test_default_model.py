@@ -12,8 +12,8 @@ import taper.hf
 from taper.backends import TokenBatch
 from taper.backends.ggml import GgmlBackend
 from taper.engine import Engine
-from taper.loading import load_model
-from taper.policies import find_policy
+from taper.models import load_model
+from taper.models.policies import find_policy
 from taper.policy import DepthPolicy
 
 pytestmark = pytest.mark.skipif(not DEFAULT_MODEL_FILE.is_file(), reason="fetch the default model with: taper pull")

@@ -30,8 +30,8 @@ from taper.calibration.run import Calibration
 from taper.cli import cli
 from taper.errors import RequestError
 from taper.llm import DEFAULT_POLICY
-from taper.models import DEFAULT_MODEL
-from taper.policies import find_policy
+from taper.models.download import DEFAULT_MODEL
+from taper.models.policies import find_policy
 
 ROOT = Path(__file__).parent.parent
 README, TOUR = ROOT / "README.md", ROOT / "docs" / "tour.md"

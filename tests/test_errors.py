@@ -11,7 +11,7 @@ import pytest
 from tiny import byte_tokenizer
 
 from taper.errors import MAX_CHARACTERS, TaperError, TaperWarning
-from taper.loading.tokenizer import Tokenizer
+from taper.models.tokenizer import Tokenizer
 from taper.policy import DepthPolicy
 
 CONTROLS = "".join(map(chr, [*range(0x20), *range(0x7F, 0xA0)]))

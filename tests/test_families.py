@@ -28,7 +28,8 @@ import taper.hf
 from taper.backends.ggml import GgmlBackend
 from taper.engine import Engine
 from taper.errors import ModelError
-from taper.loading import Tensor, load_model
+from taper.models import load_model
+from taper.models.tensors import Tensor
 from taper.policy import DepthPolicy
 
 TOKENS = 64

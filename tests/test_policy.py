@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from taper.calibration.summary import Provenance
 from taper.errors import PolicyError
-from taper.models import DEFAULT_MODEL
-from taper.policies import find_policy, load_policy, shipped_policies
-from taper.policy import DepthPolicy, ModelIdentity, active_prefixes, least_depths, middle_first_order
-from taper.schedule import Schedule
+from taper.models.download import DEFAULT_MODEL
+from taper.models.policies import find_policy, load_policy, shipped_policies
+from taper.policy import DepthPolicy, ModelIdentity, Schedule, active_prefixes, least_depths, middle_first_order
 
 MODEL = ModelIdentity("llama", 64, 300, "Q4_1")
 
@@ -242,9 +241,9 @@ def test_names_are_found_with_their_model_and_without_it_for_the_default_one(mon
     (tmp_path / "own.json").write_text(fast.to_json())
     assert find_policy(tmp_path / "own.json") == fast
     other = replace(DepthPolicy.static(8, 6, [3, 4]), name="fast")
-    monkeypatch.setattr("taper.policies.shipped_policies", lambda: {"other": [other], DEFAULT_MODEL: [fast]})
+    monkeypatch.setattr("taper.models.policies.shipped_policies", lambda: {"other": [other], DEFAULT_MODEL: [fast]})
     assert (find_policy("other/fast"), find_policy("fast")) == (other, fast)
-    monkeypatch.setattr("taper.policies.shipped_policies", lambda: {"other": [other]})
+    monkeypatch.setattr("taper.models.policies.shipped_policies", lambda: {"other": [other]})
     with pytest.raises(PolicyError, match="policy list"):
         find_policy("fast")
 

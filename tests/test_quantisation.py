@@ -13,9 +13,9 @@ from gguf.quants import dequantize
 from tiny import one_slot
 
 from taper.backends.ggml import GgmlBackend
-from taper.backends.ggml.convert import convert
-from taper.loading.config import LayerSpec, ModelConfig, Rope, expected_shapes
-from taper.loading.model import WEIGHT_TYPES, Tensor, row_bytes
+from taper.backends.ggml.weights import convert
+from taper.models.config import LayerSpec, ModelConfig, Rope, expected_shapes
+from taper.models.tensors import WEIGHT_TYPES, Tensor, row_bytes
 
 CONFIG = ModelConfig(
     architecture="llama",

@@ -20,19 +20,17 @@ from test_bad_input import _own_environment, refused  # noqa: F401  (a fixture)
 from test_quantisation import CONFIG
 from tiny import make_tiny, one_slot, random_prompt, write_gguf
 
-from taper import LLM, SamplingParams, terminal
+from taper import LLM, SamplingParams
 from taper.backends import open_backend
 from taper.backends.ggml import GgmlBackend
-from taper.backends.ggml.types import stored_types
-from taper.backends.ggml.weights import Weights
+from taper.backends.ggml.weights import Weights, stored_types
 from taper.backends.torch import TorchBackend
-from taper.calibration.conditions import current_conditions
-from taper.checks import DTYPES, QUANTISED_DTYPES
-from taper.cli import cli
-from taper.errors import RequestError, TaperWarning
-from taper.loading import load_model
-from taper.loading.config import expected_shapes
-from taper.loading.model import WEIGHT_TYPES, Tensor, row_bytes
+from taper.calibration.store import current_conditions
+from taper.cli import cli, terminal
+from taper.errors import DTYPES, QUANTISED_DTYPES, RequestError, TaperWarning
+from taper.models import load_model
+from taper.models.config import expected_shapes
+from taper.models.tensors import WEIGHT_TYPES, Tensor, row_bytes
 
 each_dtype = pytest.mark.parametrize("dtype", QUANTISED_DTYPES)
 UNTIED = replace(CONFIG, tie_word_embeddings=False)
@@ -94,7 +92,7 @@ def logits(path: Path, dtype: str = "auto", **options) -> np.ndarray:
 @each_dtype
 @pytest.mark.parametrize(("original", "threads"), [("F32", 1), ("F16", 3), ("BF16", 3)])
 def test_quantised_bytes_are_those_of_ggml(monkeypatch, dtype, original, threads):
-    monkeypatch.setattr("taper.backends.ggml.convert.CHUNK", 3000)  # several parts, the last one shorter
+    monkeypatch.setattr("taper.backends.ggml.weights.CHUNK", 3000)  # several parts, the last one shorter
     tensors = random_model(UNTIED, original)
     weights = Weights(tensors, dtype, threads=threads)
     for name, tensor in tensors.items():
@@ -258,8 +256,8 @@ from dataclasses import replace
 from pathlib import Path
 from test_quantisation import CONFIG
 from taper.backends.ggml import GgmlBackend
-from taper.loading.config import expected_shapes
-from taper.loading.model import Tensor
+from taper.models.config import expected_shapes
+from taper.models.tensors import Tensor
 def status(name):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name)) / 1024
 config = replace(CONFIG, layers=CONFIG.layers[:1] * 20, hidden_size=512, intermediate_size=2048, head_dim=128)

@@ -12,8 +12,8 @@ from test_quantisation import CONFIG, quantised
 from tiny import one_slot
 
 from taper.backends.ggml import GgmlBackend, repack
-from taper.loading.config import expected_shapes
-from taper.loading.model import Tensor
+from taper.models.config import expected_shapes
+from taper.models.tensors import Tensor
 
 REPACKED = ["Q4_0", "Q4_K", "IQ4_NL", "MXFP4", "Q2_K"]  # on x86; Q2_K with AVX-512 only
 STEPS = 2000

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from tiny import BACKENDS, FAMILIES, make_backend, make_tiny, one_slot, policies, random_prompt
 
-import taper.replay
+from taper.calibration import replay as replay_module
+from taper.calibration.replay import Reference, Replay, Scores
 from taper.engine import Engine
 from taper.errors import RequestError
-from taper.loading import LoadedModel
+from taper.models.tensors import LoadedModel
 from taper.policy import DepthPolicy
-from taper.replay import Reference, Replay, Scores
 
 
 def references(count: int = 3, length: int = 30) -> list[Reference]:
@@ -61,16 +61,16 @@ def expected(engine: Engine, reference: Reference, policy: DepthPolicy, top: int
 @BACKENDS
 @pytest.mark.parametrize("window", [128, 7])
 def test_replay_equals_decoding_step_by_step(tiny_llama, kind, window, monkeypatch):
-    monkeypatch.setattr(taper.replay, "WINDOW", window)
-    monkeypatch.setattr(taper.replay, "TOP", 50)
+    monkeypatch.setattr(replay_module, "WINDOW", window)
+    monkeypatch.setattr(replay_module, "TOP", 50)
     check_replay(kind, tiny_llama.load())
 
 
 @BACKENDS
 @pytest.mark.parametrize("family", ["gemma3", "granitemoe"])
 def test_replay_equals_decoding_in_layers_with_windows_or_experts(tmp_path, kind, family, monkeypatch):
-    monkeypatch.setattr(taper.replay, "WINDOW", 7)
-    monkeypatch.setattr(taper.replay, "TOP", 50)
+    monkeypatch.setattr(replay_module, "WINDOW", 7)
+    monkeypatch.setattr(replay_module, "TOP", 50)
     architecture, options = FAMILIES[family]
     check_replay(kind, make_tiny(tmp_path, architecture, **options).load())
 
@@ -115,7 +115,7 @@ def test_replay_across_buckets_of_cells_equals_transformers_at_full_depth(tiny_l
 
 @BACKENDS
 def test_sharing_with_a_base_changes_no_figure(tiny_llama, kind, monkeypatch):
-    monkeypatch.setattr(taper.replay, "WINDOW", 7)
+    monkeypatch.setattr(replay_module, "WINDOW", 7)
     engine = Engine(make_backend(kind, tiny_llama.load(), num_slots=3))
     base = DepthPolicy.static(6, 4, [3, 1])
     candidates = (

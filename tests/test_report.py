@@ -14,17 +14,11 @@ import pytest
 from matplotlib.image import imread
 from summaries import OTHERS, around, summary
 
-from taper import files
 from taper.calibration import report
-from taper.calibration.budget import Budget
 from taper.calibration.report import write_report
-from taper.calibration.statistics import (
-    Estimate,
-    Losses,
-    PolicyAndFull,
-)
-from taper.calibration.summary import Frontier, Provenance, Summary
-from taper.calibration.wording import interval, verdict
+from taper.calibration.statistics import Estimate, Losses, PolicyAndFull
+from taper.calibration.summary import Budget, Frontier, Provenance, Summary, interval, verdict
+from taper.models import files
 
 PICTURES = ["depth_by_step", "frontier", "importance", "loss_by_step", "speed"]
 PAPER = "https://arxiv.org/abs/2503.08524"

@@ -13,7 +13,7 @@ from tiny import DEFAULT_MODEL_FILE
 import taper.calibration.run
 import taper.calibration.summary
 from taper import DepthPolicy
-from taper.calibration import cost
+from taper.calibration import clock as cost
 from taper.calibration.baselines import mean_depth
 from taper.cli import cli
 from taper.errors import RequestError

@@ -12,7 +12,7 @@ from serving import NAME, TOOLS_TEMPLATE, chat_body, serving
 from tiny import policies
 
 from taper import SamplingParams
-from taper.server.tools import ToolCalls
+from taper.server.completions import ToolCalls
 
 
 @pytest.fixture(scope="module")

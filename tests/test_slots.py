@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 from tiny import BACKENDS, VOCAB_SIZE, make_backend, policies, random_prompt
 
-from taper.engine import Engine
+from taper.engine import Engine, Request
 from taper.errors import RequestError
 from taper.policy import DepthPolicy
 from taper.sampling import SamplingParams
-from taper.sequence import Request
 
 FULL = DepthPolicy.full(6)
 SYSTEM = random_prompt(1, 100)

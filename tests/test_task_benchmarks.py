@@ -28,12 +28,12 @@ from eval_data import write_data
 from tiny import TinyModel, random_prompt, twin
 
 from taper import LLM, DepthPolicy
-from taper.calibration import cost
+from taper.calibration import clock as cost
 from taper.calibration.problems import builtin_problems
+from taper.calibration.replay import Reference, Replay
 from taper.evals import comparison
 from taper.evals.methods import FULL
 from taper.evals.records import RecordFile
-from taper.replay import Reference, Replay
 
 TASKS = "gsm8k,bbh_cot_zeroshot_boolean_expressions,bbh_cot_zeroshot_word_sorting"
 ORDER = (4, 1, 2, 3)

@@ -18,8 +18,8 @@ from transformers import Qwen2Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from taper.errors import ModelError, RequestError
-from taper.loading.tokenizer import TextStream, Tokenizer
-from taper.loading.tokenizer_files import tokenizer_from_folder, tokenizer_from_gguf
+from taper.models.tokenizer import TextStream, Tokenizer
+from taper.models.tokenizer_files import tokenizer_from_folder, tokenizer_from_gguf
 
 # fmt: off
 HARD = [

@@ -13,9 +13,8 @@ from click.testing import CliRunner
 from taper import DepthPolicy
 from taper.cli import cli
 from taper.errors import PolicyError
-from taper.policies import shipped_policies
-from taper.vllm_plugin.args import vllm_args
-from taper.vllm_plugin.options import Options
+from taper.models.policies import shipped_policies
+from taper.vllm_plugin.options import Options, vllm_args
 
 
 def test_numbers_are_those_of_the_committed_results():

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from taper import DepthPolicy
 from taper.errors import PolicyError, RequestError
-from taper.schedule import Schedule
+from taper.policy import Schedule
 from taper.vllm_plugin.metrics import Counters
 from taper.vllm_plugin.options import Options
 from taper.vllm_plugin.plan import Planner, RequestTokens

@@ -14,12 +14,11 @@ from tiny import one_slot, random_prompt
 from transformers import AutoModelForCausalLM
 
 from taper.backends import open_backend
-from taper.backends.ggml.convert import convert
-from taper.backends.ggml.weights import Weights
+from taper.backends.ggml.weights import Weights, convert
 from taper.backends.torch import TorchBackend
 from taper.errors import ModelError, TaperWarning
-from taper.loading import load_model
-from taper.loading.model import Tensor
+from taper.models import load_model
+from taper.models.tensors import Tensor
 
 LARGE = 80_000.0
 EVERYWHERE = ["model.embed_tokens", *(f"model.layers.1.self_attn.{name}_proj" for name in "qkvo")]

@@ -19,12 +19,12 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from taper.backends import TokenBatch
 from taper.backends.torch import TorchBackend
-from taper.engine import Engine
-from taper.loading import LoadedModel, load_model
-from taper.models import DEFAULT_MODEL, PACKAGED_MODELS
+from taper.engine import Engine, Request
+from taper.models import load_model
+from taper.models.download import DEFAULT_MODEL, PACKAGED_MODELS
+from taper.models.tensors import LoadedModel
 from taper.policy import DepthPolicy
 from taper.sampling import SamplingParams
-from taper.sequence import Request
 
 torch.set_num_threads(1)
 

@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .calibration.run import Calibration, calibrate
     from .errors import TaperError, TaperWarning
-    from .llm import LLM
-    from .output import Output
+    from .llm import LLM, Output
     from .policy import DepthPolicy
     from .sampling import SamplingParams
 
-__version__ = "0.1.0"
 __all__ = ["LLM", "Calibration", "DepthPolicy", "Output", "SamplingParams", "TaperError", "TaperWarning", "calibrate"]
 
 _HOMES = {
@@ -30,6 +28,10 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     """Public names load on first use, so that `import taper` and `taper --help` stay quick."""
+    if name == "__version__":
+        from importlib import metadata
+
+        return metadata.version("taper-llm")
     if name in _HOMES:
         return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,19 +10,17 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
 from itertools import count
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from .backends import Backend, ForwardOutput, TokenBatch
-from .checks import whole_number
-from .errors import RequestError
-from .policy import active_prefixes
-from .sampling import NOT_A_NUMBER, check_token_ids, sample, token_logprobs
-from .sequence import Request, Scheduled, Sequence, StepOutput
-from .slots import Slots, can_wait
+from .errors import RequestError, whole_number
+from .policy import DepthPolicy, active_prefixes
+from .sampling import NOT_A_NUMBER, SamplingParams, TokenLogprobs, check_token_ids, sample, token_logprobs
 
 MAX_NUM_BATCHED_TOKENS = 512  # tokens of a step; bounds the memory of activations and the wait for the next token
 
@@ -292,3 +290,169 @@ class Engine:
             return
         self.slots.release(sequence)
         self._slot_freed.notify_all()
+
+
+class TokenFilter(Protocol):
+    """Says which tokens may come next in one completion, such as those that keep it valid JSON."""
+
+    def restrict(self, logits: np.ndarray) -> np.ndarray:
+        """A copy of logits float32 [vocab_size], with -inf for the tokens that may not come next."""
+        ...
+
+    def accept(self, token_id: int) -> None:
+        """Take note of the token that came."""
+        ...
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt and how to complete it.
+
+    `eos_token_ids` are the model's own; `params` may add to them. `token_filter` makes the filter of its completion.
+    """
+
+    prompt_ids: tuple[int, ...] | list[int]
+    params: SamplingParams
+    policy: DepthPolicy
+    eos_token_ids: frozenset[int] = frozenset()
+    token_filter: Callable[[], TokenFilter] | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token of the model's own logits is all that is asked for."""
+        return self.params.is_greedy and self.token_filter is None
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A request on its way through the engine, which alone changes it."""
+
+    id: int
+    request: Request
+    token_ids: list[int]  # the prompt, then the completion
+    depth: int  # layers of the forward that predicts the next token: set by the schedule, after each token
+    slot: int | None = None  # of the key-value cache; None while it waits and once it has finished
+    num_complete_tokens: int = 0  # leading tokens whose keys and values every layer has
+    num_cached_tokens: int = 0  # of the prompt, that were not computed for this sequence
+    finish_reason: str | None = None  # "stop", "length", "abort" or "error"
+    thread: int = field(default_factory=threading.get_ident)
+    rng: np.random.Generator = field(init=False)
+    token_filter: TokenFilter | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rng = np.random.default_rng(self.request.params.seed)
+        self.token_filter = self.request.token_filter and self.request.token_filter()
+
+    @property
+    def step(self) -> int:
+        """Index of the next token of the completion."""
+        return len(self.token_ids) - len(self.request.prompt_ids)
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """One token of a sequence, the stop token included.
+
+    `token_id` is -1, with `finish_reason` "error", if the model's output was not a number or its filter let none pass.
+    """
+
+    sequence_id: int
+    token_id: int
+    depth: int
+    finish_reason: str | None
+    logprobs: TokenLogprobs | None = None
+
+
+class Scheduled(NamedTuple):
+    """Tokens of one sequence in a forward."""
+
+    sequence: Sequence
+    token_ids: list[int]
+    position: int  # of the first
+    depths: list[int]  # of each, never rising
+    num_outputs: int  # of how many last ones the prediction is wanted
+
+
+MIN_SHARED = 16  # tokens; for fewer, copying or waiting takes as long as computing them
+
+
+class Slots:
+    """Gives slots to sequences and takes them back.
+
+    Args:
+        backend: the owner of the cache.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.sequences: list[Sequence | None] = [None] * backend.num_slots
+        # What each free slot still holds: leading tokens whose keys and values every layer has.
+        self.kept: list[list[int]] = [[] for _ in range(backend.num_slots)]
+        self._released, self._times = [0] * backend.num_slots, count(1)
+
+    @property
+    def num_free(self) -> int:
+        """Slots without a sequence."""
+        return self.sequences.count(None)
+
+    def take(self, sequence: Sequence) -> None:
+        """Give a sequence a free slot; what it holds of the prompt is not run again.
+
+        One of which the prompt continues all that it holds comes first, empty ones included; then the one that was
+        released longest ago.
+        """
+        prompt = sequence.token_ids
+        free = [slot for slot, running in enumerate(self.sequences) if running is None]
+        shared = {slot: common_prefix(self.kept[slot], prompt) for slot in free}
+
+        def cost(slot: int) -> tuple[int, int]:
+            return (1, self._released[slot]) if shared[slot] < len(self.kept[slot]) else (0, -shared[slot])
+
+        slot = min(free, key=cost)
+        # The last token runs in any case: its logits are what comes next.
+        sequence.num_complete_tokens = sequence.num_cached_tokens = min(shared[slot], len(prompt) - 1)
+        sequence.slot, self.sequences[slot], self.kept[slot] = slot, sequence, []
+
+    def share(self, sequence: Sequence) -> None:
+        """Copy what another slot holds of a prompt, if that is more than its own slot does."""
+        own, prompt = sequence.num_complete_tokens, sequence.token_ids[:-1]
+        least = prompt[: own + MIN_SHARED]
+        if len(least) < own + MIN_SHARED or sequence.slot is None:
+            return
+        holders = [slot for slot in range(len(self.kept)) if self._held(slot, len(least)) == least]
+        shared = {slot: common_prefix(self._held(slot), prompt) for slot in holders}
+        if shared:
+            source = max(holders, key=lambda slot: shared[slot])
+            self._backend.copy(source, sequence.slot, own, shared[source])
+            sequence.num_complete_tokens = shared[source]
+            sequence.num_cached_tokens += shared[source] - own
+
+    def release(self, sequence: Sequence) -> None:
+        """Take back a slot, which goes on holding the leading tokens that every layer has."""
+        assert sequence.slot is not None
+        self.kept[sequence.slot] = sequence.token_ids[: sequence.num_complete_tokens]
+        self._released[sequence.slot] = next(self._times)
+        self.sequences[sequence.slot] = None
+        sequence.slot = None
+
+    def _held(self, slot: int, length: int | None = None) -> list[int]:
+        """The first `length` tokens that a slot has the keys and values of all layers of; by default all of them."""
+        sequence = self.sequences[slot]
+        if sequence is None:
+            return self.kept[slot][:length]
+        complete = sequence.num_complete_tokens
+        return sequence.token_ids[: complete if length is None else min(length, complete)]
+
+
+def can_wait(sequence: Sequence, prompts: list[Scheduled]) -> bool:
+    """Whether chunks that a step runs anyway compute what this prompt needs next, so that it can be copied then."""
+    for other, token_ids, position, _, _ in prompts:
+        computed = other.token_ids[: position + len(token_ids)]
+        if common_prefix(computed, sequence.token_ids[:-1]) >= sequence.num_complete_tokens + MIN_SHARED:
+            return True
+    return False
+
+
+def common_prefix(a: list[int], b: list[int]) -> int:
+    """How many leading tokens two lists share."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

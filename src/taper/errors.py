@@ -1,8 +1,12 @@
-"""What a user can get wrong. Shown as one line; anything else that is raised is a bug of ours."""
+"""What a user can get wrong, and the checks that say so, in one line. Anything else that is raised is a bug of ours."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+from numbers import Integral, Real
+from typing import Any
 
 MAX_CHARACTERS = 1000  # of a message and of a hint; names that come from files have no limit of their own
 
@@ -48,3 +52,98 @@ def printable(text: str) -> str:
     if len(line) > MAX_CHARACTERS:
         line = f"{line[: MAX_CHARACTERS - 3]}..."
     return "".join(character if character.isprintable() else "\ufffd" for character in line)
+
+
+DEVICES = ("auto", "cpu", "cuda")
+QUANTISED_DTYPES = ("q8_0", "q6_k", "q4_k", "iq4_nl", "q4_0")
+DTYPES = ("auto", "f32", "f16", "bf16", *QUANTISED_DTYPES)
+MODES = ("full", "taper")
+
+
+def whole_number(
+    name: str, value: Any, low: int, high: int | None = None, error: type[TaperError] = RequestError
+) -> int:
+    """`value` as an int; raises `error` if it is not a whole number from `low` to `high`."""
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        converted = int(value)
+        if low <= converted and (high is None or converted <= high):
+            return converted
+    rule = f"of at least {low}" if high is None else f"from {low} to {high}"
+    raise error(f"{name} is {shown(value)}; it must be a whole number {rule}")
+
+
+def number(
+    name: str,
+    value: Any,
+    low: float,
+    high: float,
+    error: type[TaperError] = RequestError,
+    *,
+    above: bool = False,
+    below: bool = False,
+) -> float:
+    """`value` as a float; raises `error` if it is not a finite number from `low` to `high`.
+
+    `above` leaves out `low` itself, `below` leaves out `high`.
+    """
+    if isinstance(value, Real) and not isinstance(value, bool):
+        with suppress(OverflowError):  # an int beyond every float
+            converted = float(value)
+            if (low < converted if above else low <= converted) and (converted < high if below else converted <= high):
+                return converted
+    interval = f"{'(' if above else '['}{low:g}, {high:g}{')' if below else ']'}"
+    raise error(f"{name} is {shown(value)}; it must be a number in {interval}")
+
+
+def flag(name: str, value: Any) -> bool:
+    """`value` as a bool.
+
+    Raises:
+        RequestError: it is neither True nor False.
+    """
+    if type(value).__name__ in ("bool", "bool_"):  # Python's or numpy's
+        return bool(value)
+    raise RequestError(f"{name} is {shown(value)}; it must be True or False")
+
+
+def one_of(name: str, value: Any, choices: Collection[str], error: type[TaperError] = RequestError) -> str:
+    """`value`; raises `error` if it is not one of the choices."""
+    if isinstance(value, str) and value in choices:
+        return value
+    raise error(f"{name} is {shown(value)}; it must be one of {', '.join(choices)}")
+
+
+def as_tuple(name: str, values: Any, error: type[TaperError] = RequestError) -> tuple[Any, ...]:
+    """`values` as a tuple; raises `error` if they are text or cannot be listed."""
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+        raise error(f"{name} is {shown(values)}; it must be a list")
+    return tuple(values)
+
+
+def limited_attention(config: object) -> str:
+    """The kind of attention with which some layers do not see the whole context: "sliding-window", "hybrid" or "".
+
+    `config` is a transformers config or has its attributes; those that the model does not have may be missing.
+    """
+    layer_types = {str(kind) for kind in getattr(config, "layer_types", None) or ["full_attention"]}
+    if layer_types - {"full_attention", "sliding_attention"}:
+        return "hybrid"
+    window = getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None)
+    return "sliding-window" if window or "sliding_attention" in layer_types else ""
+
+
+def shown(value: object) -> str:
+    """A value as it stands in an error message: its repr, cut where it is long."""
+    try:
+        text = repr(value)
+    except Exception:  # of a class of the caller's own
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 160 else f"{text[:157]}..."
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object for `json.loads`; raises ValueError for a duplicate key, of which readers take different values."""
+    data = dict(pairs)
+    if len(data) != len(pairs):
+        raise ValueError("duplicate key in an object")
+    return data

@@ -18,8 +18,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation.configuration_utils import GenerationMode
 
-from .checks import limited_attention
-from .errors import PolicyError, RequestError
+from .errors import PolicyError, RequestError, limited_attention
 from .policy import DepthPolicy
 
 

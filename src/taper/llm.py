@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
 
 from .backends import Backend, open_backend
-from .checks import MODES, flag, one_of, shown, whole_number
-from .engine import Engine
-from .errors import PolicyError, RequestError, TaperWarning
-from .loading import load_model
-from .loading.tokenizer import Message, Tokenizer, texts_of
-from .models import DEFAULT_MODEL, find_model
-from .output import Output
-from .policies import find_policy, fitting_policies
+from .engine import Engine, Request, StepOutput
+from .engine import Sequence as EngineSequence
+from .errors import MODES, ModelError, PolicyError, RequestError, TaperWarning, flag, one_of, shown, whole_number
+from .models import find_model, load_model
+from .models.download import DEFAULT_MODEL
+from .models.policies import find_policy, fitting_policies
+from .models.tokenizer import Message, TextStream, Tokenizer, texts_of
 from .policy import DepthPolicy
-from .sampling import SamplingParams
-from .sequence import Request
-from .stream import Stream
+from .sampling import SamplingParams, TokenLogprobs
 
 Prompt = str | Message | Sequence[Message]
 Params = SamplingParams | Sequence[SamplingParams]
@@ -290,3 +290,229 @@ def _messages(prompt: Any) -> list[Message]:
 
 def _warn(message: str) -> None:
     warnings.warn(message, TaperWarning, stacklevel=3)
+
+
+@dataclass(frozen=True)
+class Output:
+    """A completion and what it took.
+
+    `token_ids` leaves out the stop token; `depths` has one entry for each of them, the first of them L. `mean_depth`
+    is over steps from 1 on. `ttft_s`: seconds from the call to the first token. `tokens_per_second`: (n - 1) over the
+    time from first to last token. Time that the caller spends between chunks is not counted. `cached_tokens`: those of
+    the prompt that an earlier one had in common with it, so that they were not computed again.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    prompt_tokens: int
+    depths: list[int]
+    mean_depth: float
+    ttft_s: float
+    tokens_per_second: float
+    policy: DepthPolicy
+    cached_tokens: int = 0
+    logprobs: list[TokenLogprobs] | None = None
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens of the completion."""
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one step added to the output of prompt `index`. The last chunk of an output carries it as `output`.
+
+    `token_id` is -1 and `depth` 0 in the chunk that ends an aborted output. A stop token has no `logprobs`.
+    """
+
+    index: int
+    text: str
+    token_id: int
+    depth: int
+    output: Output | None = None
+    logprobs: TokenLogprobs | None = None
+
+
+class OutputBuilder:
+    """The output of prompt `index` as it grows. `output` is None until it has finished."""
+
+    def __init__(self, index: int, sequence: EngineSequence, tokenizer: Tokenizer) -> None:
+        self.output: Output | None = None
+        self._index, self._sequence, request = index, sequence, sequence.request
+        self._text, self._stops = TextStream(tokenizer), _StopStrings(request.params.stop)
+        self._pieces: list[str] = []
+        self._token_ids: list[int] = []
+        self._depths: list[int] = []
+        self._times: list[float] = []
+        self._logprobs: list[TokenLogprobs] = []
+
+    def add(self, step: StepOutput, seconds: float) -> Chunk:
+        """Take a token that came `seconds` after the call. A stop string may finish the output before its sequence."""
+        if step.finish_reason == "stop":  # the stop token is no part of the completion
+            piece = self._text.flush()
+        else:
+            self._token_ids.append(step.token_id)
+            self._depths.append(step.depth)
+            self._times.append(seconds)
+            if step.logprobs is not None:
+                self._logprobs.append(step.logprobs)
+            piece = self._text.push(step.token_id)
+            if step.finish_reason is not None:
+                piece += self._text.flush()
+        piece = self._stops.push(piece)
+        if self._stops.complete:
+            self._finish("stop", piece)
+        elif step.finish_reason is not None:
+            piece += self._stops.flush()
+            self._finish(step.finish_reason, piece)
+        else:
+            self._pieces.append(piece)
+        logprobs = None if step.finish_reason == "stop" else step.logprobs
+        return Chunk(self._index, piece, step.token_id, step.depth, self.output, logprobs)
+
+    def abort(self) -> Chunk:
+        """End the output here, with what there is."""
+        piece = self._stops.push(self._text.flush()) + self._stops.flush()
+        self._finish("abort", piece)
+        return Chunk(self._index, piece, -1, 0, self.output)
+
+    def _finish(self, finish_reason: str, last_piece: str) -> None:
+        tapered, times, request = self._depths[1:], self._times, self._sequence.request
+        elapsed = times[-1] - times[0] if times else 0.0
+        self.output = Output(
+            text="".join([*self._pieces, last_piece]),
+            token_ids=self._token_ids,
+            finish_reason=finish_reason,
+            prompt_tokens=len(request.prompt_ids),
+            depths=self._depths,
+            mean_depth=sum(tapered) / len(tapered) if tapered else float(request.policy.num_hidden_layers),
+            ttft_s=times[0] if times else 0.0,
+            tokens_per_second=(len(times) - 1) / elapsed if elapsed else 0.0,
+            policy=request.policy,
+            cached_tokens=self._sequence.num_cached_tokens,
+            logprobs=None if request.params.logprobs is None else self._logprobs,
+        )
+
+
+class _StopStrings:
+    """Finds stop strings in a growing text, and holds back what may be the start of one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops, self._held = stops, ""
+        self.complete = False  # whether one has come
+
+    def push(self, text: str) -> str:
+        """The text that is certain not to belong to a stop string; none after one has come."""
+        if self.complete:
+            return ""
+        self._held += text
+        places = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
+        if places:
+            self.complete = True
+            return self._held[: min(places)]
+        longest = max((self._overlap(stop) for stop in self._stops), default=0)
+        certain, self._held = self._held[: len(self._held) - longest], self._held[len(self._held) - longest :]
+        return certain
+
+    def flush(self) -> str:
+        """What is still held when the output ends without a stop string."""
+        held, self._held = self._held, ""
+        return held
+
+    def _overlap(self, stop: str) -> int:
+        sizes = range(min(len(stop) - 1, len(self._held)), 0, -1)
+        return next((size for size in sizes if self._held.endswith(stop[:size])), 0)
+
+
+class Stream(Iterator[Chunk]):
+    """The chunks of some prompts' outputs as they come. Leave it early with `close`, or `abort` to keep what there is.
+
+    An exception during a step, Ctrl-C among them, leaves the stream as it was: it can go on, be aborted or closed.
+    """
+
+    def __init__(
+        self, engine: Engine, tokenizer: Tokenizer, requests: Sequence[Request], started: float | None = None
+    ) -> None:
+        """Add the requests; times are counted from `started`, by `time.perf_counter`, which is by default now."""
+        self._engine, self._tokenizer = engine, tokenizer
+        self._builders: list[OutputBuilder] = []
+        self._ready: deque[Chunk] = deque()
+        self._handed_over = time.perf_counter()
+        self._started = self._handed_over if started is None else started
+        self._sequences: dict[int, tuple[EngineSequence, OutputBuilder]] = {}  # those that have not finished, by id
+        for request in requests:
+            self.add(request)
+
+    def add(self, request: Request) -> int:
+        """One more request; the index that its chunks will have. What the engine's `add` raises."""
+        sequence = self._engine.add(request)
+        self._builders.append(OutputBuilder(len(self._builders), sequence, self._tokenizer))
+        self._sequences[sequence.id] = sequence, self._builders[-1]
+        return len(self._builders) - 1
+
+    def __next__(self) -> Chunk:
+        self._started += time.perf_counter() - self._handed_over  # the caller's own time is not counted
+        try:
+            while not self._ready:
+                if not self._sequences:
+                    raise StopIteration
+                self._step()
+            return self._ready.popleft()
+        finally:
+            self._handed_over = time.perf_counter()
+
+    def abort(self) -> list[Chunk]:
+        """End every output that has not finished with what there is, as "abort"; the chunks that are left."""
+        self.close()
+        ended = [builder.abort() for builder in self._builders if builder.output is None]
+        chunks = [*self._ready, *ended]
+        self._ready.clear()
+        return chunks
+
+    def close(self) -> None:
+        """Give up what has not finished."""
+        for sequence, _ in self._sequences.values():
+            self._engine.abort(sequence)
+        self._sequences.clear()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    @property
+    def sequence_ids(self) -> list[int]:
+        """Those that have not finished."""
+        return list(self._sequences)
+
+    def take(self, step: StepOutput) -> Chunk:
+        """The chunk that a step of one of these sequences makes, whoever ran it.
+
+        Raises:
+            ModelError: the model's output is not a number.
+            RequestError: the request's filter lets no token pass.
+        """
+        sequence, builder = self._sequences[step.sequence_id]
+        if step.finish_reason == "error":
+            if sequence.token_filter is not None:
+                raise RequestError(f"the grammar of the output lets no token pass at step {sequence.step}")
+            raise ModelError(
+                f"the model's output is not a number at step {sequence.step}",
+                "try --dtype f32; if that does not help, its files are damaged",
+            )
+        chunk = builder.add(step, time.perf_counter() - self._started)
+        if chunk.output is not None:  # the sequence itself goes on after a stop string
+            self._engine.abort(sequence)
+            del self._sequences[step.sequence_id]
+        return chunk
+
+    def _step(self) -> None:
+        """Advance these sequences alone, and turn what came out into chunks."""
+        for step in self._engine.step([sequence for sequence, _ in self._sequences.values()]):
+            self._ready.append(self.take(step))

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .checks import as_tuple, flag, number, shown, whole_number
-from .errors import RequestError
+from .errors import RequestError, as_tuple, flag, number, shown, whole_number
 
 MAX_LOGPROBS = 20
 NOT_A_NUMBER = -1  # instead of a token id

@@ -22,7 +22,7 @@ import torch
 from engines import Engine, tiny_model
 from reference import transformers_from_gguf
 
-from taper.models import DEFAULT_MODEL, PACKAGED_MODELS
+from taper.models.download import DEFAULT_MODEL, PACKAGED_MODELS
 
 DEFAULT_MODEL_FILE = PACKAGED_MODELS[DEFAULT_MODEL].path  # the user's own, before a test points the cache elsewhere
 

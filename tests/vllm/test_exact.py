@@ -6,7 +6,7 @@ import pytest
 from engines import Ask, prompts, twin
 
 from taper import DepthPolicy
-from taper.policies import shipped_policies
+from taper.models.policies import shipped_policies
 from taper.policy import middle_first_order
 
 VOCAB_SIZE = 49152

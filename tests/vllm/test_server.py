@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from engines import LAYERS, tiny_policies
 
-from taper.vllm_plugin.args import vllm_args
+from taper.vllm_plugin.options import vllm_args
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ from typing import Protocol
 
 import numpy as np
 
-from ..checks import DEVICES, DTYPES, one_of
-from ..errors import RequestError
-from ..loading import LoadedModel, ModelConfig
+from ..errors import DEVICES, DTYPES, RequestError, one_of
+from ..models.config import ModelConfig
+from ..models.tensors import LoadedModel
 
 
 @dataclass(frozen=True)

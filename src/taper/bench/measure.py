@@ -5,16 +5,16 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 
 from ..backends import Backend, TokenBatch
-from ..engine import Engine
+from ..engine import Engine, Request
 from ..policy import DepthPolicy, active_prefixes
 from ..sampling import SamplingParams
-from ..sequence import Request
 
 WARM_UP = 3  # forwards of each depth before any is timed
 T = TypeVar("T")
@@ -208,3 +208,30 @@ def mean_step_bytes(weight_bytes: Mapping[str, int], policy: DepthPolicy, max_to
 
 def _depths(policy: DepthPolicy, max_tokens: int) -> set[int]:
     return {policy.depth(step) for step in range(1, max_tokens)}
+
+
+ROUNDS = 5
+_PARTS = 8  # for each thread, so that a slow one is helped by the others
+
+
+def read_bandwidth(threads: int, num_bytes: int = 1 << 29) -> float:
+    """Bytes per second that so many threads of the CPU read together."""
+    values = np.ones(num_bytes // 8, np.int64)
+    parts = np.array_split(values, threads * _PARTS)
+    with ThreadPoolExecutor(threads) as pool:
+
+        def read() -> None:
+            for _ in pool.map(np.bitwise_or.reduce, parts):
+                pass
+
+        return values.nbytes / median_seconds(read)
+
+
+def median_seconds(run: Callable[[], object]) -> float:
+    """The median time of a few runs after a warm-up."""
+    times = []
+    for _ in range(ROUNDS + 1):
+        started = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[1:])

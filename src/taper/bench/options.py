@@ -9,10 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..checks import DEVICES, DTYPES, number, one_of, shown, whole_number
-from ..errors import RequestError
-from ..files import check_writable
-from .llama_cpp import find_llama_bench
+from ..errors import DEVICES, DTYPES, RequestError, number, one_of, shown, whole_number
+from ..models.files import check_writable
 
 LENGTHS = (128, 512, 2048)
 _MAX_LENGTH = 1 << 20
@@ -96,6 +94,8 @@ class Options:
         if self.threads is not None:
             whole_number("threads", self.threads, 1, 512)
         if self.llama_bin is not None:
+            from .peers import find_llama_bench
+
             find_llama_bench(self.llama_bin)
         for name in ("json", "plot"):
             path = getattr(self, name)

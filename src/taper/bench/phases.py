@@ -15,8 +15,17 @@ import numpy as np
 
 from ..engine import Engine
 from ..policy import DepthPolicy, middle_first_order
-from .bandwidth import read_bandwidth
-from .measure import Clock, OutOfTimeError, Run, alternate, mean_step_bytes, measure, step_bytes, step_ms_by_depth
+from .measure import (
+    Clock,
+    OutOfTimeError,
+    Run,
+    alternate,
+    mean_step_bytes,
+    measure,
+    read_bandwidth,
+    step_bytes,
+    step_ms_by_depth,
+)
 from .options import Options
 from .peers import Peer, Speeds, guarded, open_peers, taper
 from .target import Target

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+from matplotlib.figure import Figure
 
 matplotlib.use("Agg")
-from matplotlib.figure import Figure
 
 
 def draw(result: dict[str, Any], path: Path) -> None:

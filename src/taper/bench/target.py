@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from ..backends import Backend, available_threads, choose_device, open_backend
-from ..checks import one_of
-from ..errors import RequestError
-from ..loading import ModelConfig, load_model
-from ..loading.config import expected_shapes
-from ..loading.model import row_bytes
-from ..loading.shapes import SHAPES, TINY, random_tensors
-from ..models import DEFAULT_MODEL, find_model
-from ..policies import find_policy, fitting_policies
+from ..errors import RequestError, one_of
+from ..models import find_model, load_model
+from ..models.config import ModelConfig, expected_shapes
+from ..models.download import DEFAULT_MODEL
+from ..models.policies import find_policy, fitting_policies
+from ..models.shapes import SHAPES, TINY, random_tensors
+from ..models.tensors import row_bytes
 from ..policy import DepthPolicy
 from .options import Options
 

@@ -9,14 +9,12 @@ import numpy as np
 import torch
 
 from ..backends.torch import TorchBackend
-from ..engine import Engine
-from ..loading import ModelConfig
-from ..loading.config import expected_shapes
-from ..loading.shapes import SPREAD, TINY
+from ..engine import Engine, Request
+from ..models.config import ModelConfig, expected_shapes
+from ..models.shapes import SPREAD, TINY
 from ..policy import DepthPolicy
 from ..sampling import SamplingParams
-from ..sequence import Request
-from .bandwidth import median_seconds
+from .measure import median_seconds
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 _CHECKED_TOKENS, _CHECKED_PROMPT = 24, 17
@@ -83,7 +81,7 @@ def check_twin(device: str) -> dict[str, bool]:
         ImportError: transformers, or what it needs, is not installed.
     """
     from ..hf import decode
-    from .transformers_model import transformers_model
+    from .peers import transformers_model
 
     weights, prompt = _checked_weights(device), _checked_prompt()
     ids = torch.tensor([prompt], device=device)

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..engine import Engine
 from ..policy import DepthPolicy
-from ..replay import Reference, Replay, Scores
+from .replay import Reference, Replay, Scores
 from .store import Store, digest
 
 Tick = Callable[[], None]  # told of each answer done

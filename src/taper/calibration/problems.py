@@ -19,7 +19,7 @@ from ..errors import RequestError
 from ..llm import LLM
 from ..policy import DepthPolicy
 from .measure import Tick
-from .references import BATCH, completions
+from .prompts import BATCH, completions
 from .search import LOST
 from .statistics import SolvedProblems, ratio_estimate
 from .store import Store

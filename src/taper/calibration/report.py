@@ -20,10 +20,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from ..files import write_whole
+from ..models.files import write_whole
 from .statistics import MIN_STEPS, Estimate
-from .summary import MEASURED_ORDER, Summary
-from .wording import interval, limits, remarks, verdict
+from .summary import MEASURED_ORDER, Summary, interval, limits, remarks, verdict
 
 SMOOTHED = 9  # steps of a running mean, its own in the middle
 _WIDE = 30.0  # largest over smallest KL above which its scale is logarithmic

@@ -11,24 +11,21 @@ from pathlib import Path
 import numpy as np
 
 from ..backends import choose_device
-from ..checks import whole_number
-from ..errors import RequestError
+from ..errors import RequestError, whole_number
 from ..llm import LLM, Prompt
-from ..models import content_hash
+from ..models.download import content_hash
 from ..policy import DepthPolicy
-from ..replay import Reference, Scores
 from .baselines import COMPARED, compare_orders
-from .budget import Budget
-from .conditions import current_conditions
-from .cost import CostModel, measure_cost, measure_speedup
-from .fit import ATTEMPTS, LossTable, curves, curves_of_speed, fit_quality, fit_speed
+from .clock import CostModel, measure_cost, measure_speedup
+from .curve import ATTEMPTS, LossTable, curves, curves_of_speed, fit_quality, fit_speed
 from .measure import Measurements, skipping
 from .problems import WordProblems
-from .references import BATCH, builtin_prompts, completions, encode_prompts, split
+from .prompts import BATCH, builtin_prompts, completions, encode_prompts, split
+from .replay import Reference, Scores
 from .search import ANSWERS, STEPS, find_order, first_steps, flex_layers, layer_importance
 from .statistics import Losses, free_running, loss_by_step, over_steps
-from .store import digest, open_store
-from .summary import MEASURED_ORDER, CalibratedModel, Frontier, PromptCounts, Provenance, Speedup, Summary
+from .store import current_conditions, digest, open_store
+from .summary import MEASURED_ORDER, Budget, CalibratedModel, Frontier, PromptCounts, Provenance, Speedup, Summary
 
 REFERENCE_TOKENS = 128  # most tokens of an answer, where no length is planned for
 MAX_PROMPTS = 256

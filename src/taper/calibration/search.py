@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..replay import Reference
+from .replay import Reference
 
 CORE = 5.0  # a layer that costs this many times the median of all, skipped alone, always runs
 ANSWERS, STEPS = 36, 32  # what an order is searched on: answers (they differ more than steps), and first steps of each

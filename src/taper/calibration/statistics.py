@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..replay import Reference, Scores
+from .replay import Reference, Scores
 
 RESAMPLES = 10_000
 LEVEL = 0.95

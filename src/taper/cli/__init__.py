@@ -13,9 +13,10 @@ from typing import NoReturn
 
 import click
 
-from .. import __version__
 from ..errors import TaperError, TaperWarning
-from . import bench, calibrate, eval, generate, models, policy, reproduce, serve, vllm
+from . import bench, calibrate, eval, generate, models, reproduce, serve
+from . import models as policy
+from . import models as vllm
 from .common import INTERRUPTED, say
 
 _CLOSED_PIPE, _WRONG = 141, 2
@@ -95,11 +96,11 @@ def _version(context: click.Context, parameter: click.Parameter, wanted: bool) -
         return
     from importlib import metadata
 
-    from ..backends.ggml.features import features
+    from ..backends.ggml.repack import features
 
     built = features()
     kernels = f"ggml-python {metadata.version('ggml-python')} with {', '.join(name for name in built if built[name])}"
-    click.echo(f"taper {__version__}, {kernels}")
+    click.echo(f"taper {metadata.version('taper-llm')}, {kernels}")
     for name, advice in _ADVICE.items():
         if not built.get(name):
             click.echo(f"without {name}: {advice}")

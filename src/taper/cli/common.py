@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..checks import DEVICES, DTYPES
+from ..errors import DEVICES, DTYPES
 
 if TYPE_CHECKING:
     from ..llm import LLM
@@ -48,8 +48,8 @@ def run_options(command: Command) -> Command:
 def load(options: dict[str, Any], **more: Any) -> LLM:
     """The model that the options ask for."""
     from ..llm import LLM
-    from ..models import DEFAULT_MODEL
-    from ..terminal import loading
+    from ..models.download import DEFAULT_MODEL
+    from .terminal import loading
 
     model = DEFAULT_MODEL if options["model"] is None else options["model"]
     with loading(model) as progress:
@@ -66,7 +66,7 @@ def stages() -> Generator[Callable[[str, float], None], None, None]:
     """A bar for each stage, with the time it took and the time left; without a terminal, a line for each stage."""
     from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    from ..terminal import console
+    from .terminal import console
 
     screen = console()
     tasks: dict[str, TaskID] = {}

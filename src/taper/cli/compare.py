@@ -13,11 +13,10 @@ from rich.panel import Panel
 from rich.table import Column, Table
 from rich.text import Text
 
-from ..llm import LLM
-from ..output import Output
+from ..llm import LLM, Output
 from ..policy import DepthPolicy
 from ..sampling import SamplingParams
-from ..terminal import without_controls
+from .terminal import without_controls
 
 
 @dataclass

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..checks import MODES, one_of
-from ..errors import RequestError
+from ..errors import MODES, RequestError, one_of
 from .common import load, model_options, say
 
 if TYPE_CHECKING:
@@ -60,8 +59,7 @@ def evaluate(
     from ..evals import evaluate as run
     from ..evals import load_tasks, summarise
     from ..evals.records import check_out
-    from ..evals.summary import check_comparison, chosen_filter
-    from ..evals.text import as_text
+    from ..evals.summary import as_text, check_comparison, chosen_filter
 
     names, wanted = _listed("tasks", tasks), [one_of("a mode", mode, MODES) for mode in _listed("modes", modes)]
     if policies and "taper" not in wanted:
@@ -101,7 +99,7 @@ def _listed(option: str, names: str) -> list[str]:
 
 def _file_name(model: str | None, tasks: Sequence[str]) -> str:
     """Where records go by default: evaluations of other models or tasks have other files."""
-    from ..models import DEFAULT_MODEL
+    from ..models.download import DEFAULT_MODEL
 
     name = f"{Path(model or DEFAULT_MODEL).name.removesuffix('.gguf')}-{'-'.join(tasks)}"
     return f"eval-{re.sub(r'[^a-zA-Z0-9_.-]+', '-', name)[:100]}.jsonl"
@@ -113,7 +111,7 @@ def _progress(filters: dict[str, str]) -> Generator[Callable[[Record, int, bool]
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
     from ..evals.summary import solved
-    from ..terminal import console
+    from .terminal import console
 
     screen = console()
     right: Counter[tuple[str, str]] = Counter()

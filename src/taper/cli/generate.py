@@ -9,18 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..checks import MODES
-from ..errors import TaperError
+from ..errors import MODES, TaperError
 from .common import INTERRUPTED, Command, load, model_options, say, with_options
 
 if TYPE_CHECKING:
-    from ..llm import LLM
-    from ..loading.tokenizer import Message
-    from ..output import Chunk, Output
+    from ..llm import LLM, Chunk, Output, Stream
+    from ..models.tokenizer import Message
     from ..policy import DepthPolicy
     from ..sampling import SamplingParams
-    from ..stream import Stream
-    from ..terminal import Thoughts
+    from .terminal import Thoughts
 
 _PROMPT_END = 8  # tokens of a prompt that may begin a thought
 
@@ -158,7 +155,7 @@ def _prompt(llm: LLM, text: str, system: str | None) -> Any:
 
 def _thinks(llm: LLM, prompt_ids: list[int]) -> Thoughts:
     """Tells thoughts from the rest of an output; some templates end a prompt with the beginning of a thought."""
-    from ..terminal import Thoughts
+    from .terminal import Thoughts
 
     thoughts = Thoughts()
     thoughts.take(llm.tokenizer.decode(prompt_ids[-_PROMPT_END:]))
@@ -167,7 +164,7 @@ def _thinks(llm: LLM, prompt_ids: list[int]) -> Thoughts:
 
 def _follow(stream: Stream, thoughts: Thoughts, echo: bool) -> tuple[Output, list[Chunk]]:
     """Take all chunks of an output, writing their text as it comes, thoughts dimmed; Ctrl-C ends it where it is."""
-    from ..terminal import dimmed, waiting, without_controls
+    from .terminal import dimmed, waiting, without_controls
 
     chunks: list[Chunk] = []
     is_terminal = sys.stdout.isatty()
@@ -196,8 +193,8 @@ def _follow(stream: Stream, thoughts: Thoughts, echo: bool) -> tuple[Output, lis
 def _compare(
     llm: LLM, prompt: Any, params: SamplingParams, policy: DepthPolicy, options: dict[str, Any], as_json: bool
 ) -> None:
-    from ..terminal import console, depth_chart
     from .compare import compare
+    from .terminal import console, depth_chart
 
     picture = compare(llm, prompt, params, policy, options["think"], None if as_json else console())
     outputs = picture.by_mode()
@@ -230,7 +227,7 @@ def _as_json(output: Output, llm: LLM) -> dict[str, Any]:
 
 
 def _report(output: Output, chunks: list[Chunk], show_depth: bool) -> None:
-    from ..terminal import coloured_tokens, console, depth_chart, summary
+    from .terminal import coloured_tokens, console, depth_chart, summary
 
     screen = console()
     if show_depth:

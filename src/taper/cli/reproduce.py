@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import RequestError, TaperError
-from ..files import check_writable
+from ..models.files import check_writable
 from .common import load, run_options, say, stages
 
 if TYPE_CHECKING:

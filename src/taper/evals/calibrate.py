@@ -14,18 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from ..calibration.conditions import current_conditions
-from ..calibration.cost import CostModel, measure_cost, measure_speedup
+from ..calibration.clock import CostModel, measure_cost, measure_speedup
 from ..calibration.measure import Measurements
+from ..calibration.replay import Reference
 from ..calibration.search import first_steps, flex_layers
-from ..calibration.store import digest, open_store
+from ..calibration.store import current_conditions, digest, open_store
 from ..calibration.summary import to_plain
-from ..checks import number, whole_number
-from ..errors import RequestError
+from ..errors import RequestError, number, whole_number
 from ..llm import LLM
-from ..models import cache_folder, content_hash
+from ..models.download import cache_folder, content_hash
 from ..policy import DepthPolicy
-from ..replay import Reference
 from .records import Record
 from .run import evaluate, prompt_ids
 from .statistics import compare_in_looks

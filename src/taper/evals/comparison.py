@@ -15,17 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from ..calibration.conditions import current_conditions
 from ..calibration.measure import Measurements
-from ..calibration.references import builtin_prompts, completions, encode_prompts
+from ..calibration.prompts import builtin_prompts, completions, encode_prompts
+from ..calibration.replay import Reference, Scores
 from ..calibration.statistics import by_answer, ratio_estimate
-from ..calibration.store import open_store
-from ..checks import whole_number
-from ..errors import RequestError
+from ..calibration.store import current_conditions, open_store
+from ..errors import RequestError, whole_number
 from ..llm import LLM
-from ..models import content_hash
+from ..models.download import content_hash
 from ..policy import DepthPolicy
-from ..replay import Reference, Scores
 from .methods import FULL, methods
 from .records import Record
 from .run import Evaluation, evaluate, prompt_ids

@@ -19,15 +19,12 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 from tqdm import tqdm
 
-from ..checks import whole_number
-from ..errors import RequestError, TaperWarning
-from ..llm import LLM
-from ..models import DEFAULT_MODEL
-from ..output import Output
+from ..engine import Request
+from ..errors import RequestError, TaperWarning, whole_number
+from ..llm import LLM, Output, Stream
+from ..models.download import DEFAULT_MODEL
 from ..policy import DepthPolicy
 from ..sampling import SamplingParams
-from ..sequence import Request
-from ..stream import Stream
 
 DEFAULT_BATCH_SIZE = 16
 MAX_GEN_TOKS = 256  # the harness's default where a task sets no limit

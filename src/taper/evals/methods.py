@@ -10,8 +10,7 @@ from functools import partial
 
 from ..calibration.baselines import baseline_policies, closest_policy, mean_depth, random_orders
 from ..calibration.summary import MEASURED_ORDER
-from ..checks import number, shown, whole_number
-from ..errors import RequestError
+from ..errors import RequestError, number, shown, whole_number
 from ..policy import DepthPolicy, middle_first_order
 
 FULL = "full depth"

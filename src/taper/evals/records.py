@@ -13,9 +13,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from ..checks import shown
-from ..errors import RequestError
-from ..files import check_writable, read_text, write_whole
+from ..errors import RequestError, shown
+from ..models.files import check_writable, read_text, write_whole
 from .tasks import Metrics, Problem
 
 FORMAT = 1

@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from ..calibration.baselines import mean_depth
-from ..calibration.conditions import Conditions, current_conditions
-from ..calibration.cost import TimedRuns, measure_speedup
+from ..calibration.clock import TimedRuns, measure_speedup
 from ..calibration.measure import numbers
+from ..calibration.store import Conditions, current_conditions
 from ..calibration.summary import MEASURED_ORDER, CalibratedModel
-from ..checks import whole_number
-from ..errors import RequestError
+from ..errors import RequestError, whole_number
 from ..llm import LLM
-from ..models import content_hash
+from ..models.download import content_hash
 from ..policy import DepthPolicy
 from .comparison import Say, Study, TaskStudy, by_step, joined
 from .methods import FULL, methods

@@ -13,9 +13,8 @@ from matplotlib.figure import Figure
 
 from ..calibration.report import plain, png, render
 from ..calibration.statistics import Estimate
-from ..calibration.summary import to_plain
-from ..calibration.wording import interval
-from ..files import write_whole
+from ..calibration.summary import interval, to_plain
+from ..models.files import write_whole
 from .methods import FULL
 from .reproduce import CALIBRATED, FEWER, Reproduction, Result
 

@@ -7,15 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..calibration.conditions import current_conditions
 from ..calibration.measure import numbers
-from ..checks import flag, whole_number
-from ..errors import RequestError
-from ..llm import LLM
-from ..models import content_hash
-from ..output import Output
+from ..calibration.store import current_conditions
+from ..engine import Request
+from ..errors import RequestError, flag, whole_number
+from ..llm import LLM, Output
+from ..models.download import content_hash
 from ..policy import DepthPolicy
-from ..sequence import Request
 from .records import Answer, Record, RecordFile
 from .tasks import EvalTask, Problem, Selection, quiet
 

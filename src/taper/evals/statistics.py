@@ -16,8 +16,7 @@ from typing import Literal
 import numpy as np
 
 from ..calibration.statistics import LEVEL, RESAMPLES, Estimate
-from ..checks import flag, number, whole_number
-from ..errors import RequestError
+from ..errors import RequestError, flag, number, whole_number
 
 _LEAST_ERROR = 1e-9  # of a look; a test without any would need infinitely many problems
 POWER = 0.8  # chance that the problems asked for suffice, if the observed rates are the true ones

@@ -20,10 +20,8 @@ from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..checks import shown
-from ..errors import RequestError, TaperError
-from .local_data import SPLITS, has_data, load_data
-from .own_task import SUFFIX, own_task
+from ..errors import RequestError, TaperError, shown
+from .data import SPLITS, SUFFIX, has_data, load_data, own_task
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance

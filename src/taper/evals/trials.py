@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from ..calibration.conditions import Conditions
+from ..calibration.store import Conditions
 from ..calibration.summary import to_plain
 from ..policy import DepthPolicy
 from .statistics import PairedComparison

@@ -1,19 +1,19 @@
-"""From what a user calls a model to files on disk, and `taper pull`, which brings them there."""
+"""Models: from a name or a path to config, weights and tokenizer. The only place that names architectures and formats.
+
+The way in is `find_model` (a name to files on this machine), `pull` (fetches them) and `load_model` (reads them).
+"""
 
 from __future__ import annotations
 
-import hashlib
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..errors import ModelError
-from .cache import cache_folder, sha256
-from .hub import HUB_ID, find_hub_model, pull_hub_model
-from .packaged import PACKAGED_MODELS, DownloadProgress, PackagedModel
+from .download import HUB_ID, PACKAGED_MODELS, DownloadProgress, find_hub_model, pull_hub_model
 
-__all__ = ["DEFAULT_MODEL", "PACKAGED_MODELS", "PackagedModel", "cache_folder", "content_hash", "find_model", "pull"]
-
-DEFAULT_MODEL = "smollm2-135m-instruct"
+if TYPE_CHECKING:
+    from .tensors import LoadedModel
 
 
 def find_model(name: str) -> Path:
@@ -44,16 +44,23 @@ def pull(name: str, progress: DownloadProgress) -> Path:
     raise ModelError(f"{name!r} cannot be fetched", f"taper pull takes a hub id (ORG/MODEL) or {_packaged_names()}")
 
 
-def content_hash(path: Path) -> str:
-    """sha256 of what a model is made of: a GGUF file, or a folder's configuration, tokenizer and weights, by name."""
-    if path.is_file():
-        return sha256(path)
-    digest = hashlib.sha256()
-    for file in sorted(path.iterdir()):
-        if file.suffix in (".json", ".safetensors", ".jinja") and file.is_file():
-            digest.update(f"{file.name} {sha256(file)}\n".encode())
-    return digest.hexdigest()
-
-
 def _packaged_names() -> str:
     return " or ".join(PACKAGED_MODELS)
+
+
+def load_model(path: Path) -> LoadedModel:
+    """Read the model of a GGUF file or a Hugging Face folder; weights stay mapped.
+
+    Raises:
+        ModelError: it is missing, damaged or not supported.
+    """
+    # Tokenizers and chat templates need libraries that a benchmark of random weights does without.
+    if os.path.isdir(path):
+        from .folder import load_folder
+
+        return load_folder(path)
+    if os.path.lexists(path):
+        from .gguf import load_gguf
+
+        return load_gguf(path)
+    raise ModelError(f"no file or folder {path}", "taper pull fetches the default model")

@@ -2,33 +2,43 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
-from importlib import resources
+from contextlib import asynccontextmanager, suppress
+from importlib import metadata, resources
 from typing import Any, TypeVar
 
+import anyio
 from anyio.to_thread import run_sync
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .. import __version__
+from ..engine import Request as EngineRequest
 from ..errors import TaperError
-from ..sequence import Request as EngineRequest
-from . import errors
-from .answer import Answer
-from .chunks import ChatEvents, Events, TextEvents
-from .engine_loop import EngineLoop
-from .limits import PUBLIC_PATHS, Gate, Limits
+from . import limits as errors
+from .completions import ChatEvents, Events, TextEvents
+from .engine_loop import EngineLoop, Job
+from .limits import PUBLIC_PATHS, ApiError, Gate, Limits, body, to_api_error
 from .metrics import Metrics
-from .protocol import ChatRequest, CompletionRequest, TokenizeRequest
-from .replies import ChatCompletion, ErrorReply, ModelList, ModelReply, TextCompletion, Tokens
+from .protocol import (
+    ChatCompletion,
+    ChatRequest,
+    CompletionRequest,
+    ErrorReply,
+    ModelList,
+    ModelReply,
+    TextCompletion,
+    TokenizeRequest,
+    Tokens,
+)
 from .served import ServedModel
 
 Body = TypeVar("Body", ChatRequest, CompletionRequest)
@@ -56,7 +66,9 @@ def create_app(served: ServedModel, limits: Limits) -> ASGIApp:
         yield
         await run_sync(engine_loop.stop)
 
-    app = FastAPI(title="Taper", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="Taper", version=metadata.version("taper-llm"), lifespan=lifespan, docs_url=None, redoc_url=None
+    )
     for kind in (HTTPException, RequestValidationError, TaperError, Exception):
         app.add_exception_handler(kind, _tell)
     _add_openai_routes(app, served, limits, engine_loop, metrics)
@@ -191,3 +203,114 @@ class _Logged:
             path = scope["path"] if scope["path"] in self._paths else "other"
             self._metrics.count_request(path, status)
             log.info("%s %s %s %.3f s", scope["method"], path, status or "left", time.perf_counter() - started)
+
+
+_EVENT_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-store",
+    "x-accel-buffering": "no",  # proxies are to pass each event on
+}
+
+
+class Answer(Response):
+    """The completions of one HTTP request.
+
+    Args:
+        engine_loop: completes them.
+        requests: for the engine.
+        events: makes events of their chunks.
+        stream: whether events are sent as they come.
+        include_usage: whether the stream ends with an event that has the usage.
+        arrived: when the request came, by `time.perf_counter`.
+        seconds: how long it may take.
+        metrics: what is counted.
+    """
+
+    def __init__(
+        self,
+        engine_loop: EngineLoop,
+        requests: Sequence[EngineRequest],
+        events: Events,
+        *,
+        stream: bool,
+        include_usage: bool,
+        arrived: float,
+        seconds: float,
+        metrics: Metrics,
+    ) -> None:
+        super().__init__()
+        self._engine_loop, self._requests, self._events = engine_loop, requests, events
+        self._stream, self._include_usage = stream, include_usage
+        self._arrived, self._seconds, self._metrics = arrived, seconds, metrics
+        self._started = self._disconnected = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Complete, and send what comes; raises, if nothing was sent yet, what a client is told instead."""
+        left = self._seconds - (time.perf_counter() - self._arrived)
+        with anyio.move_on_after(left) as limit, self._engine_loop.submit(self._requests, self._arrived) as job:
+            leaving = asyncio.ensure_future(self._wait_for_disconnect(receive, limit))
+            try:
+                if self._stream:
+                    await self._send_events(job, send)
+                else:
+                    events = [self._events.of(chunk) async for chunk in job]
+                    await _json(self._events.fold(events))(scope, receive, send)
+            finally:
+                leaving.cancel()
+        if limit.cancelled_caught and self._disconnected:
+            self._metrics.count_disconnect()
+        elif limit.cancelled_caught:
+            await self._time_out(send)
+
+    async def _wait_for_disconnect(self, receive: Receive, limit: anyio.CancelScope) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._disconnected = True
+        limit.cancel()
+
+    async def _send_events(self, job: Job, send: Send) -> None:
+        """Send events as they come. The first decides whether it is a stream or an error."""
+        try:
+            async for event in self._encoded(job):
+                if not self._started:
+                    headers = [(name.encode(), value.encode()) for name, value in _EVENT_HEADERS.items()]
+                    self._started = True
+                    await send({"type": "http.response.start", "status": 200, "headers": headers})
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        except Exception as error:
+            if not self._started:
+                raise
+            await send({"type": "http.response.body", "body": self._error_event(error), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _encoded(self, job: Job) -> AsyncIterator[bytes]:
+        async for chunk in job:
+            event = self._events.of(chunk)
+            if self._include_usage:
+                event.usage = None  # as OpenAI's streams have it, until the last event
+            yield _event(event)
+        if self._include_usage:
+            yield _event(self._events.usage_event())
+        yield b"data: [DONE]\n\n"
+
+    async def _time_out(self, send: Send) -> None:
+        """Tell a client that still reads."""
+        error = ApiError(504, f"the request took more than {self._seconds:g} seconds", code="timeout")
+        if not self._started:
+            raise error
+        with suppress(Exception), anyio.move_on_after(1):
+            await send({"type": "http.response.body", "body": self._error_event(error), "more_body": False})
+
+    def _error_event(self, error: Exception) -> bytes:
+        """The event that ends a stream; the log of requests has its first status, 200."""
+        told = to_api_error(error)
+        self._metrics.count_error(told.status_code)
+        return _event(body(told))
+
+
+def _json(reply: BaseModel) -> Response:
+    return Response(reply.model_dump_json(exclude_unset=True), media_type="application/json")
+
+
+def _event(event: BaseModel) -> bytes:
+    return b"data: " + event.model_dump_json(exclude_unset=True).encode() + b"\n\n"

@@ -15,14 +15,12 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from queue import SimpleQueue
 
+from ..engine import Request
 from ..errors import TaperError
-from ..llm import LLM
-from ..output import Chunk
+from ..llm import LLM, Chunk, Stream
 from ..policy import DepthPolicy
 from ..sampling import SamplingParams
-from ..sequence import Request
-from ..stream import Stream
-from .errors import ApiError, queue_full
+from .limits import ApiError, queue_full
 from .metrics import Metrics
 
 log = logging.getLogger(__name__)

@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..checks import one_of, whole_number
-from ..errors import RequestError
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+
+from ..engine import Request, TokenFilter
+from ..errors import RequestError, one_of, whole_number
 from ..llm import LLM
-from ..loading.tokenizer import texts_of
+from ..models.tokenizer import Tokenizer, texts_of
 from ..policy import DepthPolicy
 from ..sampling import SamplingParams
-from ..sequence import Request, TokenFilter
-from .errors import ApiError
-from .grammar import Grammars
+from .completions import check_tools
+from .limits import ApiError
 from .protocol import (
     ChatRequest,
     CompletionOptions,
     CompletionRequest,
     JsonSchema,
     Message,
+    ModelInfo,
+    ModelReply,
     PlainText,
+    PolicyInfo,
     TaperOptions,
     TokenizeRequest,
 )
-from .replies import ModelInfo, ModelReply, PolicyInfo
-from .tools import check_tools
 
 DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI documents
 
@@ -238,3 +242,60 @@ def _arguments(text: str) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         raise RequestError("the arguments of a tool call are not a JSON object", "send back what the model called")
     return arguments
+
+
+MAX_SCHEMA = 1 << 16  # characters
+# JSON without spaces: a small model that may write spaces may write nothing else.
+_COMPACT: Any = {"whitespace_flexible": False}
+
+
+class Grammars:
+    """Makes filters for a model's tokens. The vocabulary is read once, when it is first needed: half a second."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._vocabulary: LLTokenizer | None = None
+        self._lock = threading.Lock()
+
+    def json(self, schema: dict[str, Any]) -> Callable[[], JsonFilter]:
+        """What makes a filter for each completion that is to be JSON of a schema.
+
+        Raises:
+            RequestError: the schema is damaged, too large, or has a keyword that is not supported.
+        """
+        text = json.dumps(schema)
+        if len(text) > MAX_SCHEMA:
+            raise RequestError(f"the schema has {len(text)} characters; at most {MAX_SCHEMA} are read")
+        if not self._tokenizer.eos_token_ids:
+            raise RequestError("this model has no token that ends an output, so JSON would never end")
+        grammar = LLMatcher.grammar_from_json_schema(text, overrides=_COMPACT)
+        matcher = LLMatcher(self._read_vocabulary(), grammar, log_level=0)
+        if matcher.is_error():
+            raise RequestError(f"the schema cannot be kept: {matcher.get_error()}")
+        return lambda: JsonFilter(matcher.deep_copy(), self._vocab_size)
+
+    def _read_vocabulary(self) -> LLTokenizer:
+        with self._lock:
+            if self._vocabulary is None:
+                ends = sorted(self._tokenizer.eos_token_ids)
+                self._vocabulary = LLTokenizer(self._tokenizer.fast.to_str(), self._vocab_size, ends)
+            return self._vocabulary
+
+
+class JsonFilter:
+    """Lets tokens pass that continue JSON of a schema, and the model's own stop tokens where it may end."""
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+        self._matcher, self._vocab_size = matcher, vocab_size
+
+    def restrict(self, logits: np.ndarray) -> np.ndarray:
+        """Logits float32 [vocab_size], -inf where a token would break the schema; everywhere if it is too complex."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        allowed = np.unpackbits(bits, bitorder="little")[: self._vocab_size]
+        if self._matcher.is_error():
+            allowed = np.zeros_like(allowed)
+        return np.where(allowed, logits, np.float32(-np.inf))
+
+    def accept(self, token_id: int) -> None:
+        """Take note of the token that came."""
+        self._matcher.consume_token(token_id)

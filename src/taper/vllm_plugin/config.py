@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
+from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
+from vllm.v1.sample.logits_processor.interface import LogitsProcessor
+from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as LogitsProcessorV2
 
-from ..checks import limited_attention
-from ..errors import ModelError
+from ..errors import ModelError, TaperError, limited_attention
 from .metrics import watch
 from .options import Options
-from .requests import RequestCheck
 
 logger = init_logger("vllm.taper")
 
@@ -83,3 +84,38 @@ def rejected_features(vllm_config: Any) -> list[tuple[bool, str, str]]:
         (model.enable_prompt_embeds, "prompt embeddings", "steps are counted from the number of prompt tokens"),
         (model.runner_type != "generate", f"the {model.runner_type} runner", "only generation has steps"),
     ]
+
+
+class RequestCheck(LogitsProcessor, LogitsProcessorV2):
+    """Checks `extra_args` against the options of the engine that this process made last."""
+
+    # vLLM gives `validate_params` nothing but the request, so the options have to be kept on the class.
+    options: ClassVar[Options | None] = None
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """Both runners pass arguments; none is needed."""
+
+    @classmethod
+    def validate_params(cls, sampling_params: Any) -> None:
+        """Reject a request whose policy is wrong; called once, before the request is admitted."""
+        if cls.options is None:
+            return
+        try:
+            cls.options.policy(sampling_params.extra_args)
+        except TaperError as error:
+            raise VLLMValidationError(str(error)) from None
+
+    def is_argmax_invariant(self) -> bool:
+        """True: greedy decoding may skip this processor."""
+        return True
+
+    def update_state(self, batch_update: Any) -> None:
+        """There is no state."""
+
+    def add_request(self, req_idx: int, sampling_params: Any) -> bool:
+        """False: no request needs this processor."""
+        return False
+
+    def apply(self, logits: Any, *_: Any) -> Any:
+        """The logits, unchanged."""
+        return logits

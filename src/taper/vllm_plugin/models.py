@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from vllm.distributed import get_pp_group
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.sequence import IntermediateTensors
+from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from ..errors import ModelError
 from . import check_vllm_version
-
-if TYPE_CHECKING:
-    from .attention import TaperedForward
+from .plan import ActiveTokens, Plan
 
 check_vllm_version()
 
@@ -106,3 +109,80 @@ class TaperQwen2ForCausalLM(DepthDecayForCausalLM, Qwen2ForCausalLM):
 
 class TaperQwen3ForCausalLM(DepthDecayForCausalLM, Qwen3ForCausalLM):
     """Qwen3."""
+
+
+# In these backends, building metadata leaves metadata built earlier valid: read in their source.
+BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
+
+
+class Batch(NamedTuple):
+    """Where the tokens of a batch and their keys and values are, as vLLM's runner has it before the forward."""
+
+    attention_group: Any
+    first_positions: np.ndarray  # [requests], on the host
+    prompt_lengths: np.ndarray  # [requests], on the host
+    block_table: torch.Tensor  # [requests, blocks], on the device
+    slot_mapping: torch.Tensor  # [tokens], on the device
+    positions: torch.Tensor  # [tokens], on the device
+
+
+class TaperedForward:
+    """The plan of one forward, and the attention metadata of each of its sets of active tokens."""
+
+    def __init__(self, plan: Plan, batch: Batch) -> None:
+        self.plan = plan
+        self._batch = batch
+        self._built: dict[int, tuple[torch.Tensor, CommonAttentionMetadata, Any]] = {}
+
+    def prepare_attention(self, active: ActiveTokens, layer_names: Iterable[str]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Make the named layers attend with the active tokens only.
+
+        Returns:
+            The rows of these tokens in the batch and their positions, both [active tokens].
+        """
+        if id(active) not in self._built:
+            self._built[id(active)] = self._build(active)
+        rows, common, metadata = self._built[id(active)]
+        context = get_forward_context()
+        for name in layer_names:
+            context.attn_metadata[name] = metadata
+            context.slot_mapping[name] = common.slot_mapping
+        return rows, common.positions
+
+    def _build(self, active: ActiveTokens) -> tuple[torch.Tensor, CommonAttentionMetadata, Any]:
+        batch, device = self._batch, self._batch.positions.device
+        counts, first_positions = active.counts[active.requests], batch.first_positions[active.requests]
+        seq_lens = torch.from_numpy((first_positions + counts).astype(np.int32))
+        starts = torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32))
+        rows = torch.from_numpy(active.rows).to(device, non_blocking=True)
+        requests = torch.from_numpy(active.requests).to(device, non_blocking=True)
+        common = CommonAttentionMetadata(
+            query_start_loc=starts.to(device, non_blocking=True),
+            query_start_loc_cpu=starts,
+            seq_lens=seq_lens.to(device, non_blocking=True),
+            seq_lens_cpu_upper_bound=seq_lens,
+            num_reqs=len(active.requests),
+            num_actual_tokens=len(active.rows),
+            max_query_len=int(counts.max()),
+            max_seq_len=int(seq_lens.max()),
+            block_table_tensor=batch.block_table.index_select(0, requests),
+            slot_mapping=batch.slot_mapping.index_select(0, rows),
+            causal=True,
+            positions=batch.positions.index_select(0, rows),
+            is_prefilling=torch.from_numpy(first_positions < batch.prompt_lengths[active.requests]),
+        )
+        return rows, common, batch.attention_group.build_metadata(common)
+
+
+def only_attention_group(attention_groups: Any) -> Any:
+    """The attention group of a model whose layers are all alike.
+
+    Raises:
+        ModelError: there is more than one, or its backend is not in BACKENDS.
+    """
+    groups = [group for cache_groups in attention_groups for group in cache_groups]
+    if len(groups) != 1:
+        raise ModelError(f"the layers form {len(groups)} attention groups", "Taper needs layers that are all alike")
+    if (name := groups[0].backend.get_name()) not in BACKENDS:
+        raise ModelError(f"attention backend {name} is not supported", f"--attention-backend: {', '.join(BACKENDS)}")
+    return groups[0]

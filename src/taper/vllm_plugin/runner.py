@@ -11,9 +11,9 @@ from vllm.logger import init_logger
 
 from ..errors import TaperError
 from ..policy import DepthPolicy
-from .attention import Batch, TaperedForward
 from .config import read_options
 from .metrics import Counters
+from .models import Batch, TaperedForward
 from .plan import Planner, RequestTokens
 
 logger = init_logger("vllm.taper")

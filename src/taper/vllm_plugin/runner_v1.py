@@ -9,7 +9,7 @@ from vllm.distributed import get_pp_group
 from vllm.forward_context import get_forward_context
 from vllm.platforms import current_platform
 
-from .attention import Batch, only_attention_group
+from .models import Batch, only_attention_group
 from .runner import ForwardBuilder
 
 if TYPE_CHECKING or not current_platform.is_cpu():

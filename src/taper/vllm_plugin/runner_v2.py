@@ -8,7 +8,7 @@ import numpy as np
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from ..policy import DepthPolicy
-from .attention import Batch, TaperedForward, only_attention_group
+from .models import Batch, TaperedForward, only_attention_group
 from .runner import ForwardBuilder
 
 

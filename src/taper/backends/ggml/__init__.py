@@ -18,8 +18,9 @@ from typing import Any
 import ggml
 import numpy as np
 
-from ...checks import QUANTISED_DTYPES
-from ...loading import LayerSpec, ModelConfig, Tensor
+from ...errors import QUANTISED_DTYPES
+from ...models.config import LayerSpec, ModelConfig
+from ...models.tensors import Tensor
 from .. import ForwardOutput, TokenBatch, available_threads, runs_by_slot
 from .cache import KeyValueCache
 from .compute import InterruptibleCompute

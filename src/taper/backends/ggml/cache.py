@@ -9,7 +9,7 @@ from typing import Any
 import ggml
 import numpy as np
 
-from ...loading import ModelConfig
+from ...models.config import ModelConfig
 from .. import no_room
 from .tensors import TensorContext
 

@@ -14,7 +14,7 @@ import ggml
 import numpy as np
 
 from ...errors import ModelError
-from ...loading import Experts, ModelConfig
+from ...models.config import Experts, ModelConfig
 from .cache import KeyValueCache
 from .tensors import TensorContext, new_input, view
 from .weights import Weights

@@ -13,8 +13,7 @@ from typing import Any
 import ggml
 import numpy as np
 
-from ...loading.model import WEIGHT_TYPES
-from .features import repacking_buffer_types
+from ...models.tensors import WEIGHT_TYPES
 from .tensors import TensorContext
 
 _SILENT = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(lambda level, text, data: None)
@@ -99,3 +98,37 @@ def give_back(data: np.ndarray) -> None:
     size = (data.ctypes.data + data.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
     if size > 0:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
+
+
+class _Feature(ctypes.Structure):
+    _fields_ = (("name", ctypes.c_char_p), ("value", ctypes.c_char_p))
+
+
+def features() -> dict[str, bool]:
+    """What the loaded library was built with, by ggml's names, such as AVX2, REPACK and LLAMAFILE."""
+    registry = ggml.ggml_backend_cpu_reg()
+    pointers = _call(registry, b"ggml_backend_get_features", registry, _Feature)
+    found: dict[str, bool] = {}
+    while pointers and (feature := pointers[len(found)]).name:
+        found[feature.name.decode()] = feature.value == b"1"
+    return found
+
+
+def repacking_buffer_types() -> list[Any]:
+    """The buffer types that repack what is put into them; none on a processor without such."""
+    registry = ggml.ggml_backend_cpu_reg()
+    device = ggml.ggml_backend_reg_dev_get(registry, 0)
+    pointers = _call(registry, b"ggml_backend_dev_get_extra_bufts", device, ctypes.c_void_p)
+    types: list[Any] = []
+    while pointers and pointers[len(types)]:
+        types.append(pointers[len(types)])
+    return types
+
+
+def _call(registry: Any, name: bytes, argument: Any, kind: Any) -> Any:
+    """What a function of a pointer returns, a pointer to `kind`; None if this library has no such function."""
+    address = ggml.ggml_backend_reg_get_proc_address(registry, name)
+    if not address:
+        return None
+    function = ctypes.CFUNCTYPE(ctypes.POINTER(kind), ctypes.c_void_p)(ctypes.cast(address, ctypes.c_void_p).value or 0)
+    return function(ctypes.cast(argument, ctypes.c_void_p))

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+import ggml
 import numpy as np
 
-from ...checks import QUANTISED_DTYPES
-from ...errors import ModelError, TaperWarning
-from ...loading import Tensor
-from ...loading.model import WEIGHT_TYPES, row_bytes
-from .convert import OutOfRangeError, convert
+from ...errors import QUANTISED_DTYPES, ModelError, RequestError, TaperWarning
+from ...models.tensors import WEIGHT_TYPES, Tensor, row_bytes
 from .repack import RepackedMatrices, give_back
 from .tensors import ALIGNMENT, TensorContext, aligned
-from .types import fallbacks, most_common, role, stored_types
 
 ReportProgress = Callable[[float], None]  # told what part is loaded, 0 to 1
 
@@ -121,3 +120,151 @@ def _as_type(name: str, tensor: Tensor, dtype: str, pool: Executor) -> np.ndarra
     data = aligned(len(tensor.data))
     data[:] = tensor.data
     return data
+
+
+UNQUANTISED = ("F32", "F16", "BF16")
+# What takes the place of a type whose blocks do not fit, as in llama-quantize; F16 where that does not fit either.
+_FALLBACKS = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}
+
+
+def role(name: str, tensor: Tensor) -> str:
+    """What a tensor is used for: "matrix" (multiplied), "table" (rows are looked up) or "vector" (norms, biases, and
+    routers, which are as small)."""
+    if len(tensor.shape) == 1 or name.endswith(".router"):
+        return "vector"
+    return "table" if name == "embed_tokens" else "matrix"
+
+
+def stored_types(tensors: dict[str, Tensor], dtype: str | None, bf16: str = "F16") -> dict[str, str]:
+    """The type each tensor is used in.
+
+    Args:
+        tensors: the model's weights, by our names.
+        dtype: what matrices and tables become; None leaves them as they are, but for bf16.
+        bf16: what becomes of bf16 where `dtype` is None.
+
+    Raises:
+        RequestError: `dtype` would quantise weights that are quantised already.
+    """
+    # Norms and biases are used in f32 by ggml's element-wise operations.
+    types = {name: "F32" for name, tensor in tensors.items() if role(name, tensor) == "vector"}
+    for name, tensor in tensors.items():
+        if name in types:
+            continue
+        if dtype is None:
+            types[name] = tensor.dtype.replace("BF16", bf16)
+        elif dtype not in QUANTISED_DTYPES:
+            types[name] = dtype.upper()
+        elif tensor.dtype == dtype.upper():
+            types[name] = tensor.dtype
+        else:
+            types[name] = _that_fits(_asked(name, tensors, dtype), tensor)
+            if tensor.dtype not in (*UNQUANTISED, types[name]):
+                raise RequestError(
+                    f"dtype {dtype} is for f32, f16 and bf16 weights; {name} is {tensor.dtype.lower()} already, and "
+                    "quantising twice adds a loss",
+                    "leave out --dtype, or take the model's original weights",
+                )
+    return types
+
+
+def fallbacks(tensors: dict[str, Tensor], dtype: str, types: dict[str, str]) -> str:
+    """Which matrices do not run in the quantised type that was asked for, one line; "" if all do that should."""
+    replaced = Counter(
+        types[name].lower()
+        for name, tensor in tensors.items()
+        if role(name, tensor) != "vector" and _asked(name, tensors, dtype) == dtype.upper() != types[name]
+    )
+    if not replaced:
+        return ""
+    matrices = sum(role(name, tensor) != "vector" for name, tensor in tensors.items())
+    instead = " and ".join(f"{count} run in {name}" for name, count in replaced.most_common())
+    return f"rows of {replaced.total()} of {matrices} matrices do not divide into blocks of {dtype}: {instead}"
+
+
+def most_common(tensors: dict[str, Tensor], types: dict[str, str]) -> str:
+    """The type of most matrices and tables."""
+    return Counter(types[name] for name, t in tensors.items() if role(name, t) != "vector").most_common(1)[0][0]
+
+
+def _asked(name: str, tensors: dict[str, Tensor], dtype: str) -> str:
+    """The type that llama-quantize would choose for a matrix of any width: more bits for the one that makes logits."""
+    makes_logits = name == ("lm_head" if "lm_head" in tensors else "embed_tokens")
+    return "Q6_K" if makes_logits and dtype != "q8_0" else dtype.upper()
+
+
+def _that_fits(dtype: str, tensor: Tensor) -> str:
+    """The type, or what takes its place where rows are not a whole number of its blocks."""
+    for candidate in (dtype, _FALLBACKS.get(dtype, "F16")):
+        if tensor.shape[-1] % _block(candidate) == 0:
+            return candidate
+    return "F16"
+
+
+def _block(dtype: str) -> int:
+    """Weights a block."""
+    return WEIGHT_TYPES[dtype][1]
+
+
+CHUNK = 1 << 20  # weights converted at a time: 4 MB of f32 for each thread
+
+# From this size on, values become infinite: those of the type itself, or else the scale of a block, which is f16.
+# IQ4_NL, Q4_K and Q6_K fit their scales to the block, so theirs are a little lower than need be.
+_INFINITE = 65520.0  # in f16
+_TOO_LARGE = {"F16": _INFINITE, "BF16": 3.3961775e38} | {
+    dtype: factor * _INFINITE
+    for dtype, factor in {"Q8_0": 127, "Q6_K": 4000, "Q5_0": 16, "Q4_K": 60, "IQ4_NL": 112, "Q4_0": 8}.items()
+}
+
+
+class OutOfRangeError(ValueError):
+    """A value that a type cannot hold; it is the only argument."""
+
+
+def convert(tensor: Tensor, dtype: str, pool: Executor | None = None) -> np.ndarray:
+    """The bytes of a tensor as another of ggml's types; uint8 [bytes], aligned.
+
+    Args:
+        tensor: what to convert.
+        dtype: a name in `WEIGHT_TYPES` whose blocks fit the rows.
+        pool: threads that share the rows; None converts on this one.
+
+    Raises:
+        OutOfRangeError: a value that the type cannot hold.
+    """
+    columns = tensor.shape[-1]
+    rows = int(np.prod(tensor.shape[:-1], dtype=np.int64))
+    width, source_width = row_bytes(dtype, columns), row_bytes(tensor.dtype, columns)
+    target, source = aligned(rows * width), np.ascontiguousarray(tensor.data)
+    step = max(1, CHUNK // columns)
+
+    def convert_rows(first: int) -> None:
+        count = min(step, rows - first)
+        floats = _as_floats(source[first * source_width : (first + count) * source_width], tensor.dtype)
+        _check_range(floats, _TOO_LARGE.get(dtype))
+        pointer = floats.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+        destination = target.ctypes.data + first * width
+        ggml.ggml_quantize_chunk(WEIGHT_TYPES[dtype][0], pointer, destination, 0, count, columns, None)
+
+    for _ in (pool.map if pool else map)(convert_rows, range(0, rows, step)):
+        pass
+    return target
+
+
+def _as_floats(data: np.ndarray, dtype: str) -> np.ndarray:
+    """Whole blocks, uint8 [bytes], as float32 [weights]."""
+    type_id, block, size = WEIGHT_TYPES[dtype]
+    floats = np.empty(len(data) // size * block, np.float32)
+    if dtype == "F32":
+        floats.view(np.uint8)[:] = data
+    else:
+        to_float = ggml.ggml_get_type_traits(type_id).contents.to_float
+        to_float(data.ctypes.data, floats.ctypes.data_as(ctypes.POINTER(ctypes.c_float)), len(floats))
+    return floats
+
+
+def _check_range(values: np.ndarray, too_large: float | None) -> None:
+    if too_large is not None:
+        for value in (float(values.min()), float(values.max())):  # NaN, if there is one
+            if not abs(value) < too_large:
+                raise OutOfRangeError(value)

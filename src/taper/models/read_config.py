@@ -1,0 +1,280 @@
+"""A config of plain facts from what a file says of its model, the same way for every format."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+from ..errors import ModelError, limited_attention, shown
+from .config import Experts, LayerSpec, ModelConfig, Rope, check_config, check_layers
+from .families import SWITCHES, Family, Settings, head_size
+from .tensors import Tensor
+
+
+def read_config(
+    family: Family,
+    settings: Settings,
+    tensors: dict[str, Tensor],
+    interleaved: bool = False,
+    rope_factors: Sequence[float] | None = None,
+) -> ModelConfig:
+    """The facts of a model, checked.
+
+    Args:
+        family: what its files leave unsaid.
+        settings: what they say.
+        tensors: its weights, by our names.
+        interleaved: as in `Rope`.
+        rope_factors: divisors of frequencies that stand in a tensor, on top of any scaling.
+
+    Raises:
+        ModelError: a value is missing, of the wrong kind, out of range or not supported.
+    """
+    for key, neutral in SWITCHES.items():
+        if key not in family.reads and settings.values.get(key) not in (None, neutral):
+            raise settings.error(key, f"Taper does not know what this means for {family.architecture} models")
+    try:
+        ropes = _ropes(family, settings, interleaved, rope_factors)
+        config = _read(family, settings, tensors, *ropes)
+    except (TypeError, ValueError, ArithmeticError) as error:  # a value of a kind that no formula expects
+        raise ModelError(f"{settings.source} holds a value that makes no sense: {error}") from None
+    check_config(config)
+    return config
+
+
+def _read(family: Family, settings: Settings, tensors: dict[str, Tensor], rope: Rope, local_rope: Rope) -> ModelConfig:
+    get, head_dim = settings.get, head_size(settings)
+    hidden, count = max(get("hidden_size", int), 0), get("num_hidden_layers", int)
+    check_layers(count)
+    for key in ("hidden_act", "hidden_activation"):
+        if settings.values.get(key) not in (None, family.activation):
+            raise settings.error(key, f"it must be {family.activation}")
+    scale = max(get("query_pre_attn_scalar", float, float(head_dim)), 1.0) ** -0.5
+    spec = LayerSpec(
+        rope=rope,
+        attention_scale=get("attention_multiplier", float, scale),
+        pre_norm=family.pre_norm,
+        post_norm=family.post_norm,
+        qkv_bias="layers.0.q_bias" in tensors,
+        qk_norm=family.qk_norm,
+        experts=_experts(settings) if family.experts else None,
+    )
+    windows, positions = _windows(family, settings, count), _positions(family, settings, count)
+    by_window = zip((rope if window is None else local_rope for window in windows), positions, strict=True)
+    ropes = [each if there else None for each, there in by_window]
+    matrices = Counter(tensor.dtype for tensor in tensors.values() if len(tensor.shape) > 1)
+    return ModelConfig(
+        architecture=family.architecture,
+        layers=tuple(replace(spec, window=window, rope=each) for window, each in zip(windows, ropes, strict=True)),
+        hidden_size=hidden,
+        intermediate_size=get("intermediate_size", int),
+        num_attention_heads=get("num_attention_heads", int),
+        num_key_value_heads=get("num_key_value_heads", int, get("num_attention_heads", int)),
+        head_dim=head_dim,
+        vocab_size=get("vocab_size", int),
+        max_position_embeddings=get("max_position_embeddings", int),
+        rms_norm_eps=get("rms_norm_eps", float),
+        tie_word_embeddings=get("tie_word_embeddings", bool, False),
+        quantization=matrices.most_common(1)[0][0] if matrices else "F32",
+        embedding_scale=get("embedding_multiplier", float, hidden**0.5 if family.scales_embeddings else 1.0),
+        residual_scale=get("residual_multiplier", float, 1.0),
+        logit_scale=1.0 / get("logits_scaling", float, 1.0),
+        activation=family.activation,
+    )
+
+
+def _ropes(family: Family, settings: Settings, interleaved: bool, factors: Sequence[float] | None) -> tuple[Rope, Rope]:
+    """The rotary embeddings of layers that attend to all, and of those with a window."""
+    parameters: Any = settings.values.get("rope_parameters") or settings.values.get("rope_scaling") or {}
+    if not isinstance(parameters, dict):
+        raise ModelError(f"{settings.source}: rope parameters are {shown(parameters)}; they must be an object")
+    if "rope_local_base_freq" in family.reads:
+        outer, inner = parameters.get("full_attention", parameters), parameters.get("sliding_attention")
+        local = {"rope_theta": settings.get("rope_local_base_freq", float), **(inner or {})}
+    else:
+        outer = local = parameters
+    if any(isinstance(value, dict) for value in outer.values()):
+        raise ModelError(f"{settings.source} gives layers other rope parameters", "this variant is not supported")
+    ropes = [_rope(family, settings, each, interleaved) for each in (outer, local)]
+    if factors is not None:
+        scaled = ropes[0].factors or (1.0,) * len(factors)
+        ropes = [replace(rope, factors=tuple(map(operator.mul, scaled, factors))) for rope in ropes]
+    return ropes[0], ropes[1]
+
+
+def _rope(family: Family, settings: Settings, parameters: dict[str, Any], interleaved: bool) -> Rope:
+    # Old files have these beside the object, new ones inside it; transformers prefers the length beside it.
+    both = Settings({**settings.values, **parameters}, settings.source)
+    theta, part = both.get("rope_theta", float, 10000.0), both.get("partial_rotary_factor", float, 1.0)
+    if (original := settings.values.get("original_max_position_embeddings")) is not None:
+        parameters = {**parameters, "original_max_position_embeddings": original}
+    head_dim = head_size(settings)
+    dim = settings.get("rotary_dim", int, int(head_dim * part))
+    if dim != head_dim and "partial_rotary_factor" not in family.reads:
+        raise ModelError(f"{settings.source}: {dim} of {head_dim} dimensions of a head are rotated; it must be all")
+    return scaled_rope(parameters, theta, dim, interleaved, settings.get("max_position_embeddings", int))
+
+
+def _experts(settings: Settings) -> Experts:
+    count = settings.get("num_experts" if settings.values.get("num_experts") else "num_local_experts", int)
+    return Experts(
+        num_experts=count,
+        num_experts_per_tok=settings.get("num_experts_per_tok", int),
+        intermediate_size=settings.get("moe_intermediate_size", int, settings.get("intermediate_size", int)),
+        norm_topk_prob=settings.get("norm_topk_prob", bool, True),
+    )
+
+
+def _windows(family: Family, settings: Settings, count: int) -> list[int | None]:
+    """The window of each layer's attention; None where it attends to all."""
+    kinds = settings.values.get("layer_types")
+    if kinds is not None and not isinstance(kinds, list):
+        raise settings.error("layer_types", "it must be a list")
+    if family.slides is None:
+        if attention := limited_attention(SimpleNamespace(**{"use_sliding_window": False, **settings.values})):
+            message = (
+                f"{settings.source} asks for {attention} attention, which {family.architecture} models do not have"
+            )
+            raise ModelError(message, "this variant is not supported")
+        return [None] * count
+    window = settings.get("sliding_window", int, 0) if settings.get("use_sliding_window", bool, True) else 0
+    if not kinds:
+        return [window if window and family.slides(settings, layer) else None for layer in range(count)]
+    if len(kinds) != count or not all(kind in ("full_attention", "sliding_attention") for kind in kinds):
+        raise settings.error("layer_types", f"each of {count} layers must be full_attention or sliding_attention")
+    if "sliding_attention" in kinds and not window:
+        raise settings.error("sliding_window", "layers with sliding attention need one")
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def _positions(family: Family, settings: Settings, count: int) -> list[bool]:
+    """Whether the attention of each layer has positions."""
+    if not family.no_rope_interval:
+        return [True] * count
+    listed = settings.values.get("no_rope_layers")  # in spite of its name, 1 where a layer has them
+    if listed is None:
+        interval = settings.get("no_rope_layer_interval", int, family.no_rope_interval)
+        return [(layer + 1) % interval != 0 for layer in range(count)]
+    if not isinstance(listed, list) or len(listed) < count or not all(one in (0, 1) for one in listed):
+        raise settings.error("no_rope_layers", f"it must be a list of 0 or 1 for each of {count} layers")
+    return [bool(one) for one in listed[:count]]
+
+
+_LONG = ("short_factor", "long_factor")
+
+
+def scaled_rope(parameters: dict[str, Any], theta: float, dim: int, interleaved: bool, max_positions: int) -> Rope:
+    """The embeddings that a `rope_parameters` (or `rope_scaling`) object describes.
+
+    Args:
+        parameters: the object; without a type, frequencies are not scaled.
+        theta: the base of the frequencies.
+        dim: values of a head that are rotated.
+        interleaved: as in `Rope`.
+        max_positions: the longest context, `max_position_embeddings`.
+
+    Raises:
+        ModelError: a kind of scaling that is not supported, or numbers out of range.
+    """
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    kind = "longrope" if kind == "su" else kind  # its first name
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise ModelError(f"rope scaling {shown(kind)} is not supported", f"supported: {', '.join(_KINDS)}")
+    needed, scaled = _KINDS[kind]
+    if not all(_positive(parameters.get(key)) for key in needed):
+        raise ModelError(f"rope scaling {kind!r} needs positive numbers for {', '.join(needed)}")
+    if not (0 < theta < 1e12 and 2 <= dim <= 1024):
+        raise ModelError(f"rope_theta is {theta} and {dim} dimensions of a head are rotated; no model has that")
+    parameters = {"original_max_position_embeddings": max_positions} | parameters | {"max_positions": max_positions}
+    original = parameters["original_max_position_embeddings"]
+    if type(original) is not int or not 2 <= original <= 1 << 30:
+        raise ModelError(f"original_max_position_embeddings is {shown(original)}; it must be a whole number above 1")
+    return Rope(theta, dim, interleaved, **scaled(parameters, theta, dim))
+
+
+def _positive(number: Any) -> bool:
+    return isinstance(number, (int, float)) and 0 < number < 1e6
+
+
+def _default(parameters: dict[str, Any], theta: float, dim: int) -> dict[str, Any]:
+    return {}
+
+
+def _linear(parameters: dict[str, Any], theta: float, dim: int) -> dict[str, Any]:
+    return {"factors": (float(parameters["factor"]),) * (dim // 2)}
+
+
+def _llama3(parameters: dict[str, Any], theta: float, dim: int) -> dict[str, Any]:
+    """Long wavelengths are divided by `factor`, short ones kept, those between blended."""
+    original = parameters["original_max_position_embeddings"]
+    factor, low, high = parameters["factor"], parameters["low_freq_factor"], parameters["high_freq_factor"]
+    if high == low:
+        raise ModelError("rope scaling 'llama3' needs low_freq_factor below high_freq_factor")
+    factors = []
+    for pair in range(dim // 2):
+        wavelength = 2 * math.pi * theta ** (2 * pair / dim)
+        smooth = min(1.0, max(0.0, (original / wavelength - low) / (high - low)))
+        factors.append(1.0 / ((1.0 - smooth) / factor + smooth))
+    return {"factors": tuple(factors)}
+
+
+def _yarn(parameters: dict[str, Any], theta: float, dim: int) -> dict[str, Any]:
+    """Pairs that turn often are kept, those that turn seldom divided by `factor` (YaRN, arXiv 2309.00071)."""
+    factor, original = parameters["factor"], parameters["original_max_position_embeddings"]
+    fast, slow = parameters.get("beta_fast") or 32.0, parameters.get("beta_slow") or 1.0
+
+    def pair_that_turns(times: float) -> float:
+        return dim * math.log(original / (times * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = pair_that_turns(fast), pair_that_turns(slow)
+    if parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = [min(1.0, max(0.0, (pair - low) / ((high - low) or 0.001))) for pair in range(dim // 2)]
+    attention = parameters.get("attention_factor")
+    if attention is None:
+        above, below = parameters.get("mscale"), parameters.get("mscale_all_dim")
+        above, below = (above, below) if above and below else (1.0, 0.0)
+        attention = _yarn_scale(factor, above) / _yarn_scale(factor, below)
+    return {"factors": tuple(1.0 / (part / factor + 1.0 - part) for part in ramp), "attention_factor": float(attention)}
+
+
+def _yarn_scale(factor: float, scale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+
+def _longrope(parameters: dict[str, Any], theta: float, dim: int) -> dict[str, Any]:
+    """Two tables of divisors, found by search (LongRoPE, arXiv 2402.13753)."""
+    tables = []
+    for key in _LONG:
+        table = parameters.get(key)
+        if not isinstance(table, list) or not all(map(_positive, table)):
+            raise ModelError(f"rope scaling 'longrope' needs lists of positive numbers for {', '.join(_LONG)}")
+        tables.append(tuple(map(float, table)))
+    original, attention = parameters["original_max_position_embeddings"], parameters.get("attention_factor")
+    factor = parameters.get("factor") or parameters["max_positions"] / original
+    if attention is None:
+        attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    short, long = tables
+    return {
+        "factors": short,
+        "long_factors": long,
+        "original_context": original,
+        "attention_factor": float(attention),
+    }
+
+
+_Scaled = Callable[[dict[str, Any], float, int], dict[str, Any]]
+# Numbers that each kind needs, and what it makes of them.
+_KINDS: dict[str, tuple[tuple[str, ...], _Scaled]] = {
+    "default": ((), _default),
+    "linear": (("factor",), _linear),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor"), _llama3),
+    "yarn": (("factor",), _yarn),
+    "longrope": ((), _longrope),
+}

@@ -1,0 +1,276 @@
+"""Text <-> token ids, chat templates, and text as it streams. Knows no file format."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
+from itertools import groupby
+from typing import Any
+
+from tokenizers import Tokenizer as FastTokenizer
+
+from ..errors import ModelError, RequestError, TaperError
+from .chat_template import ChatTemplate
+
+Message = dict[str, Any]  # role and content are text; others are what the chat template takes
+
+MAX_NESTING = 32  # of lists and objects in messages and tools
+_THINKING = ("enable_thinking", "thinking")  # what templates call the switch: Qwen's and SmolLM's, and Granite's
+_MARK = "\ufdd0"  # a character that no text has: Unicode keeps it out of interchange
+_BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
+
+
+class Tokenizer:
+    """A model's tokenizer and chat template.
+
+    Args:
+        fast: the `tokenizers` pipeline.
+        eos_token_ids: ids that end a completion.
+        chat_template: jinja2 source, "" where the model has none.
+        template_tokens: special tokens by the names templates use (`bos_token`, `eos_token`).
+        declared_eos_token_ids: those of `eos_token_ids` that the model's files name as such; default all.
+    """
+
+    def __init__(
+        self,
+        fast: FastTokenizer,
+        eos_token_ids: frozenset[int],
+        chat_template: str,
+        template_tokens: dict[str, str],
+        declared_eos_token_ids: frozenset[int] | None = None,
+    ) -> None:
+        self.fast = fast
+        self.eos_token_ids = eos_token_ids
+        self.declared_eos_token_ids = eos_token_ids if declared_eos_token_ids is None else declared_eos_token_ids
+        self.chat_template = chat_template
+        self._compiled_template = ChatTemplate(chat_template)
+        self.template_tokens = template_tokens
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, with the model's own leading tokens (BOS) where it has them.
+
+        Raises:
+            RequestError: the text is not valid Unicode, or the tokenizer fails on it.
+        """
+        with library_errors(_cannot_encode):
+            try:
+                ids: list[int] = self.fast.encode(text, add_special_tokens=add_special_tokens).ids
+            except TypeError:  # what the library makes of lone surrogates
+                raise RequestError("the prompt is not valid Unicode text", "give it as UTF-8") from None
+        return ids
+
+    def encode_messages(
+        self,
+        messages: Sequence[Message],
+        parse_special: bool = False,
+        tools: Sequence[dict[str, Any]] = (),
+        think: bool | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation, ready for the assistant's turn.
+
+        Only the template makes control tokens: one that a message or a tool spells out is text, unless
+        `parse_special`. `think` is for `render`.
+
+        Raises:
+            RequestError: what `render` and `encode` raise.
+        """
+        texts = texts_of([*messages, *tools])
+        spelled = any(token in text for token in self.special_tokens.values() for text in texts)
+        if parse_special or not (spelled or self._normalises_special):
+            return self.encode(self.render(messages, tools, think), add_special_tokens=False)
+        # A mark inside keeps the library from seeing the token; its normaliser takes the mark out again.
+        breakable = sorted((token for token in self.special_tokens.values() if len(token) > 1), key=len, reverse=True)
+
+        def guarded(value: Any) -> Any:
+            if isinstance(value, str):
+                for token in breakable:
+                    value = value.replace(token, token[0] + _MARK + token[1:])
+            elif isinstance(value, list):
+                value = [guarded(item) for item in value]
+            elif isinstance(value, dict):
+                value = {guarded(key): guarded(item) for key, item in value.items()}
+            return value
+
+        rendered = self.render(guarded(list(messages)), guarded(list(tools)), think)
+        return self._unmarking.encode(rendered, add_special_tokens=False)
+
+    @cached_property
+    def takes_tools(self) -> bool:
+        """Whether the chat template has a place for tools."""
+        return self._compiled_template.uses("tools")
+
+    @cached_property
+    def special_tokens(self) -> dict[int, str]:
+        """The control tokens by id."""
+        return {i: token.content for i, token in self.fast.get_added_tokens_decoder().items() if token.special}
+
+    @cached_property
+    def _normalises_special(self) -> bool:
+        """Whether other characters, such as wide ones, can spell a control token too."""
+        return any(token.special and token.normalized for token in self.fast.get_added_tokens_decoder().values())
+
+    @cached_property
+    def _unmarking(self) -> Tokenizer:
+        """The same pipeline, but for removing marks before anything else is done to the text around control tokens."""
+        data = json.loads(self.fast.to_str())
+        for token in data["added_tokens"]:
+            token["normalized"] = token["normalized"] and not token["special"]
+        unmark = {"type": "Replace", "pattern": {"String": _MARK}, "content": ""}
+        steps = [unmark, data["normalizer"]] if data["normalizer"] else [unmark]
+        data["normalizer"] = {"type": "Sequence", "normalizers": steps}
+        return Tokenizer(FastTokenizer.from_str(json.dumps(data)), self.eos_token_ids, "", {})
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids; special tokens are left out. Bytes that are no character become U+FFFD.
+
+        Raises:
+            ModelError: the tokenizer fails on them.
+        """
+        with library_errors(_cannot_decode):
+            text: str = self.fast.decode(list(ids), skip_special_tokens=True)
+            if "\ufffd" not in text or not getattr(self.fast.model, "byte_fallback", False) or not self.fast.decoder:
+                return text
+            # One bad byte makes the library spoil its whole run of byte tokens; keep the run's good characters.
+            pieces = [
+                piece for i in ids if i not in self.special_tokens and (piece := self.fast.id_to_token(i)) is not None
+            ]
+            joined: list[str] = []
+            for is_byte, group in groupby(pieces, lambda piece: bool(_BYTE_PIECE.fullmatch(piece))):
+                run = list(group)
+                joined += [bytes(int(piece[3:5], 16) for piece in run).decode(errors="replace")] if is_byte else run
+            mended: str = self.fast.decoder.decode(joined)
+            return mended
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), think: bool | None = None
+    ) -> str:
+        """The prompt of a conversation, ready for the assistant's answer.
+
+        `think` switches the thoughts of a thinking model on or off; None leaves that to the template.
+
+        Raises:
+            RequestError: the model has no chat template, or the template refuses these messages or has no such switch.
+        """
+        if not self.chat_template:
+            raise RequestError("this model has no chat template", "give plain text instead of messages")
+        # What is absent is none, as transformers gives it to templates.
+        given: dict[str, Any] = {"tools": list(tools) or None, "documents": None, "add_generation_prompt": True}
+        given |= {"messages": list(messages), **self.template_tokens}
+        if think is not None:
+            switches = {name: think for name in _THINKING if self._compiled_template.uses(name)}
+            if not switches:
+                raise RequestError("this model's chat template has no switch for thinking", "leave it as it is")
+            given |= switches
+        return self._compiled_template.render(given)
+
+
+class TextStream:
+    """Turns ids into text as they come, never half a character.
+
+    Some tokens hold only part of a character; their text waits until the rest has come.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._anchor = 0  # decoding starts here: one piece of text earlier than what is still held
+        self._done = 0  # tokens whose text was given out
+        self._prefix = ""  # text of the tokens from anchor to done
+
+    def push(self, token_id: int) -> str:
+        """The text that became certain with this token; may be empty."""
+        self._ids.append(token_id)
+        text = self._tokenizer.decode(self._ids[self._anchor :])
+        if text.endswith("\ufffd") or len(text) <= len(self._prefix):
+            return ""
+        return self._emit(text)
+
+    def flush(self) -> str:
+        """The text still held at the end of an answer."""
+        return self._emit(self._tokenizer.decode(self._ids[self._anchor :]))
+
+    def _emit(self, text: str) -> str:
+        new = text[len(self._prefix) :]
+        self._anchor, self._done = self._done, len(self._ids)
+        self._prefix = self._tokenizer.decode(self._ids[self._anchor :])
+        return new
+
+
+def texts_of(messages: Sequence[Message]) -> list[str]:
+    """All texts in messages or tools, names of fields among them.
+
+    Raises:
+        RequestError: lists and objects are nested too deep.
+    """
+    texts: list[str] = []
+    left: list[tuple[Any, int]] = [(message, 0) for message in messages]
+    while left:
+        value, depth = left.pop()
+        if isinstance(value, str):
+            texts.append(value)
+        elif depth > MAX_NESTING:
+            raise RequestError(f"messages or tools are nested more than {MAX_NESTING} deep", "flatten them")
+        elif isinstance(value, Mapping):
+            left += [(item, depth + 1) for pair in value.items() for item in pair]
+        elif isinstance(value, list):
+            left += [(item, depth + 1) for item in value]
+    return texts
+
+
+def _cannot_encode(reason: str) -> RequestError:
+    return RequestError(f"the model's tokenizer cannot encode this text: {reason}")
+
+
+def _cannot_decode(reason: str) -> ModelError:
+    return ModelError(f"the model's tokenizer cannot decode its tokens: {reason}", "its files are damaged")
+
+
+_LOCK = threading.RLock()  # one thread at a time turns standard error aside
+
+
+@contextmanager
+def library_errors(error: Callable[[str], TaperError]) -> Iterator[None]:
+    """Turn whatever the library raises here into an error of ours; ours and interrupts pass."""
+    try:
+        yield
+    except (TaperError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as raised:  # a panic is not an Exception
+        raise error(str(raised) or type(raised).__name__) from None
+
+
+@contextmanager
+def loading_tokenizer(source: object) -> Iterator[None]:
+    """Name the file if the library fails on what it describes, and show nothing of a panic."""
+    with library_errors(lambda reason: ModelError(f"{source}: the tokenizer is damaged: {reason}")), _panics_unseen():
+        yield
+
+
+@contextmanager
+def _panics_unseen() -> Iterator[None]:
+    """Hold back what this process writes to file descriptor 2, and give it out unless there was a panic.
+
+    It holds up other threads' lines too, so it is for loading only.
+    """
+    with _LOCK, ExitStack() as stack:
+        try:
+            held = stack.enter_context(tempfile.TemporaryFile())
+            standard_error = os.dup(2)
+        except OSError:  # there is no folder for temporary files, or standard error is closed
+            yield
+            return
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(standard_error, 2)
+            os.close(standard_error)
+            held.seek(0)
+            if (lines := held.read()) and b" panicked at " not in lines:
+                os.write(2, lines)

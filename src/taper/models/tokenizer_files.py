@@ -1,0 +1,287 @@
+"""Tokenizers from files. The reference is each model's own `tokenizer.json`.
+
+A GGUF file carries vocabulary and merges but only names its pre-tokenizer; the pipelines that it may name are rebuilt
+here with the `tokenizers` library, which also reads `tokenizer.json` itself.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as FastTokenizer
+
+from ..errors import ModelError, RequestError
+from .files import read_json, read_text
+from .tokenizer import Tokenizer, loading_tokenizer
+
+MAX_TOKENIZER_BYTES = 64 << 20  # of tokenizer.json; the largest real ones have half of that
+# Of a SentencePiece vocabulary: characters of a piece and of all pieces, and the merges that make pieces of two others.
+# Each piece is cut in all ways. Vocabularies of 256,000 pieces have 64 or so, 2 million and 600,000.
+MAX_PIECE, MAX_PIECES, MAX_MERGES = 256, 1 << 22, 1 << 20
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPLIT_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3_SPLIT = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _SPLIT_TAIL
+_QWEN2_SPLIT = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _SPLIT_TAIL
+# Words of small letters, perhaps after capitals, then words of capitals, perhaps with small letters after them.
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED = r"[^\r\n\p{L}\p{N}]?" + f"{_UPPER}*{_LOWER}+%s|" + r"[^\r\n\p{L}\p{N}]?" + f"{_UPPER}+{_LOWER}*%s"
+_CASED_TAIL = _SPLIT_TAIL.replace(r"[\r\n]*", r"[\r\n/]*")
+_GPT4O_SPLIT = _CASED.replace("%s", f"{_CONTRACTIONS}?") + r"|\p{N}{1,3}" + _CASED_TAIL
+_TEKKEN_SPLIT = _CASED.replace("%s", "") + r"|\p{N}" + _CASED_TAIL
+
+# By GGUF's names of pre-tokenizers: what a text is split into before pieces are merged.
+_SPLITS = {
+    "llama-bpe": _LLAMA3_SPLIT,
+    "falcon3": _LLAMA3_SPLIT,
+    "smaug-bpe": _LLAMA3_SPLIT,  # SmolLM3
+    "dbrx": _LLAMA3_SPLIT,  # Phi 4, OLMo 2
+    "qwen2": _QWEN2_SPLIT,
+    "deepseek-r1-qwen": _QWEN2_SPLIT,
+    "gpt-4o": _GPT4O_SPLIT,  # Phi 4 mini
+    "tekken": _TEKKEN_SPLIT,  # Mistral Nemo and Small
+}
+_DIGITS_APART = ("smollm", "refact")  # then GPT-2's splits; refact: Granite
+_COMPOSED = ("qwen2", "deepseek-r1-qwen")  # characters in their normal form C
+# A word that is in the vocabulary is one token, whatever the merges say.
+_WHOLE_WORDS = ("llama-bpe", "falcon3", "smaug-bpe", "tekken")
+_BOS_LEADS = ("llama-bpe", "tekken")  # where the file does not say whether it does
+# Token types of GGUF's tokenizer.ggml.token_type.
+_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
+# Ends of a turn that some files do not list among their stop ids.
+_END_OF_TURN = (
+    *("<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end_of_text|>"),
+    *("<|end|>", "<end_of_turn>"),  # Phi, Gemma
+)
+
+
+def tokenizer_from_folder(path: Path, vocab_size: int) -> Tokenizer:
+    """Read `tokenizer.json` and the chat template beside it.
+
+    Raises:
+        ModelError: the file is missing or damaged, has more tokens than the model, or does not work.
+    """
+    file = path / "tokenizer.json"
+    settings = read_json(path / "tokenizer_config.json", missing={})
+    template = _folder_template(path, settings)
+    tokens = {}
+    for name in ("bos_token", "eos_token"):
+        value = settings.get(name)
+        value = value.get("content") if isinstance(value, dict) else value
+        if isinstance(value, str):
+            tokens[name] = value.encode(errors="replace").decode()
+    stops: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        ids = read_json(path / name, missing={}).get("eos_token_id")
+        stops.update(i for i in (ids if isinstance(ids, list) else [ids]) if type(i) is int and i >= 0)
+    with loading_tokenizer(file):
+        fast = FastTokenizer.from_str(read_text(file, MAX_TOKENIZER_BYTES))
+        fast.no_truncation()
+        fast.no_padding()
+        if (eos := fast.token_to_id(tokens.get("eos_token", ""))) is not None:
+            stops.add(eos)
+        tokenizer = Tokenizer(fast, frozenset(stops | _end_of_turn_ids(fast)), template, tokens, frozenset(stops))
+        check_tokenizer(tokenizer, file, vocab_size)
+    return tokenizer
+
+
+def _folder_template(path: Path, settings: dict[str, Any]) -> str:
+    template = settings.get("chat_template") or ""
+    if isinstance(template, list):  # several named templates
+        named = [entry for entry in template if isinstance(entry, dict) and isinstance(entry.get("name"), str)]
+        if len(named) != len(template):
+            raise ModelError(f"{path}: a chat template of a list must have a name")
+        template = next((entry.get("template") for entry in named if entry["name"] == "default"), "")
+    if os.path.lexists(path / "chat_template.jinja"):
+        template = read_text(path / "chat_template.jinja")
+    if not isinstance(template, str):
+        raise ModelError(f"{path}: the chat template must be text")
+    return template
+
+
+def tokenizer_from_gguf(file_name: str, metadata: dict[str, Any], vocab_size: int) -> Tokenizer:
+    """Rebuild the tokenizer that a GGUF file describes.
+
+    Raises:
+        ModelError: metadata is missing or damaged, or names a tokenizer that is not supported or does not work.
+    """
+    with loading_tokenizer(file_name):
+        tokenizer = _rebuild(file_name, metadata, vocab_size)
+        check_tokenizer(tokenizer, file_name, vocab_size)
+    return tokenizer
+
+
+def _rebuild(file_name: str, metadata: dict[str, Any], vocab_size: int) -> Tokenizer:
+    def get(key: str, kind: type, default: Any = None) -> Any:
+        value = metadata.get(f"tokenizer.{key}", default)
+        if value is None:
+            raise ModelError(f"{file_name} lacks the metadata key tokenizer.{key}")
+        if type(value) is not kind:
+            raise ModelError(f"{file_name}: metadata tokenizer.{key} must be of type {kind.__name__}")
+        return value
+
+    model, pieces = get("ggml.model", str), get("ggml.tokens", list)
+    types = get("ggml.token_type", list, [1] * len(pieces))
+    of_type = all(isinstance(piece, str) for piece in pieces) and all(isinstance(kind, int) for kind in types)
+    if not pieces or len(types) != len(pieces) or not of_type:
+        raise ModelError(f"{file_name}: tokenizer tokens and token types do not match")
+    if len(set(pieces)) != len(pieces):
+        raise ModelError(f"{file_name}: two tokens of the vocabulary are the same")
+    if len(pieces) > vocab_size:
+        raise ModelError(f"{file_name}: {len(pieces)} tokens, but embeddings for {vocab_size}")
+    vocab = {piece: index for index, piece in enumerate(pieces)}
+    bos = _special_id(file_name, metadata, "bos_token_id", len(pieces))
+    eos = _special_id(file_name, metadata, "eos_token_id", len(pieces))
+    if model == "gpt2":
+        fast = _byte_level_bpe(file_name, get("ggml.pre", str, "default"), vocab, get("ggml.merges", list))
+        add_bos = get("ggml.add_bos_token", bool, metadata.get("tokenizer.ggml.pre") in _BOS_LEADS)
+    elif model == "llama":
+        scores = get("ggml.scores", list)
+        prefix_space = get("ggml.add_space_prefix", bool, True)
+        fast = _sentencepiece_bpe(file_name, vocab, types, scores, prefix_space)
+        add_bos = get("ggml.add_bos_token", bool, True)
+    else:
+        raise ModelError(f"tokenizer model {model!r} is not supported", "supported: gpt2, llama")
+    for kind, special in ((_CONTROL, True), (_UNKNOWN, True), (_USER_DEFINED, False)):
+        of_kind = [piece for piece, token_type in zip(pieces, types, strict=True) if token_type == kind and piece]
+        fast.add_tokens([AddedToken(piece, special=special, normalized=False) for piece in of_kind])
+    if add_bos and bos is not None:
+        from tokenizers.processors import TemplateProcessing
+
+        token = pieces[bos]
+        fast.post_processor = TemplateProcessing(
+            single=f"{_template_piece(token)} $A", pair=None, special_tokens=[(token, bos)]
+        )
+    stops = (eos, _special_id(file_name, metadata, "eot_token_id", len(pieces)))
+    tokens = {name: pieces[i] for name, i in (("bos_token", bos), ("eos_token", eos)) if i is not None}
+    declared = frozenset(i for i in stops if i is not None)
+    return Tokenizer(fast, declared | _end_of_turn_ids(fast), get("chat_template", str, ""), tokens, declared)
+
+
+def _byte_level_bpe(file_name: str, pre: str, vocab: dict[str, int], merges: list[Any]) -> FastTokenizer:
+    gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    pipelines: dict[str, list[Any]] = {"gpt-2": [gpt2], "olmo": [gpt2]}
+    for name in _DIGITS_APART:
+        pipelines[name] = [pre_tokenizers.Digits(individual_digits=True), gpt2]
+    for name, pattern in _SPLITS.items():
+        pipelines[name] = [pre_tokenizers.Split(Regex(pattern), "isolated"), byte_level]
+    if pre not in pipelines:
+        raise ModelError(f"pre-tokenizer {pre!r} is not supported", f"supported: {', '.join(pipelines)}")
+    pairs: list[tuple[str, str]] = []
+    for merge in merges:
+        left, space, right = merge.partition(" ") if isinstance(merge, str) else ("", "", "")
+        if not space or " " in right:
+            raise ModelError(f"{file_name}: tokenizer merge {merge!r} is not a pair of tokens")
+        pairs.append((left, right))
+    fast = FastTokenizer(models.BPE(vocab, pairs, ignore_merges=pre in _WHOLE_WORDS))
+    if pre in _COMPOSED:
+        fast.normalizer = normalizers.NFC()
+    fast.pre_tokenizer = pre_tokenizers.Sequence(pipelines[pre])
+    fast.decoder = decoders.ByteLevel()
+    return fast
+
+
+def _sentencepiece_bpe(
+    file_name: str, vocab: dict[str, int], types: list[Any], scores: list[Any], prefix_space: bool
+) -> FastTokenizer:
+    if len(scores) != len(vocab) or not all(isinstance(score, float) for score in scores):
+        raise ModelError(f"{file_name}: tokenizer scores do not match its tokens")
+    by_id = list(vocab)
+    unknown = next((by_id[index] for index, token_type in enumerate(types) if token_type == _UNKNOWN), None)
+    # Only pieces found by merging take part; a merge is as good as the score of what it makes.
+    plain = {piece: piece for piece, index in vocab.items() if types[index] == 1}
+    if (longest := max(map(len, plain), default=0)) > MAX_PIECE:
+        raise ModelError(f"{file_name}: a token of {longest} characters; at most {MAX_PIECE} are read")
+    if (total := sum(map(len, plain))) > MAX_PIECES:
+        raise ModelError(f"{file_name}: tokens of {total} characters in all; at most {MAX_PIECES} are read")
+    merges = []
+    for piece in plain:
+        for cut in range(1, len(piece)):
+            left, right = plain.get(piece[:cut]), plain.get(piece[cut:])
+            if left and right:
+                merges.append((-scores[vocab[piece]], vocab[left], vocab[right], (left, right)))
+        if len(merges) > MAX_MERGES:
+            raise ModelError(f"{file_name}: its tokens merge in more than {MAX_MERGES} ways")
+    merges.sort()
+    fast = FastTokenizer(
+        models.BPE(
+            vocab, [pair for *_, pair in merges], unk_token=unknown, fuse_unk=True, byte_fallback=_BYTE in set(types)
+        )
+    )
+    steps: list[Any] = [normalizers.Prepend("▁")] if prefix_space else []
+    fast.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
+    decoding: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    fast.decoder = decoders.Sequence(decoding + ([decoders.Strip(" ", 1, 0)] if prefix_space else []))
+    return fast
+
+
+def _special_id(file_name: str, metadata: dict[str, Any], name: str, size: int) -> int | None:
+    token_id = metadata.get(f"tokenizer.ggml.{name}")
+    if token_id is None:
+        return None
+    if type(token_id) is not int or not 0 <= token_id < size:
+        raise ModelError(f"{file_name}: {name} is {token_id!r}; the vocabulary has {size} tokens")
+    return token_id
+
+
+def _template_piece(token: str) -> str:
+    # TemplateProcessing splits on spaces and reads $ and : itself; real BOS tokens have none of them.
+    if any(character in token for character in " $:"):
+        raise ModelError(f"BOS token {token!r} cannot be put before a prompt")
+    return token
+
+
+def _end_of_turn_ids(fast: FastTokenizer) -> set[int]:
+    return {token_id for name in _END_OF_TURN if (token_id := fast.token_to_id(name)) is not None}
+
+
+MAX_GROWTH = 1000  # tokens or characters that a pipeline may make of one; real ones make one to three
+
+_TEXTS = (
+    *("", " ", "  two  spaces ", "\n", "\t\r\n\x0b", "\x00\x07\x1b[0m\x7f\x85", "The quick brown fox, didn't it?"),
+    *("1", "0123456789 3.14 1,000", "naïve Ångström e\u0301 ÉCOLE", "Привет, мир! 日本語 العربية हिन्दी ไทย 한국어"),
+    *("😀 👩\u200d👩\u200d👧 🇩🇪 ❤\ufe0f", "\ufffd\ufeff\u202e\u200b\U0010ffff", "<s></s><unk>[UNK]<|im_end|>▁"),
+    *("a" * 300, "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"),
+)
+_SAMPLE = 1000  # token ids decoded
+
+
+def check_tokenizer(tokenizer: Tokenizer, source: object, vocab_size: int) -> None:
+    """Encode and decode varied text once.
+
+    Raises:
+        ModelError: it fails, gives a token that the model does not have, or makes far too much of a text.
+    """
+    fast = tokenizer.fast
+    highest = max(fast.get_vocab(with_added_tokens=True).values(), default=0)
+    if highest >= vocab_size:
+        raise ModelError(f"{source} has token id {highest}, but the model has {vocab_size} embeddings")
+    for part in (fast.normalizer, fast.pre_tokenizer, fast.post_processor, fast.decoder):
+        if part is not None and (growth := _growth(json.loads(part.__getstate__()))) > MAX_GROWTH:
+            raise ModelError(f"{source}: a text could grow {growth} times; at most {MAX_GROWTH} times is allowed")
+    try:
+        for text in _TEXTS:
+            ids = tokenizer.encode(text)
+            if (highest := max(ids, default=0)) >= vocab_size:
+                raise ModelError(f"{source} gives token id {highest}, but the model has {vocab_size} embeddings")
+            tokenizer.decode(ids)
+            tokenizer.decode(tokenizer.encode(text, add_special_tokens=False))
+    except RequestError as error:
+        raise ModelError(f"{source}: {error.message}", "take the model's own tokenizer") from None
+    tokenizer.decode(range(0, vocab_size, max(1, vocab_size // _SAMPLE)))
+
+
+def _growth(part: Any) -> int:
+    """At most how much longer a part of a pipeline, as JSON, makes a text; a few added characters count as one."""
+    if isinstance(part, list):
+        return math.prod(map(_growth, part))
+    if not isinstance(part, dict):
+        return 1
+    sizes = (len(part.get(key) or "") for key in ("content", "prepend", "single", "ids"))
+    return math.prod(max(1, size) for size in sizes) * math.prod(map(_growth, part.values()))
