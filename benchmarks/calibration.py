@@ -81,7 +81,7 @@ def orders(cache: Path, model: str) -> dict[str, Any]:
     os.environ["TAPER_CACHE"] = str(cache)
     from taper import LLM
     from taper.calibration.baselines import COMPARED, compare_orders
-    from taper.calibration.measure import Measurements
+    from taper.calibration.store import Measurements
     from taper.calibration.prompts import completions, encode_prompts, split
     from taper.calibration.search import first_steps
     from taper.calibration.store import current_conditions, open_store
@@ -99,7 +99,7 @@ def orders(cache: Path, model: str) -> dict[str, Any]:
     more = {"first sketch": FIRST_SKETCH}
     started = time.perf_counter()
     comparison = compare_orders(measurements, order, range(29, 19, -1), lambda count: lambda: None, more)
-    steps = sum(len(reference.answer_ids) - 1 for reference in measurements.replay.references)
+    steps = sum(len(reference.completion_ids) - 1 for reference in measurements.replay.references)
     include_zero = {
         name: {depth: difference for depth, difference in by_depth.items() if difference.low <= 0}
         for name, by_depth in comparison.kl_above_measured_order.items()

@@ -33,11 +33,11 @@ from task_options import (
 
 from taper import DepthPolicy
 from taper.bench.measure import mean_step_bytes
-from taper.calibration.baselines import closest_policy, mean_depth
+from taper.evals.methods import closest_policy, mean_depth
 from taper.calibration.clock import measure_speedup
 from taper.calibration.replay import Reference, Scores
 from taper.calibration.search import first_steps
-from taper.calibration.statistics import Estimate, by_answer, ratio_estimate
+from taper.calibration.statistics import Estimate, by_completion, ratio_estimate
 from taper.calibration.summary import MEASURED_ORDER, to_plain
 from taper.evals import Evaluation, summarise
 from taper.evals.comparison import Study, TaskStudy, by_step, joined
@@ -86,7 +86,7 @@ class Claims:
     def curves(self) -> Json:
         """(b) Curves of one mean depth over all answers, in the measured order, by KL over all steps."""
         references, order, layers = self._references(), self._study.order, self._layers
-        lengths = [len(reference.answer_ids) for reference in references]
+        lengths = [len(reference.completion_ids) for reference in references]
         lowest = max(layers - len(order), round(layers - 2 * (layers - self._depth)))
         longest = max(lengths)
 
@@ -101,13 +101,13 @@ class Claims:
         }
         scores = self._study.scores(references, policies)
         power = scores["power"]
-        ones = by_answer(power, np.ones(len(power.step)))
+        ones = by_completion(power, np.ones(len(power.step)))
         rows = {}
         for name, policy in policies.items():
             row: Json = {"mean_depth": mean_depth(policy, lengths), "schedule": dict(vars(policy.schedule))}
             row |= losses(scores[name])
             if name != "power":
-                row["kl_above_power"] = ratio_estimate(by_answer(power, scores[name].kl - power.kl), ones)
+                row["kl_above_power"] = ratio_estimate(by_completion(power, scores[name].kl - power.kl), ones)
             rows[name] = row
         return {"depth": self._depth, "answers": len(references), "steps": len(power.step), "curves": rows}
 
@@ -115,7 +115,7 @@ class Claims:
         """(c) What skipping each layer alone costs, and the first and last eighth against the layers between."""
         references = first_steps(self._references(), ALONE_STEPS)
         sums = self._study.kl_of_each_layer(references)  # [answers, L]
-        steps = np.array([len(reference.answer_ids) - 1 for reference in references], float)
+        steps = np.array([len(reference.completion_ids) - 1 for reference in references], float)
         middle = sorted(middle_first_order(self._layers))
         head, tail = list(range(middle[0])), list(range(middle[-1] + 1, self._layers))
         between = sums[:, middle].mean(1)
@@ -168,10 +168,10 @@ class Claims:
         rows = {}
         for task in self._tasks:
             name, references = task.task.name, task.references
-            policies = self._by_start([len(reference.answer_ids) for reference in references])
+            policies = self._by_start([len(reference.completion_ids) for reference in references])
             scores = self._study.scores(references, {str(part): policy for part, policy in policies.items()})
-            ones = by_answer(scores["0.0"], np.ones(len(scores["0.0"].step)))
-            kls[name] = np.stack([by_answer(own, own.kl) for own in scores.values()])
+            ones = by_completion(scores["0.0"], np.ones(len(scores["0.0"].step)))
+            kls[name] = np.stack([by_completion(own, own.kl) for own in scores.values()])
             rows[name] = {
                 str(part): {
                     "start": policy.schedule.start,

@@ -32,7 +32,7 @@ from taper.bench.measure import alternate
 from taper.calibration.summary import to_plain
 from taper.evals import evaluate, load_tasks
 from taper.evals.records import Record
-from taper.evals.statistics import wilson
+from taper.calibration.statistics import wilson
 from taper.evals.summary import chosen_filter, solved
 from taper.evals.tasks import Selection
 from taper.models.download import DEFAULT_MODEL

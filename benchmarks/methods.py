@@ -31,9 +31,9 @@ from task_options import (
 )
 
 from taper import DepthPolicy
-from taper.calibration.baselines import mean_depth
+from taper.evals.methods import mean_depth
 from taper.calibration.clock import measure_speedup
-from taper.calibration.measure import numbers
+from taper.calibration.store import numbers
 from taper.calibration.summary import to_plain
 from taper.engine import Engine
 from taper.evals import summarise
@@ -65,7 +65,7 @@ def quality(task: TaskStudy, policies: Mapping[str, DepthPolicy]) -> Json:
         "guessed": guessed(task.task),
         "output_tokens": round(statistics.median(map(len, outputs))),
         "replayed_outputs": len(task.references),
-        "replayed_steps": sum(len(reference.answer_ids) - 1 for reference in task.references),
+        "replayed_steps": sum(len(reference.completion_ids) - 1 for reference in task.references),
         "methods": rows,
     }
 

@@ -98,9 +98,9 @@ def quality(path: Path, folder: Path) -> dict[str, Any]:
 
 def log_probabilities(llm: LLM, reference: Reference, policy: DepthPolicy) -> np.ndarray:
     """Of each step of an answer under a policy, by one forward over prompt and answer: float64 [steps, V]."""
-    tokens = np.array((*reference.prompt_ids, *reference.answer_ids[:-1]), np.int32)
+    tokens = np.array((*reference.prompt_ids, *reference.completion_ids[:-1]), np.int32)
     prompt, layers = len(reference.prompt_ids), policy.num_hidden_layers
-    depths = [layers] * prompt + [policy.depth(step) for step in range(1, len(reference.answer_ids))]
+    depths = [layers] * prompt + [policy.depth(step) for step in range(1, len(reference.completion_ids))]
     active = active_prefixes(policy.skip_order, layers, depths)
     logits = forward(llm, tokens, active, range(prompt - 1, len(tokens))).astype(np.float64)
     logits -= logits.max(-1, keepdims=True)
@@ -110,7 +110,7 @@ def log_probabilities(llm: LLM, reference: Reference, policy: DepthPolicy) -> np
 
 def scores(index: int, reference: Reference, p: np.ndarray, q: np.ndarray) -> Scores:
     """What q loses against p, both log-probabilities [steps, V] of one answer."""
-    steps, own = np.arange(len(p)), np.array(reference.answer_ids)[:, None]
+    steps, own = np.arange(len(p)), np.array(reference.completion_ids)[:, None]
     nll_p, nll_q = (-np.take_along_axis(x, own, -1)[:, 0] for x in (p, q))
     kl, agreement = (np.exp(p) * (p - q)).sum(-1), (p.argmax(-1) == q.argmax(-1)).astype(float)
     return Scores(np.full(len(p), index), steps, np.zeros_like(steps), kl, agreement, nll_q, nll_p)

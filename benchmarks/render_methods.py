@@ -21,7 +21,7 @@ from task_options import DEFAULTS
 from taper.calibration.statistics import Estimate
 from taper.calibration.summary import interval
 from taper.evals.methods import FULL
-from taper.evals.statistics import bootstrap_difference, mcnemar, wilson
+from taper.calibration.statistics import bootstrap_difference, mcnemar, wilson
 
 Json = dict[str, Any]
 GSM8K, BBH = "gsm8k", "bbh"

@@ -10,7 +10,7 @@ from pages import measured, prose, table
 
 from taper.calibration.statistics import Estimate
 from taper.calibration.summary import interval
-from taper.evals.statistics import PairedComparison
+from taper.calibration.statistics import PairedComparison
 
 Json = dict[str, Any]
 

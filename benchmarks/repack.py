@@ -65,7 +65,7 @@ def quality(path: Path, references: list[Reference]) -> dict[str, Any]:
     for index, reference in enumerate(references):
         p, q = (log_probabilities(llm, reference, full) for llm in (mapped, repacked))
         parts.append(scores(index, reference, p, q))
-    steps = sum(len(reference.answer_ids) for reference in references)
+    steps = sum(len(reference.completion_ids) for reference in references)
     loss = over_steps(Scores.joined(parts)).all_steps
     return {"answers": len(references), "steps": steps, "loss": to_plain(loss)}
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from taper import LLM
 from taper.calibration.replay import Scores
-from taper.calibration.statistics import Estimate, by_answer, ratio_estimate
+from taper.calibration.statistics import Estimate, by_completion, ratio_estimate
 from taper.calibration.store import current_conditions
 from taper.errors import RequestError, TaperError
 from taper.evals import load_tasks
@@ -98,9 +98,9 @@ def made_with(llm: LLM) -> dict[str, Any]:
 
 def losses(scores: Scores) -> dict[str, Estimate]:
     """Mean KL and agreement over steps."""
-    ones = by_answer(scores, np.ones(len(scores.step)))
+    ones = by_completion(scores, np.ones(len(scores.step)))
     values = {"kl": scores.kl, "agreement": scores.agreement}
-    return {name: ratio_estimate(by_answer(scores, value), ones) for name, value in values.items()}
+    return {name: ratio_estimate(by_completion(scores, value), ones) for name, value in values.items()}
 
 
 def listed(names: str) -> list[str]:

@@ -24,7 +24,7 @@ import numpy as np
 from decode import conditions
 
 from taper import LLM, DepthPolicy
-from taper.calibration.measure import skipping
+from taper.calibration.store import skipping
 from taper.calibration.replay import Reference, Replay, Scores
 from taper.calibration.statistics import repeated
 from taper.evals import evaluate, load_tasks
@@ -144,7 +144,7 @@ def _reference(prompts: Mapping[int, tuple[int, ...]], record: Record) -> Refere
 def replayed(scores: Scores, references: Sequence[Reference], digits: set[int]) -> dict[str, float]:
     """What replay sees of a set of layers on full depth's own outputs."""
     tapered = scores.where(scores.step > 0)
-    ids = np.array([references[r].answer_ids[s] for r, s in zip(tapered.reference, tapered.step, strict=True)])
+    ids = np.array([references[r].completion_ids[s] for r, s in zip(tapered.reference, tapered.step, strict=True)])
     is_digit = np.isin(ids, list(digits))
     by_output = [tapered.where(tapered.reference == index) for index in range(len(references))]
     sure = tapered.nll_full < -np.log(SURE)

@@ -21,10 +21,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import taper.hf
 from taper import DepthPolicy
-from taper.calibration.baselines import closest_policy, mean_depth
+from taper.evals.methods import closest_policy, mean_depth
 from taper.calibration.replay import Reference, Scores
 from taper.calibration.search import first_steps
-from taper.calibration.statistics import by_answer, free_running, ratio_estimate
+from taper.calibration.statistics import by_completion, free_running, ratio_estimate
 from taper.calibration.summary import to_plain
 from taper.evals.comparison import Study
 
@@ -77,7 +77,7 @@ def compare_nesting(study: Study, references: Sequence[Reference], depth: float)
 
 def _compare(model: PreTrainedModel, study: Study, references: Sequence[Reference], depth: float) -> dict[str, Any]:
     replayed = first_steps(references[:ANSWERS], STEPS)
-    lengths = [len(reference.answer_ids) for reference in replayed]
+    lengths = [len(reference.completion_ids) for reference in replayed]
     policy = closest_policy(
         lambda n: DepthPolicy.d3(study.num_hidden_layers, n / _ALPHAS, skip_order=study.order), _ALPHAS, depth, lengths
     )
@@ -107,8 +107,8 @@ def replay(model: PreTrainedModel, references: Sequence[Reference], rules: Mappi
     parts: dict[str, list[Scores]] = {name: [] for name in rules}
     every = DepthPolicy.full(model.config.num_hidden_layers)
     for index, reference in enumerate(references):
-        count, ids = len(reference.answer_ids), [*reference.prompt_ids, *reference.answer_ids]
-        answer = torch.tensor(reference.answer_ids)[:, None]
+        count, ids = len(reference.completion_ids), [*reference.prompt_ids, *reference.completion_ids]
+        answer = torch.tensor(reference.completion_ids)[:, None]
         full = forward(model, ids, len(reference.prompt_ids), every)[-count:].log_softmax(-1)
         for name, (policy, filled) in rules.items():
             own = forward(model, ids, len(reference.prompt_ids), policy, filled)[-count:].log_softmax(-1)
@@ -182,7 +182,7 @@ def _answer(model: PreTrainedModel, study: Study, prompt: tuple[int, ...], polic
 
 def _above(scores: Scores, base: Scores) -> Any:
     """How much higher the KL is, paired by answer."""
-    return ratio_estimate(by_answer(scores, scores.kl - base.kl), by_answer(base, np.ones(len(base.step))))
+    return ratio_estimate(by_completion(scores, scores.kl - base.kl), by_completion(base, np.ones(len(base.step))))
 
 
 def _figures(scores: Scores) -> dict[str, Any]:

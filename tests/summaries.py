@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from taper.calibration.baselines import RANDOM_SEEDS
 from taper.calibration.clock import CostModel, TimedRuns
 from taper.calibration.statistics import (
     Estimate,
@@ -16,10 +15,8 @@ from taper.calibration.statistics import (
     SolvedProblems,
 )
 from taper.calibration.store import Conditions
-from taper.calibration.summary import Budget, CalibratedModel, Frontier, PromptCounts, Speedup, Summary
+from taper.calibration.summary import Budget, CalibratedModel, CalibrationSummary, Frontier, PromptCounts, Speedup
 from taper.policy import ModelIdentity
-
-OTHERS = ["middle first (our reading of D3)", "early exit", "ShortGPT", "Unified (evenly spread)"]
 
 
 def around(value: float, part: float = 0.1) -> Estimate:
@@ -27,24 +24,13 @@ def around(value: float, part: float = 0.1) -> Estimate:
     return Estimate(*(float(f"{x:.6g}") for x in (value, value * (1 - part), value * (1 + part))))
 
 
-def frontier(layers: int, baselines: bool) -> Frontier:
+def frontier(layers: int) -> Frontier:
     depths = range(layers - 1, layers - 1 - max(2, layers // 3), -1)
     losses = {depth: 0.01 * math.exp(0.45 * (layers - depth)) for depth in depths}
-    speedup = {depth: round(layers / (depth + 0.3), 4) for depth in depths}
-    if not baselines:
-        return Frontier("search", speedup, {"measured order": losses})
-    methods = [
-        "measured order",
-        *OTHERS,
-        *(f"random order {i + 1}" for i in range(RANDOM_SEEDS)),
-        "SkipDecode",
-        "HSD (our reading)",
-    ]
-    kl = {name: {depth: around(kl * (1.5**i)) for depth, kl in losses.items()} for i, name in enumerate(methods)}
-    return Frontier("held out", speedup, kl, agreement={}, kl_above_measured_order={})
+    return Frontier({depth: round(layers / (depth + 0.3), 4) for depth in depths}, losses)
 
 
-def summary(layers: int = 6, *, baselines: bool = False, tapers: bool = True, agreement: float = 0.953) -> Summary:
+def summary(layers: int = 6, *, tapers: bool = True, agreement: float = 0.953) -> CalibrationSummary:
     """The summary of a policy that skips two layers from step 8 on."""
     tokens, min_depth = 40, layers - 2 * tapers
     curve = [layers if step < 8 else min_depth for step in range(tokens)]
@@ -52,7 +38,7 @@ def summary(layers: int = 6, *, baselines: bool = False, tapers: bool = True, ag
     kl = [0.05 * (1 + math.sin(step)) * (step >= 8) * tapers for step in steps]
     tapered = LossEstimate(around(0.0523), Estimate(agreement, agreement - 0.01, agreement + 0.01), around(1.234))
     all_steps = LossEstimate(around(0.0417 * tapers), Estimate(0.9625, 0.9625, 0.9625), around(0.987))
-    return Summary(
+    return CalibrationSummary(
         mean_depth=sum(curve[1:]) / (tokens - 1),
         speedup=Speedup(1.3712, TimedRuns(1.3456, 1.3123, 1.3789) if tapers else TimedRuns(1.0, 0.99, 1.01)),
         held_out=Losses(all_steps, tapered if tapers else None),
@@ -89,5 +75,5 @@ def summary(layers: int = 6, *, baselines: bool = False, tapers: bool = True, ag
         core_layers=[0, layers - 1],
         curve=curve,
         by_step=LossByStep([22 - step // 4 for step in steps], kl, [1 - x for x in kl]),
-        frontier=frontier(layers, baselines),
+        frontier=frontier(layers),
     )

@@ -114,7 +114,7 @@ def test_killed_three_times_it_finds_the_same_policy(arguments, tmp_path, monkey
 
     def measured() -> int:
         file = sqlite3.connect(tmp_path / "cache" / "calibration.sqlite")
-        return file.execute("SELECT COUNT(*) FROM measured_2").fetchone()[0]
+        return file.execute("SELECT COUNT(*) FROM measured_3").fetchone()[0]
 
     out = tmp_path / "out" / "policy.json"
     monkeypatch.setenv("TAPER_CACHE", str(tmp_path / "cache"))

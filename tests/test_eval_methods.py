@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from taper.calibration.baselines import RANDOM_SEEDS, closest_policy, mean_depth
 from taper.errors import PolicyError, RequestError
-from taper.evals.methods import FULL, chosen, methods
+from taper.evals.methods import FULL, RANDOM_SEEDS, chosen, closest_policy, mean_depth, methods
 from taper.policy import DepthPolicy
 
 MEASURED, MIDDLE_FIRST = "D3, measured order", "D3, middle first (our reading)"

@@ -27,7 +27,7 @@ def step_by_step(engine: Engine, reference: Reference, policy: DepthPolicy) -> n
     """Logits [steps, V] of decoding a known answer one token at a time, by forwards made by hand."""
     backend, prompt = engine.backend, reference.prompt_ids
     logits = [backend.forward(one_slot(backend, prompt, (len(prompt) - 1,))).logits[0]]
-    for step, token in enumerate(reference.answer_ids[:-1], 1):
+    for step, token in enumerate(reference.completion_ids[:-1], 1):
         batch = one_slot(backend, [token], (0,), start=len(prompt) + step - 1)
         retained = policy.retained_layers(step)
         batch = replace(batch, num_active=tuple(int(layer in retained) for layer in range(policy.num_hidden_layers)))
@@ -53,7 +53,7 @@ def expected(engine: Engine, reference: Reference, policy: DepthPolicy, top: int
         best = np.argsort(-a)[:top]
         rest = [max(1 - np.exp(x[best]).sum(), 1e-12) for x in (a, b)]
         kl.append((np.exp(a[best]) * (a[best] - b[best])).sum() + rest[0] * np.log(rest[0] / rest[1]))
-    answer = np.array(reference.answer_ids)
+    answer = np.array(reference.completion_ids)
     steps = np.arange(len(answer))
     return np.array(kl), p.argmax(-1) == q.argmax(-1), -q[steps, answer], -p[steps, answer]
 
@@ -90,7 +90,7 @@ def check_replay(kind: str, loaded: LoadedModel) -> None:
             np.testing.assert_allclose(found.nll, nll, atol=2e-4)
             np.testing.assert_allclose(found.nll_full, nll_full, atol=2e-4)
             assert (found.agreement == agreement).all()
-            assert found.depth.tolist() == [policy.depth(step) for step in range(len(reference.answer_ids))]
+            assert found.depth.tolist() == [policy.depth(step) for step in range(len(reference.completion_ids))]
 
 
 @BACKENDS
@@ -102,9 +102,9 @@ def test_replay_across_buckets_of_cells_equals_transformers_at_full_depth(tiny_l
     scores, policy = replay.score(DepthPolicy.full(6)), policies(6)["d3 late"]
     for index, reference in enumerate(known):
         with torch.no_grad():
-            logits = tiny_llama.hf(torch.tensor([reference.prompt_ids + reference.answer_ids])).logits[0]
+            logits = tiny_llama.hf(torch.tensor([reference.prompt_ids + reference.completion_ids])).logits[0]
         steps = logits[len(reference.prompt_ids) - 1 : -1].log_softmax(-1)
-        nll = -steps[range(40), list(reference.answer_ids)].numpy()
+        nll = -steps[range(40), list(reference.completion_ids)].numpy()
         np.testing.assert_allclose(scores.nll_full[scores.reference == index], nll, atol=2e-4)
     tapered = replay.score(policy)
     for index, reference in enumerate(known):
@@ -168,7 +168,7 @@ def test_block_influence_is_one_minus_the_cosine_of_in_and_out(tiny_llama, kind)
         for layer in tiny_llama.hf.model.layers
     ]
     with torch.no_grad():
-        tiny_llama.hf(torch.tensor([reference.prompt_ids + reference.answer_ids[:-1]]))
+        tiny_llama.hf(torch.tensor([reference.prompt_ids + reference.completion_ids[:-1]]))
     for hook in hooks:
         hook.remove()
     steps = slice(len(reference.prompt_ids), None)

@@ -12,36 +12,34 @@ from pathlib import Path
 import numpy as np
 import pytest
 from matplotlib.image import imread
-from summaries import OTHERS, around, summary
+from summaries import around, summary
 
 from taper.calibration import report
 from taper.calibration.report import write_report
 from taper.calibration.statistics import Estimate, Losses, PolicyAndFull
-from taper.calibration.summary import Budget, Frontier, Provenance, Summary, interval, verdict
+from taper.calibration.summary import Budget, CalibrationSummary, Frontier, interval, verdict
 from taper.models import files
 
 PICTURES = ["depth_by_step", "frontier", "importance", "loss_by_step", "speed"]
 PAPER = "https://arxiv.org/abs/2503.08524"
 
 
-def page(data: Summary) -> str:
+def page(data: CalibrationSummary) -> str:
     """The page with empty pictures."""
     return report._page(data, dict.fromkeys(PICTURES, b""))
 
 
-def words(data: Summary) -> str:
+def words(data: CalibrationSummary) -> str:
     """What the page says, on one line."""
     source = page(data)
     return " ".join(re.sub(r"<[^>]*>", " ", source[source.index("<body>") :]).split())
 
 
-ONE_DEPTH = Frontier("search", {1: 1.5}, {"measured order": {1: 2.5}})
+ONE_DEPTH = Frontier({1: 1.5}, {1: 2.5})
 CASES = {
     "plain": summary(),
-    "with baselines": summary(30, baselines=True),
-    "baselines close together": summary(baselines=True),
+    "many layers": summary(30),
     "tapers nothing": summary(tapers=False),
-    "tapers nothing, logarithmic": summary(30, baselines=True, tapers=False),
     "two layers": replace(summary(2, tapers=False), frontier=ONE_DEPTH),
 }
 
@@ -52,20 +50,18 @@ CASES = {
 def assert_complete(value: object, data: object) -> None:
     """Every field of nested dataclasses is in their JSON, or is None by default."""
     for field in fields(value) if is_dataclass(value) else ():
-        part, key = getattr(value, field.name), field.metadata.get("json", field.name)
+        part, key = getattr(value, field.name), field.name.replace("_steps", " steps")
         assert key in data or part is field.default is None, key
         if key in data:
             assert_complete(part, data[key])
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_field_reaches_the_json_and_comes_back(name):
+def test_every_field_reaches_the_json(name):
     data = json.loads(json.dumps(CASES[name].to_json()))
     assert_complete(CASES[name], data)
     assert data["verdict"] == CASES[name].verdict
     assert data["budget_met"] == CASES[name].budget_met
-    assert Summary.from_json(data) == CASES[name]
-    assert Provenance.from_json(data).to_json().items() <= data.items()
 
 
 def test_verdict_says_how_surely_a_budget_is_kept():
@@ -146,7 +142,7 @@ def test_a_speed_that_was_asked_for_is_set_beside_what_was_measured():
 def test_a_policy_that_tapers_nothing_says_so():
     said = words(summary(tapers=False))
     assert "It skips no layer" in said
-    assert "another token becomes the likeliest" not in said
+    assert "another token becomes the most probable one" not in said
 
 
 def test_too_few_tapered_steps_are_not_called_none():
@@ -154,12 +150,6 @@ def test_too_few_tapered_steps_are_not_called_none():
     said = words(replace(data, held_out=Losses(data.held_out.all_steps)))
     assert "fewer than 30 of the held-out steps" in said
     assert "It skips no layer" not in said
-
-
-def test_frontier_names_its_prompts_and_methods():
-    said = words(summary(baselines=True))
-    assert "on answers to held-out prompts" in said
-    assert all(name in said for name in OTHERS)
 
 
 def test_names_are_text_and_never_markup():
@@ -192,7 +182,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_half_written(tmp_path, m
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_figures_have_the_digits_that_their_intervals_leave_open():
+def test_estimates_have_the_digits_that_their_intervals_leave_open():
     assert interval(Estimate(0.05231, 0.0481, 0.0567)) == "0.052 (0.048 to 0.057)"
     assert interval(Estimate(0.97512, 0.971, 0.979), 100) == "97.5 (97.1 to 97.9)"
     assert interval(Estimate(116.06, 106.3, 124.1)) == "116 (106 to 124)"
@@ -201,7 +191,7 @@ def test_figures_have_the_digits_that_their_intervals_leave_open():
     assert interval(None) == "–"
 
 
-def test_running_mean_weighs_steps_by_their_answers():
+def test_running_mean_weighs_steps_by_their_outputs():
     values, weights = np.array([1.0, 4.0, 0.0]), np.array([2.0, 1.0, 1.0])
     assert report._running_mean(values, weights) == pytest.approx([1.5, 1.5, 1.5])
     far = np.zeros(20)

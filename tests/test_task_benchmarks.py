@@ -124,7 +124,7 @@ def test_what_is_replayed_was_written_by_full_depth(results, arguments, tiny_lla
     task = task_options.open_task(study, "gsm8k", options)
     assert len(task.references) == len(task.records) == 2
     for reference in task.references:
-        ids = reference.answer_ids
+        ids = reference.completion_ids
         assert twin(tiny_llama, list(reference.prompt_ids), DepthPolicy.full(6), len(ids)) == list(ids)
 
 

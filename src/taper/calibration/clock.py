@@ -1,4 +1,4 @@
-"""What a step costs by depth, measured on this machine, and what a policy should save by that."""
+"""The clock: the time of a step by depth on this machine, and what a policy saves by it."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class CostModel:
     layer_ms: float
 
     def step_ms(self, depth: float) -> float:
-        """Time of a step; of a mean depth, the mean time."""
+        """Time of a step at a depth; at a mean depth, the mean time."""
         return self.fixed_ms + self.layer_ms * depth
 
     def speedup(self, policy: DepthPolicy, max_tokens: int) -> float:
-        """Predicted time per token from step 1 on, at full depth over that of the policy."""
+        """Predicted time per token from step 1 on at full depth, over that of the policy."""
         return self.step_ms(policy.num_hidden_layers) / self.step_ms(policy.mean_depth(max_tokens))
 
 
 class TimedRuns(NamedTuple):
-    """Speed in several timed runs, times that of full depth."""
+    """The speed in several timed runs, as a multiple of full depth's."""
 
     median: float
     slowest: float
@@ -43,7 +43,7 @@ class TimedRuns(NamedTuple):
 
 
 def measure_cost(engine: Engine, prompt_ids: Sequence[int], max_tokens: int) -> CostModel:
-    """Fit the line to median steps at several constant depths, over answers of `max_tokens` tokens that take turns."""
+    """Fit the line to the median steps of outputs of `max_tokens` tokens at several constant depths."""
     layers = engine.backend.config.num_hidden_layers
     depths = sorted({layers, layers * 5 // 6, layers * 2 // 3})
     order = range(layers - 1, 0, -1)
@@ -53,7 +53,7 @@ def measure_cost(engine: Engine, prompt_ids: Sequence[int], max_tokens: int) -> 
 
 
 def measure_speedup(engine: Engine, prompt_ids: Sequence[int], policy: DepthPolicy, max_tokens: int) -> TimedRuns:
-    """Time per token at full depth over that of the policy, in `ROUNDS` pairs of answers that take turns."""
+    """Time per token at full depth over that of the policy, in `ROUNDS` pairs of outputs."""
     pair = [DepthPolicy.full(policy.num_hidden_layers), policy]
     _alternate(engine, prompt_ids, pair, max_tokens)  # prepares the graphs of every depth
     times = [_alternate(engine, prompt_ids, pair, max_tokens) for _ in range(ROUNDS)]
@@ -64,7 +64,8 @@ def measure_speedup(engine: Engine, prompt_ids: Sequence[int], policy: DepthPoli
 def _alternate(
     engine: Engine, prompt_ids: Sequence[int], policies: Sequence[DepthPolicy], max_tokens: int
 ) -> list[list[float]]:
-    """Milliseconds of each step from 1 on: one answer a policy, a step of each in turn, so noise hits all alike."""
+    """Milliseconds of each step from 1 on, one output a policy. Policies take turns at each step, so that whatever
+    slows the machine slows them alike."""
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     sequences = [engine.add(Request(tuple(prompt_ids), params, policy)) for policy in policies]
     times: list[list[float]] = [[] for _ in policies]

@@ -1,6 +1,7 @@
-"""The policy for a budget: of curves along an order of layers, the best by forecast are replayed.
+"""The curve for a budget or a speed: of power curves along an order of layers, the best by forecast are replayed.
 
-`curves` and `curves_of_speed` make the candidates, `LossTable` forecasts them, `fit_quality` and `fit_speed` choose.
+`power_curves` and `power_curves_of_speed` make candidates, `LossTable` forecasts their loss, `fit_quality` and
+`fit_speed` choose. Other curves cannot be told from the power law at equal mean depth, so they are not searched.
 """
 
 from __future__ import annotations
@@ -8,80 +9,65 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from ..errors import RequestError
-from ..policy import DepthPolicy, Schedule
+from ..policy import DepthPolicy
 from .clock import CostModel
 from .replay import Scores
 from .statistics import Loss, over_steps
 from .summary import Budget
 
-ATTEMPTS = 4  # candidates replayed for a quality budget
-_STARTS = (0, 1 / 8, 1 / 4, 1 / 2, 3 / 4)  # where the fall may begin, and how long it may last, in answers
-_SPANS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4)
-_FALLING = ("linear", "power")
-_PLACES = 4  # parts of an answer whose loss is told apart
+ATTEMPTS = 4  # candidates that are replayed for a quality budget
+_STARTS = (0, 1 / 8, 1 / 4, 1 / 2, 3 / 4)  # where the fall may begin, and how long it may last, in outputs
+_SPANS = (1 / 128, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4)
+_PLACES = 4  # parts of an output whose losses are kept apart
 
-# What a policy costs on the search prompts.
-Replayed = Callable[[DepthPolicy], Scores]
+Replayed = Callable[[DepthPolicy], Scores]  # what a policy costs on the search prompts
+Score = Callable[[DepthPolicy], float]  # by how many standard errors it solves fewer problems
 
 
-def shape(
-    curve: str, num_hidden_layers: int, min_depth: int, skip_order: Sequence[int], start: int, span: int = 0
+def power_curve(
+    num_hidden_layers: int, min_depth: int, skip_order: Sequence[int], start: int, span: int
 ) -> DepthPolicy:
-    """A curve that falls from `start` on to `min_depth` within `span` steps; a constant one falls at once."""
-    numbers: dict[str, float] = {}
-    if curve == "linear":
-        numbers = {"span": span}
-    elif curve == "power":
-        numbers = {"alpha": math.floor((min_depth / num_hidden_layers) ** (1 / span) * 1e6) / 1e6}
-    schedule = Schedule(num_hidden_layers, curve, min_depth, start=start, **numbers)  # type: ignore[arg-type]
-    return DepthPolicy(schedule, tuple(skip_order))
+    """A power curve that falls from `start` on to `min_depth` within `span` steps."""
+    alpha = math.floor((min_depth / num_hidden_layers) ** (1 / span) * 1e6) / 1e6
+    return DepthPolicy.d3(num_hidden_layers, alpha, start, min_depth, skip_order)
 
 
-def curves(skip_order: Sequence[int], searched: int, num_hidden_layers: int, max_tokens: int) -> list[DepthPolicy]:
-    """Policies of every curve that skip at most the first `searched` layers of an order, over `max_tokens` tokens."""
+def power_curves(skip_order: Sequence[int], most: int, num_hidden_layers: int, max_tokens: int) -> list[DepthPolicy]:
+    """Policies that skip at most the first `most` layers of an order, over outputs of `max_tokens` tokens."""
     spans = sorted({max(1, round(part * max_tokens)) for part in _SPANS})
-    policies = []
-    for min_depth in range(num_hidden_layers - 1, num_hidden_layers - searched - 1, -1):
-        for start in _starts(max_tokens):
-            falls = [("constant", 0), *((curve, span) for curve in _FALLING for span in spans)]
-            policies += [shape(curve, num_hidden_layers, min_depth, skip_order, start, span) for curve, span in falls]
-    return policies
+    return [
+        power_curve(num_hidden_layers, min_depth, skip_order, start, span)
+        for min_depth in range(num_hidden_layers - 1, num_hidden_layers - most - 1, -1)
+        for start in _starts(max_tokens)
+        for span in spans
+    ]
 
 
-def curves_of_speed(
-    skip_order: Sequence[int],
-    searched: int,
-    num_hidden_layers: int,
-    max_tokens: int,
-    speedup: float,
-    cost: CostModel,
+def power_curves_of_speed(
+    skip_order: Sequence[int], most: int, num_hidden_layers: int, max_tokens: int, speedup: float, cost: CostModel
 ) -> list[DepthPolicy]:
-    """As `curves`, each falling as late or as slowly as a predicted speedup lets it.
+    """As `power_curves`, but each falls as slowly as a predicted speedup lets it.
 
     Raises:
         RequestError: none is that fast.
     """
-
-    def most_steps(stretched: Callable[[int], DepthPolicy]) -> int:
-        """The largest number at which the policy still is that fast; 0 if it never is."""
-        steps = range(1, 8 * max_tokens + 1)
-        return bisect_left(steps, True, key=lambda n: cost.speedup(stretched(n), max_tokens) < speedup)
-
     policies: list[DepthPolicy] = []
-    for skipped in range(1, searched + 1):
-        facts = (num_hidden_layers, num_hidden_layers - skipped, skip_order)
-        # Functions of a number of steps, the start or the span: the larger it is, the slower is the policy.
-        stretches = [partial(shape, "constant", *facts)]
-        stretches += [partial(shape, curve, *facts, start) for start in _starts(max_tokens) for curve in _FALLING]
-        policies += [stretched(steps) for stretched in stretches if (steps := most_steps(stretched))]
+    spans = range(1, 8 * max_tokens + 1)
+    for skipped in range(1, most + 1):
+        for start in _starts(max_tokens):
+
+            def policy(span: int, min_depth: int = num_hidden_layers - skipped, start: int = start) -> DepthPolicy:
+                return power_curve(num_hidden_layers, min_depth, skip_order, start, span)
+
+            longest = bisect_left(spans, True, key=lambda span: cost.speedup(policy(span), max_tokens) < speedup)
+            policies += [policy(longest)] if longest else []
     if not policies:
-        lowest = shape("constant", num_hidden_layers, num_hidden_layers - searched, skip_order, 0)
+        lowest = power_curve(num_hidden_layers, num_hidden_layers - most, skip_order, 0, 1)
         highest = cost.speedup(lowest, max_tokens)
         raise RequestError(
             f"no policy of this model is predicted to be {speedup}x as fast over {max_tokens} tokens",
@@ -95,14 +81,14 @@ def _starts(max_tokens: int) -> list[int]:
 
 
 class Forecast(NamedTuple):
-    """What a policy should cost, with no interval; step 0 left out, as it never skips a layer."""
+    """The expected loss of a policy, with no interval; step 0 is left out, as it never skips a layer."""
 
     all_steps: Loss
     tapered_steps: Loss
 
 
 class LossTable:
-    """Mean loss by depth and place in the answer: of constant depths as measured, in between by a straight line."""
+    """Mean loss by depth and place in the output: measured at constant depths, interpolated between them."""
 
     def __init__(self, measured: dict[int, Scores], num_hidden_layers: int, max_tokens: int) -> None:
         self._layers, self._tokens = num_hidden_layers, max_tokens
@@ -115,7 +101,7 @@ class LossTable:
         self._table = np.stack(between, -1).reshape(-1, *known.shape[1:])
 
     def predict(self, policy: DepthPolicy) -> Forecast:
-        """What a policy should cost."""
+        """The expected loss of a policy."""
         steps = np.arange(1, self._tokens)
         depths = np.array([policy.depth(step) for step in steps.tolist()])
         losses = self._table[depths, self._place(steps)]
@@ -126,7 +112,7 @@ class LossTable:
         return place
 
     def _places(self, scores: Scores) -> np.ndarray:
-        """Means of each place of an answer; a place without steps takes those of all: [places, 4]."""
+        """Means of each place of an output, [places, 4]; a place without steps takes those of all."""
         losses = np.stack([scores.kl, 1 - scores.agreement, scores.nll - scores.nll_full, scores.nll_full], -1)
         places = self._place(scores.step)
         after_first = scores.step > 0
@@ -139,7 +125,7 @@ def fit_quality(
 ) -> DepthPolicy:
     """The policy of least mean depth whose replayed loss keeps the budget, intervals included; else the nearest to it.
 
-    Time plays no part: it falls with mean depth, and a quality budget gives the same policy on every machine.
+    Time plays no part: it falls with mean depth, so a quality budget gives the same policy on every machine.
     """
     depth = [policy.mean_depth(max_tokens) for policy in candidates]
     forecast = [budget.worst_share(table.predict(policy).tapered_steps) for policy in candidates]
@@ -151,32 +137,28 @@ def fit_quality(
         promising = [i for i in faster if forecast[i] * margin <= 1]
         if promising:
             chosen = min(promising, key=lambda i: depth[i])
-        else:  # the gentlest of all might keep it, where none has
+        else:  # the gentlest of all might keep the budget if none has so far
             chosen = min(range(len(candidates)), key=lambda i: forecast[i])
             if kept or chosen in replayed:
                 break
         tapered = over_steps(replay(candidates[chosen])).tapered_steps
-        if tapered is None:  # too few steps to judge it, or to tell anything of the table
+        if tapered is None:  # too few steps to judge the policy, or the table
             replayed[chosen] = math.inf
         else:
             replayed[chosen] = budget.worst_share(tapered.worst)
-            # A hair of safety: the next should keep the budget.
+            # One per cent of safety: the next candidate should keep the budget.
             margin = 1.01 * replayed[chosen] / max(forecast[chosen], 1e-9)
     kept = [i for i, share in replayed.items() if share <= 1]
     return candidates[min(kept, key=lambda i: depth[i]) if kept else min(replayed, key=lambda i: replayed[i])]
 
 
 def fit_speed(
-    candidates: Sequence[DepthPolicy],
-    harmless: int,
-    table: LossTable,
-    replay: Replayed,
-    harm: Callable[[DepthPolicy], float],
+    candidates: Sequence[DepthPolicy], harmless: int, table: LossTable, replay: Replayed, score: Score
 ) -> DepthPolicy:
-    """Of policies that are equally fast, one that skips few layers early or more of them late: what does less `harm`.
+    """Of policies that are equally fast, one that skips few layers early or many of them late: the better `score`.
 
-    From the fewest layers on that reach the speed, one more is skipped as long as the replayed KL over all steps falls.
-    This is compared with stopping at the first `harmless` layers, or at those fewest if they are more.
+    From the fewest layers that reach the speed, one more is skipped as long as the replayed KL over all steps falls.
+    The end of this path is compared with stopping at the first `harmless` layers, or at those fewest if they are more.
     """
     path: list[DepthPolicy] = []
     lowest = math.inf
@@ -190,7 +172,7 @@ def fit_speed(
         lowest = kl
     least = min(path[0].min_depth, path[0].num_hidden_layers - harmless)
     few, many = [policy for policy in path if policy.min_depth >= least][-1], path[-1]
-    return few if few == many else min(few, many, key=harm)
+    return few if few == many else min(few, many, key=score)
 
 
 def _mean(losses: np.ndarray) -> Loss:

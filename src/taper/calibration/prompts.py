@@ -1,4 +1,4 @@
-"""Prompts, and the model's own answers to them at full depth: what calibration measures on."""
+"""Prompts, and the model's own outputs at full depth: what calibration measures on."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from ..errors import RequestError
 from ..llm import LLM, Prompt
 from ..policy import DepthPolicy
 from ..sampling import SamplingParams
-from .measure import Tick, numbers
 from .replay import Reference
-from .store import Store
+from .store import Store, Tick, numbers
 
-BATCH = 16  # answers generated at a time, and stored together
+BATCH = 16  # outputs generated at a time, and stored together
 MIN_PROMPTS = 8  # half for the search, half held out
 MAX_LINE = 100_000  # characters
 MAX_FILE_BYTES = 1 << 28
@@ -33,7 +32,9 @@ def builtin_prompts() -> list[Prompt]:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """The prompts of a file: JSON lines with "prompt" or "messages", or plain text, one a line; empty lines are none.
+    """The prompts of a file: JSON lines with "prompt" or "messages", or plain text with one prompt a line.
+
+    Empty lines are skipped.
 
     Raises:
         RequestError: the file cannot be read, is not UTF-8, or a line is not a prompt.
@@ -74,10 +75,10 @@ def _read_line(line: str, where: str) -> Prompt:
 
 
 def encode_prompts(llm: LLM, prompts: Sequence[Prompt], seed: int, max_prompts: int) -> list[tuple[int, ...]]:
-    """Token ids of the prompts, each once, shuffled by the seed; a random sample of `max_prompts` where there are more.
+    """Token ids of the different prompts, shuffled by the seed, `max_prompts` at most.
 
     Raises:
-        RequestError: a prompt cannot be answered, or there are too few to split.
+        RequestError: a prompt cannot be completed, or there are too few to split.
     """
     encoded: dict[tuple[int, ...], None] = {}
     for number, prompt in enumerate(prompts, 1):
@@ -98,19 +99,19 @@ def encode_prompts(llm: LLM, prompts: Sequence[Prompt], seed: int, max_prompts: 
 def completions(
     llm: LLM, prompts: Sequence[tuple[int, ...]], policy: DepthPolicy, max_tokens: int, store: Store, tick: Tick
 ) -> list[Reference]:
-    """The model's greedy answers under a policy, the stop id included, in batches that are stored one by one."""
+    """The model's greedy outputs under a policy, stop id included; each batch of them is stored by itself."""
     params, eos_token_ids, references = SamplingParams(max_tokens=max_tokens), llm.tokenizer.eos_token_ids, []
     for first in range(0, len(prompts), BATCH):
         batch = prompts[first : first + BATCH]
-        key: dict[str, Any] = {"answers to": batch, "max_tokens": max_tokens, "policy": numbers(policy)}
+        key: dict[str, Any] = {"completions of": batch, "max_tokens": max_tokens, "policy": numbers(policy)}
         requests = [Request(prompt, params, policy, eos_token_ids) for prompt in batch]
-        answers = store.remember(key, partial(llm.engine.complete, requests))
-        references += [Reference(prompt, tuple(ids)) for prompt, ids in zip(batch, answers, strict=True)]
+        outputs = store.remember(key, partial(llm.engine.complete, requests))
+        references += [Reference(prompt, tuple(ids)) for prompt, ids in zip(batch, outputs, strict=True)]
         tick()
     return references
 
 
 def split(references: Sequence[Reference]) -> tuple[Sequence[Reference], Sequence[Reference]]:
-    """The half that is searched on, and the half that is held out; the prompts were shuffled."""
+    """The half that is searched on, and the half that is held out; the prompts were shuffled before."""
     half = len(references) // 2
     return references[:half], references[half:]

@@ -1,7 +1,7 @@
-"""Scores policies on known answers: what decoding them token by token would compute, in one forward a window.
+"""Replay: scores policies on known completions, exactly as decoding them would, in one forward for each window.
 
-The tokens of an answer already are in order of depth, so each layer runs on a prefix of them. Policies that differ from
-a base only from some layer on share its hidden states before that layer, and its keys and values below.
+The tokens of a completion are already sorted by depth, deepest first, so each layer runs on a prefix of them. Policies
+that differ from a base only from some layer on share its hidden states before that layer, and its keys and values.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from ..errors import RequestError
 from ..policy import DepthPolicy, active_prefixes
 from ..sampling import SamplingParams
 
-WINDOW = 128  # tokens a forward; bounds the memory of their logits
-TOP = 1024  # of full depth's likeliest tokens; all others share one bucket
+WINDOW = 128  # tokens of a forward; bounds the memory of their logits
+TOP = 1024  # most probable tokens at full depth that are compared one by one; all others share one bucket
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A prompt and a known answer, as token ids; the answer may end with a stop id."""
+    """A prompt and a known completion, as token ids; the completion may end with a stop id."""
 
     prompt_ids: tuple[int, ...]
-    answer_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
 
     def window(self, first: int, length: int) -> Reference:
-        """The steps from `first` on as an answer of their own: what precedes them counts as prompt."""
-        return Reference(self.prompt_ids + self.answer_ids[:first], self.answer_ids[first : first + length])
+        """The steps from `first` on as a completion of their own: what precedes them counts as prompt."""
+        return Reference(self.prompt_ids + self.completion_ids[:first], self.completion_ids[first : first + length])
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What a policy costs at each step of some answers; all arrays [steps].
+    """What a policy costs at each step of some completions; all arrays [steps].
 
-    KL(full || policy) in nats is over full depth's `TOP` likeliest tokens and one bucket for the rest. Step 0 comes
-    from the prefill at full depth, so it costs nothing.
+    KL(full || policy) in nats is over the `TOP` most probable tokens at full depth and one bucket for the rest. Step 0
+    comes from the prefill at full depth, so it costs nothing.
     """
 
-    reference: np.ndarray  # index of the answer
+    reference: np.ndarray  # index of the completion
     step: np.ndarray
     depth: np.ndarray
     kl: np.ndarray
-    agreement: np.ndarray  # 1 where the likeliest token is that of full depth, else 0
-    nll: np.ndarray  # of the answer's token under the policy, nats
+    agreement: np.ndarray  # 1 where the argmax is that of full depth, else 0
+    nll: np.ndarray  # of the completion's token under the policy, nats
     nll_full: np.ndarray  # the same at full depth
 
     def where(self, chosen: np.ndarray) -> Scores:
@@ -58,48 +58,48 @@ class Scores:
 
     @classmethod
     def joined(cls, parts: Sequence[Scores]) -> Scores:
-        """Several as one, in their order."""
+        """Several scores as one, in the given order."""
         return cls(*(np.concatenate([getattr(part, column.name) for part in parts]) for column in fields(cls)))
 
 
 @dataclass(frozen=True)
 class _Full:
-    """Full depth on one answer, from step 0."""
+    """Full depth on one completion, from step 0."""
 
-    top: np.ndarray  # int32 [steps, TOP], unsorted; the likeliest token first
+    top: np.ndarray  # int32 [steps, TOP], the argmax first, the others unsorted
     logprobs: np.ndarray  # float32 [steps, TOP]
     nll: np.ndarray  # float64 [steps]
 
 
 class Replay:
-    """Known answers on an engine. Prompts that are prepared hold slots of it; close it to free them.
+    """Known completions on an engine. Prepared prompts hold slots of the engine; `close` frees them.
 
     Raises:
-        RequestError: an answer is empty or does not fit into the context.
+        RequestError: a completion is empty or does not fit into the context.
     """
 
     def __init__(self, engine: Engine, references: Sequence[Reference]) -> None:
         self.engine, self.references = engine, list(references)
         self._num_hidden_layers = engine.backend.config.num_hidden_layers
-        self._held: OrderedDict[int, EngineSequence] = OrderedDict()  # by answer, the latest used last
+        self._held: OrderedDict[int, EngineSequence] = OrderedDict()  # by completion, the last used one last
         self._full: dict[int, _Full] = {}
         for reference in self.references:
             engine.check_prompt(reference.prompt_ids)
-            length = len(reference.prompt_ids) + len(reference.answer_ids)
-            if not reference.answer_ids or length > engine.backend.context_length:
+            prompt, output = len(reference.prompt_ids), len(reference.completion_ids)
+            if not output or prompt + output > engine.backend.context_length:
                 raise RequestError(
-                    f"an answer of {len(reference.answer_ids)} tokens after a prompt of {len(reference.prompt_ids)} "
+                    f"an output of {output} tokens after a prompt of {prompt} "
                     f"cannot be replayed in a context of {engine.backend.context_length}",
                     "raise --context",
                 )
 
     def close(self) -> None:
-        """Free the slots of its prompts."""
+        """Free the slots."""
         while self._held:
             self._free_oldest()
 
     def score(self, policy: DepthPolicy) -> Scores:
-        """What one policy costs at each step of all answers."""
+        """What a policy costs at each step of all completions."""
         parts = []
         for index in range(len(self.references)):
             self.prepare(index)
@@ -107,7 +107,7 @@ class Replay:
         return Scores.joined(parts)
 
     def prepare(self, index: int) -> None:
-        """Have a slot hold the keys and values of an answer's prompt, and know full depth on the answer."""
+        """Put the keys and values of a completion's prompt into a slot, and compute full depth on the completion."""
         if index in self._held:
             self._held.move_to_end(index)
             return
@@ -115,19 +115,19 @@ class Replay:
             self._free_oldest()
         reference, full = self.references[index], DepthPolicy.full(self._num_hidden_layers)
         self._held[index] = self._hold(reference)
-        if index in self._full:  # then only the last token of the prompt is missing, the input of step 0
+        if index in self._full:  # only the last token of the prompt is missing, the input of step 0
             self.engine.forward(self._batch(index, full, range(1)))
             return
         parts = []
         for window in self._windows(index, first_step=0):
             output = self.engine.forward(self._batch(index, full, window, logits=True))
-            parts.append(_likeliest(output.logits, reference, window.start))
+            parts.append(_top_tokens(output.logits, reference, window.start))
         self._full[index] = _Full(*(np.concatenate(part) for part in zip(*parts, strict=True)))
 
     def at(self, index: int, policies: Sequence[DepthPolicy], base: DepthPolicy | None = None) -> list[Scores]:
-        """What each of some policies costs on one answer, which is prepared.
+        """The scores of several policies on one prepared completion.
 
-        What they have in common with `base` (default: full depth) is computed once.
+        Layers in which they equal `base` (default: full depth) are computed once.
         """
         full, base = self._full[index], base or DepthPolicy.full(self._num_hidden_layers)
         scores = [_as_at_full_depth(index, policy, full) for policy in policies]
@@ -135,13 +135,13 @@ class Replay:
         common = self._num_active(base, steps)
         begins = [_first_difference(self._num_active(policy, steps), common) for policy in policies]
         tapered = [i for i, own in enumerate(scores) if (own.depth < self._num_hidden_layers).any()]
-        # The base runs as far as a policy shares it, and leaves hidden states where each goes on by itself.
+        # The base runs as far as any policy shares it, and returns the hidden states from which each policy goes on.
         hidden_states = {}
         if shared := tuple(sorted({begins[i] for i in tapered} - {0})):
             for window in self._windows(index):
                 batch = self._batch(index, base, window, num_layers=shared[-1], output_hidden_states=shared)
                 hidden_states[window] = self.engine.forward(batch).hidden_states
-        # From the last beginning to the first: the layers below still hold the base's keys and values.
+        # The policy that begins last goes first: the layers below still hold the keys and values of the base.
         for i in sorted(tapered, key=lambda i: -begins[i]):
             own = scores[i]
             for window in self._windows(index):
@@ -155,7 +155,7 @@ class Replay:
         return scores
 
     def block_influence(self) -> np.ndarray:
-        """1 - mean cosine of what enters and what leaves each layer, full depth (ShortGPT, arXiv 2403.03853): [L]."""
+        """1 - mean cosine of the input and output of each layer at full depth (ShortGPT, arXiv 2403.03853): [L]."""
         full = DepthPolicy.full(self._num_hidden_layers)
         every, sums, count = tuple(range(self._num_hidden_layers + 1)), np.zeros(self._num_hidden_layers), 0
         for index in range(len(self.references)):
@@ -169,8 +169,8 @@ class Replay:
         return sums / max(1, count)
 
     def _windows(self, index: int, first_step: int = 1) -> list[range]:
-        """The steps of an answer, in the windows of one forward each. Step 0 is at full depth under every policy."""
-        steps = range(first_step, len(self.references[index].answer_ids))
+        """The steps of a completion, one window for each forward. Every policy runs step 0 at full depth."""
+        steps = range(first_step, len(self.references[index].completion_ids))
         return [steps[first : first + WINDOW] for first in range(0, len(steps), WINDOW)]
 
     def _batch(
@@ -185,10 +185,10 @@ class Replay:
         hidden_states: np.ndarray | None = None,
         logits: bool = False,
     ) -> TokenBatch:
-        """The forward that predicts the steps of a window, up to layer `num_layers`."""
+        """The forward that predicts the steps of a window, from `first_layer` up to layer `num_layers`."""
         reference, count = self.references[index], len(window)
-        # The input of a step is the token before it: of step 0, the last of the prompt.
-        token_ids = (reference.prompt_ids[-1], *reference.answer_ids)[window.start : window.stop]
+        # The input of a step is the token before it; for step 0, the last token of the prompt.
+        token_ids = (reference.prompt_ids[-1], *reference.completion_ids)[window.start : window.stop]
         positions = len(reference.prompt_ids) - 1 + np.arange(window.start, window.stop)
         num_active = self._num_active(policy, window)
         if num_layers is not None:
@@ -205,11 +205,11 @@ class Replay:
         )
 
     def _num_active(self, policy: DepthPolicy, steps: range) -> tuple[int, ...]:
-        """How many of some steps run each layer; these are always the first ones."""
+        """How many of these steps run each layer; they are always the first ones."""
         return active_prefixes(policy.skip_order, self._num_hidden_layers, [policy.depth(step) for step in steps])
 
     def _hold(self, reference: Reference) -> EngineSequence:
-        """A sequence that holds a slot with the prompt's keys and values, but for its last token's."""
+        """A sequence whose slot holds the prompt's keys and values, except for the last token."""
         prompt_ids = reference.prompt_ids[:-1] or reference.prompt_ids
         params = SamplingParams(max_tokens=self.engine.backend.context_length, ignore_eos=True)
         sequence = self.engine.add(Request(prompt_ids, params, DepthPolicy.full(self._num_hidden_layers)))
@@ -231,7 +231,7 @@ def _first_difference(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def _as_at_full_depth(index: int, policy: DepthPolicy, full: _Full) -> Scores:
-    """The scores of a policy where it skips no layer; those of other steps are still to be measured."""
+    """The scores of a policy at steps that skip no layer; the others are filled in later."""
     steps = np.arange(len(full.nll))
     depths = np.array([policy.depth(step) for step in steps.tolist()])
     same = (np.zeros(len(steps)), np.ones(len(steps)), full.nll.copy())
@@ -246,11 +246,11 @@ def _log_sum(logits: np.ndarray) -> np.ndarray:
 
 
 def _tokens(reference: Reference, first: int, count: int) -> np.ndarray:
-    """The answer's tokens of `count` steps as a column: [count, 1]."""
-    return np.array(reference.answer_ids[first : first + count])[:, None]
+    """The completion's tokens of `count` steps as a column: [count, 1]."""
+    return np.array(reference.completion_ids[first : first + count])[:, None]
 
 
-def _likeliest(logits: np.ndarray, reference: Reference, first: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _top_tokens(logits: np.ndarray, reference: Reference, first: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The arrays of `_Full` for the steps from `first` on."""
     normaliser = _log_sum(logits)
     top = min(TOP, logits.shape[1])
@@ -262,7 +262,7 @@ def _likeliest(logits: np.ndarray, reference: Reference, first: int) -> tuple[np
 
 
 def _at_least(logits: np.ndarray, least: float, count: int) -> np.ndarray:
-    """`count` tokens with logits of at least this much, the likeliest first: int32 [count]."""
+    """`count` tokens whose logits are at least `least`, the argmax first: int32 [count]."""
     ids = np.flatnonzero(logits >= least)[:count].astype(np.int32)
     place = int(logits[ids].argmax())
     ids[0], ids[place] = ids[place], ids[0]
@@ -275,7 +275,7 @@ def _compare(logits: np.ndarray, full: _Full, reference: Reference, first: int) 
     ids, p = full.top[steps], full.logprobs[steps].astype(np.float64)
     normaliser = _log_sum(logits)
     q = np.take_along_axis(logits, ids, -1) - normaliser[:, None]
-    tiny = 1e-12  # a bucket that rounding leaves empty
+    tiny = 1e-12  # rounding may leave a bucket empty
     p_rest, q_rest = (np.maximum(1 - np.exp(x).sum(-1), tiny) for x in (p, q))
     kl = (np.exp(p) * (p - q)).sum(-1) + p_rest * np.log(p_rest / q_rest)
     agreement = logits.argmax(-1) == ids[:, 0]

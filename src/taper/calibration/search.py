@@ -1,117 +1,96 @@
-"""Which layers to skip, in which order: measured, by greedy addition with look-ahead.
+"""Which layers to skip, in which order: greedy addition by measured KL, checked on problems that the model solves.
 
-Knows sets of layers, what skipping them costs on some answers of the model's own, and what harm it does to problems.
+Knows sets of layers, the KL of skipping them on known completions, and how the model then solves problems.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from .replay import Reference
 
-CORE = 5.0  # a layer that costs this many times the median of all, skipped alone, always runs
-ANSWERS, STEPS = 36, 32  # what an order is searched on: answers (they differ more than steps), and first steps of each
-FIRST_LOOK = 12  # answers all candidates are tried on; the best go on to the others
+CORE = 5.0  # a layer whose KL, skipped alone, is this many times the median of all layers is always run
+COMPLETIONS, STEPS = 36, 32  # of the search: completions (they differ more than steps do), and first steps of each
+FIRST_LOOK = 12  # completions on which all candidates are tried; the best ones go on to the others
 CANDIDATES, FINALISTS = 6, 3
-BEAM, NEAR = 2, 0.03  # follow a second order too, where its log KL is this close: it may be first a layer later
-HARMLESS = 1.645  # standard errors: a set that does no harm goes beyond it by chance one time in twenty
-LOST = 4.0  # standard errors: so far fewer problems are solved that asking for more of them tells nothing
+HARMLESS = 1.645  # standard errors: a set that loses nothing goes beyond it by chance one time in twenty
+COLLAPSED = 4.0  # standard errors: so many fewer problems are solved that asking for more of them says nothing
 
-# Sums of KL, one for each candidate, over the steps of some answers (given by their indices), of skipping some layers
-# and that candidate besides.
+# Sums of KL over some completions (given by their indices), one for each candidate, if the skipped layers and that
+# candidate are skipped.
 Measure = Callable[[frozenset[int], Sequence[int], range], np.ndarray]
-# By how many standard errors fewer problems are solved when some layers are skipped.
-Harm = Callable[[frozenset[int]], float]
+# By how many standard errors fewer problems are solved if some layers are skipped (`mcnemar_score`).
+Score = Callable[[frozenset[int]], float]
 
 
-class Order(NamedTuple):
-    """Layers in the order of skipping."""
+class Skipped(NamedTuple):
+    """The next layer to skip, after those before it."""
 
-    layers: list[int]
-    losses: list[float]  # the mean KL of skipping the first ones, at each length
-    harmless: int  # how many of the first ones may be skipped before fewer problems are solved
-
-
-class _Path(NamedTuple):
-    """The sum of the logarithms of `losses`, the KL at each length of an order so far; the lowest path is the best."""
-
-    cost: float
-    order: tuple[int, ...]
-    losses: tuple[float, ...]
+    layer: int
+    kl: float  # mean KL with it and all before it skipped
+    score: float  # standard errors by which fewer problems are solved then
 
 
 def first_steps(references: Sequence[Reference], steps: int) -> list[Reference]:
-    """The steps up to `steps` of each answer that has any besides step 0."""
-    return [reference.window(0, steps + 1) for reference in references if len(reference.answer_ids) > 1]
+    """The steps up to `steps` of each completion that has any besides step 0."""
+    return [reference.window(0, steps + 1) for reference in references if len(reference.completion_ids) > 1]
 
 
 def layer_importance(num_hidden_layers: int, steps: Sequence[int], measure: Measure) -> list[float]:
-    """Mean KL of skipping each layer alone, on half of the answers: [L]."""
+    """Mean KL of skipping each layer alone, on half of the completions: [L]."""
     half = range((len(steps) + 1) // 2)
     sums = measure(frozenset(), range(num_hidden_layers), half)
     return (sums / sum(steps[i] for i in half)).tolist()  # type: ignore[no-any-return]
 
 
 def flex_layers(importance: Sequence[float]) -> list[int]:
-    """The layers that may be skipped at all: those that cost little more alone than most."""
+    """The layers that may be skipped at all: those whose KL alone is not far above the median."""
     most = CORE * float(np.median(importance))
     return [layer for layer, kl in enumerate(importance) if kl <= most]
 
 
-def find_order(
-    importance: Sequence[float], flex: Sequence[int], rounds: int, steps: Sequence[int], measure: Measure, harm: Harm
-) -> Order:
-    """The first `rounds` of the flex layers to skip: those that problems are solved without, as long as there are any.
+def layers_to_skip(
+    importance: Sequence[float], flex: Sequence[int], steps: Sequence[int], measure: Measure, score: Score
+) -> Iterator[Skipped]:
+    """The flex layers in the order of skipping, one after another.
 
-    Of these, the order has the lowest KL, in log over all lengths; where there are none, the least harm; and where all
-    is lost, the lowest KL again. `importance` is the mean KL of skipping each layer alone, [L]; `steps` the tapered
-    steps of each answer, [answers].
+    Next comes the first of the layers of lowest KL whose removal does not lower the score on problems; if there is
+    none, the one that lowers it least; and once the score has collapsed, the one of lowest KL. Each is looked for only
+    when it is asked for, as that takes long.
+
+    Args:
+        importance: mean KL of skipping each layer alone, [L].
+        flex: the layers that may be skipped.
+        steps: tapered steps of each completion, [completions].
+        measure: sums of KL.
+        score: how problems are solved; always 0 where there are none.
     """
-    marginal = {layer: importance[layer] for layer in flex}  # what each layer added when it was last tried
-    paths, harmless, lost = [_Path(0.0, (), ())], 0, False
-    for length in range(1, rounds + 1):
-        grown: dict[frozenset[int], _Path] = {}
-        for path in paths:
-            left = sorted((layer for layer in flex if layer not in path.order), key=lambda layer: marginal[layer])
-            finalists, others = _try(frozenset(path.order), left[:CANDIDATES], steps, measure)
-            for layer, loss in (finalists | others).items():
-                marginal[layer] = loss - (path.losses[-1] if path.losses else 0.0)
-            for layer, loss in finalists.items():
-                cost = path.cost + math.log(max(loss, 1e-9))
-                new = _Path(cost, (*path.order, layer), (*path.losses, loss))
-                skipped = frozenset(new.order)
-                grown[skipped] = min(new, grown.get(skipped, new))
-        ranked = sorted(grown.values())
-        if lost:
-            paths = ranked[:1]
-        elif kept := _harmless(ranked, harm):
-            paths, harmless = kept, length if harmless == length - 1 else harmless
-        else:
-            least, best = min((harm(frozenset(path.order)), path) for path in ranked[:FINALISTS])
-            lost = least > LOST  # then which of them does least harm is chance
-            paths = ranked[:1] if lost else [best]
-    return Order(list(paths[0].order), list(paths[0].losses), harmless)
+    order: list[int] = []
+    marginal = {layer: importance[layer] for layer in flex}  # the KL that each layer added when it was last tried
+    last_kl, collapsed = 0.0, False
+    while left := sorted((layer for layer in flex if layer not in order), key=lambda layer: marginal[layer]):
+        finalists, others = _mean_kl(frozenset(order), left[:CANDIDATES], steps, measure)
+        marginal |= {layer: kl - last_kl for layer, kl in (finalists | others).items()}
+        scores: dict[int, float] = {}
+        for layer in sorted(finalists, key=lambda layer: finalists[layer]):
+            scores[layer] = 0.0 if collapsed else score(frozenset([*order, layer]))
+            if scores[layer] <= 0:
+                break
+        chosen = min(scores, key=lambda layer: scores[layer])
+        if scores[chosen] > COLLAPSED:  # which of them loses least is chance
+            chosen, collapsed = min(finalists, key=lambda layer: finalists[layer]), True
+        order.append(chosen)
+        last_kl = finalists[chosen]
+        yield Skipped(chosen, last_kl, COLLAPSED if collapsed else scores[chosen])
 
 
-def _harmless(ranked: Sequence[_Path], harm: Harm) -> list[_Path]:
-    """The best path that does no harm, and others nearly as good; none where the first ones all do."""
-    kept: list[_Path] = []
-    for path in ranked[:FINALISTS]:
-        if kept and (len(kept) == BEAM or path.cost > kept[0].cost + NEAR):
-            break
-        if harm(frozenset(path.order)) <= HARMLESS:
-            kept.append(path)
-    return kept
-
-
-def _try(
+def _mean_kl(
     skipped: frozenset[int], candidates: Sequence[int], steps: Sequence[int], measure: Measure
 ) -> tuple[dict[int, float], dict[int, float]]:
-    """Mean KL over all answers of the candidates that look best on the first ones; and of the others on those alone."""
+    """Mean KL of the best candidates over all completions, and of the others over the first completions alone."""
     first, rest = range(min(FIRST_LOOK, len(steps))), range(min(FIRST_LOOK, len(steps)), len(steps))
     sums = dict(zip(candidates, measure(skipped, candidates, first).tolist(), strict=True))
     finalists = sorted(sums, key=lambda layer: sums[layer])[:FINALISTS]

@@ -1,27 +1,43 @@
-"""Means over the steps of several answers, with the uncertainty that comes from which prompts were asked."""
+"""Estimates with their uncertainty: means over completions, and accuracies of two modes on the same problems.
+
+Means over steps are bootstrapped over whole completions, as the prompts are the source of their variation. Accuracies
+follow from four counts of problems: solved in both modes, at full depth alone, in the tapered mode alone, in neither.
+Their verdict comes from a score test with known error rates; the bootstrap interval of the difference is shown beside
+it, and has no width if every problem comes out the same in both modes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Literal, NamedTuple
 
 import numpy as np
 
+from ..errors import RequestError, flag, number, whole_number
 from .replay import Reference, Scores
 
 RESAMPLES = 10_000
 LEVEL = 0.95
-MIN_STEPS = 30  # fewer tapered steps than this say nothing
+POWER = 0.8  # probability that the number of problems asked for suffices, if the observed rates are the true ones
+MIN_STEPS = 30  # the least number of tapered steps from which anything is estimated
 _GRAM = 4
+_LEAST_ERROR = 1e-9  # error rate of an interim test; with 0 it would need infinitely many problems
+
+Verdict = Literal["holds", "fails", "not enough problems"]
 
 
 class Estimate(NamedTuple):
-    """A figure and its 95 % interval; where nothing else is said, a bootstrap's percentiles."""
+    """A value and its 95 % interval; the percentiles of a bootstrap, unless another method is named."""
 
     value: float
     low: float
     high: float
+
+
+# Means over the steps of completions
 
 
 @dataclass(frozen=True)
@@ -29,13 +45,13 @@ class Loss:
     """What a policy costs over some steps, as plain numbers: a forecast, or one end of measured intervals."""
 
     kl: float  # mean KL(full || policy), nats
-    agreement: float  # share of steps whose likeliest token is that of full depth, 0 to 1
-    nll_increase: float  # rise of the NLL of full depth's own answers, per cent
+    agreement: float  # share of steps whose argmax is that of full depth, 0 to 1
+    nll_increase: float  # rise of the NLL of full depth's own outputs, per cent
 
 
 @dataclass(frozen=True)
 class LossEstimate:
-    """What a policy costs over some steps, as measured; the figures of `Loss` with their intervals."""
+    """What a policy costs over some steps, as measured: the metrics of `Loss` with their intervals."""
 
     kl: Estimate
     agreement: Estimate
@@ -56,23 +72,22 @@ class LossEstimate:
 class Losses:
     """What a policy costs over all steps, and over the tapered ones, which skip layers."""
 
-    all_steps: LossEstimate = field(metadata={"json": "all steps"})
-    # None: fewer than `MIN_STEPS` of them.
-    tapered_steps: LossEstimate | None = field(default=None, metadata={"json": "tapered steps"})
+    all_steps: LossEstimate
+    tapered_steps: LossEstimate | None = None  # None: fewer than `MIN_STEPS` of them
 
 
 @dataclass(frozen=True)
 class LossByStep:
-    """Loss at each step: how many answers have that step, mean KL in nats, agreement; each [steps]."""
+    """Loss at each step: how many outputs have that step, mean KL in nats, agreement; each [steps]."""
 
-    answers: list[int]
+    answers: list[int]  # outputs that have the step; the name is that of the JSON key
     kl: list[float]
     agreement: list[float]
 
 
 @dataclass(frozen=True)
 class PolicyAndFull:
-    """One figure of a policy's own answers, and of those of full depth."""
+    """One metric of a policy's own outputs, and of full depth's."""
 
     policy: Estimate
     full: Estimate
@@ -80,23 +95,23 @@ class PolicyAndFull:
 
 @dataclass(frozen=True)
 class FreeRunning:
-    """A policy's own answers beside those of full depth to the same prompts; replay only follows the latter."""
+    """A policy's own outputs beside those of full depth to the same prompts; replay only follows the latter."""
 
-    nll: PolicyAndFull  # of the answers at full depth, nats a token
-    length: PolicyAndFull  # tokens of an answer
-    repetition: PolicyAndFull  # share of an answer's 4-grams that occurred in it before, 0 to 1
+    nll: PolicyAndFull  # of the outputs at full depth, nats a token
+    length: PolicyAndFull  # tokens of an output
+    repetition: PolicyAndFull  # share of an output's 4-grams that occurred in it before, 0 to 1
 
 
 @dataclass(frozen=True)
 class SolvedProblems(PolicyAndFull):
-    """Shares of problems with known answers that are solved, 0 to 1, each alone."""
+    """Shares of problems with known answers that are solved, 0 to 1."""
 
     difference: Estimate  # policy less full depth, paired
     problems: int  # how many
 
 
 def ratio_estimate(numerator: np.ndarray, denominator: np.ndarray, seed: int = 0) -> Estimate:
-    """sum(numerator) / sum(denominator) to six digits; answers are resampled. Both: sums within each, [answers]."""
+    """sum(numerator) / sum(denominator), to six digits; whole completions are resampled. Both: [completions]."""
     draws = np.random.default_rng(seed).integers(0, len(numerator), (RESAMPLES, len(numerator)))
     below = denominator[draws].sum(-1)
     ratios = numerator[draws].sum(-1)[below > 0] / below[below > 0]
@@ -105,14 +120,14 @@ def ratio_estimate(numerator: np.ndarray, denominator: np.ndarray, seed: int = 0
 
 
 def over_steps(scores: Scores) -> Losses:
-    """What a policy costs, by its scores."""
+    """The losses of a policy, from its scores."""
     tapered = scores.where(scores.depth < scores.depth.max())
     return Losses(_loss(scores), _loss(tapered) if len(tapered.step) >= MIN_STEPS else None)
 
 
 def _loss(scores: Scores) -> LossEstimate:
     def mean(values: np.ndarray, weights: np.ndarray) -> Estimate:
-        return ratio_estimate(by_answer(scores, values), by_answer(scores, weights))
+        return ratio_estimate(by_completion(scores, values), by_completion(scores, weights))
 
     ones = np.ones(len(scores.step))
     nll_increase = mean(100 * (scores.nll - scores.nll_full), scores.nll_full)
@@ -120,14 +135,14 @@ def _loss(scores: Scores) -> LossEstimate:
 
 
 def loss_by_step(scores: Scores) -> LossByStep:
-    """What a policy costs along the answer."""
+    """The loss of a policy at each step."""
     count = np.bincount(scores.step)
     kl, agreement = (np.bincount(scores.step, weights=part) / count for part in (scores.kl, scores.agreement))
     return LossByStep(count.tolist(), kl.tolist(), agreement.tolist())
 
 
-def by_answer(scores: Scores, values: np.ndarray) -> np.ndarray:
-    """Sums within each answer: [answers]."""
+def by_completion(scores: Scores, values: np.ndarray) -> np.ndarray:
+    """Sums within each completion: [completions]."""
     _, index = np.unique(scores.reference, return_inverse=True)
     return np.bincount(index, weights=values)
 
@@ -135,21 +150,220 @@ def by_answer(scores: Scores, values: np.ndarray) -> np.ndarray:
 def free_running(
     own: Sequence[Reference], own_scores: Scores, full: Sequence[Reference], full_scores: Scores
 ) -> FreeRunning:
-    """Compare a policy's own answers with those of full depth; the scores hold the full model's NLL of either."""
-    policy, whole = _figures(own, own_scores), _figures(full, full_scores)
+    """Compare a policy's own outputs with those of full depth; the scores hold the full model's NLL of either."""
+    policy, whole = _output_metrics(own, own_scores), _output_metrics(full, full_scores)
     return FreeRunning(*map(PolicyAndFull, policy, whole))
 
 
-def _figures(references: Sequence[Reference], scores: Scores) -> tuple[Estimate, Estimate, Estimate]:
+def _output_metrics(references: Sequence[Reference], scores: Scores) -> tuple[Estimate, Estimate, Estimate]:
     """NLL, length and repetition."""
     ones = np.ones(len(references))
-    lengths = np.array([len(reference.answer_ids) for reference in references], float)
-    repeats = np.array([repeated(reference.answer_ids) for reference in references])
-    nll = ratio_estimate(by_answer(scores, scores.nll_full), lengths)
+    lengths = np.array([len(reference.completion_ids) for reference in references], float)
+    repeats = np.array([repeated(reference.completion_ids) for reference in references])
+    nll = ratio_estimate(by_completion(scores, scores.nll_full), lengths)
     return nll, ratio_estimate(lengths, ones), ratio_estimate(repeats, ones)
 
 
 def repeated(ids: Sequence[int]) -> float:
-    """Share of the 4-grams of an answer that occurred in it before, 0 to 1."""
+    """Share of the 4-grams of an output that occurred in it before, 0 to 1."""
     grams = [tuple(ids[i : i + _GRAM]) for i in range(len(ids) - _GRAM + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+# Accuracies on the same problems
+
+
+@dataclass(frozen=True)
+class PairedComparison:
+    """Full depth and a tapered mode on the same problems."""
+
+    problems: int
+    full: Estimate  # accuracy, 0 to 1, with its Wilson interval
+    tapered: Estimate
+    difference: Estimate  # tapered - full, with its paired bootstrap interval
+    only_full: int  # problems that full depth alone solves
+    only_tapered: int  # problems that the tapered mode alone solves
+    p_value: float  # McNemar's exact two-sided test: both modes are equally accurate
+    margin: float  # the loss of accuracy that would be accepted, 0 to 1
+    verdict: Verdict
+    needed: int | None  # how many more problems; None: there is a verdict, or no number would do
+
+    @property
+    def conclusion(self) -> str:
+        """The verdict in words, with the number of problems to two digits."""
+        if self.verdict != "not enough problems":
+            return self.verdict
+        if self.needed is None:
+            return "cannot be told; at the observed difference, more problems would not show that it holds"
+        return f"not enough problems: about {float(f'{self.needed:.2g}'):,.0f} more needed"
+
+
+def compare(
+    full: Sequence[bool], tapered: Sequence[bool], margin: float, seed: int = 0, level: float = LEVEL
+) -> PairedComparison:
+    """Compare two modes; `full[i]` and `tapered[i]` say whether each of them solved problem i, both [problems].
+
+    The verdict is at the one-sided `level`; the intervals are always 95 %.
+
+    Raises:
+        RequestError: the modes differ in their number of problems, there are fewer than two of them, an entry is not
+            a bool, or `margin` or `level` is not in (0, 1).
+    """
+    problems = len(full)
+    if len(tapered) != problems:
+        raise RequestError(
+            f"full depth has {problems} problems and the tapered mode {len(tapered)}; both must have the same ones"
+        )
+    whole_number("the number of problems", problems, 2)
+    solved_by_full = np.array([flag("an entry of full", entry) for entry in full])
+    solved_by_tapered = np.array([flag("an entry of tapered", entry) for entry in tapered])
+    only_full = int((solved_by_full & ~solved_by_tapered).sum())
+    only_tapered = int((solved_by_tapered & ~solved_by_full).sum())
+    verdict, needed = non_inferiority(problems, only_full, only_tapered, margin, level)
+    return PairedComparison(
+        problems=problems,
+        full=wilson(int(solved_by_full.sum()), problems),
+        tapered=wilson(int(solved_by_tapered.sum()), problems),
+        difference=bootstrap_difference(problems, only_full, only_tapered, seed),
+        only_full=only_full,
+        only_tapered=only_tapered,
+        p_value=mcnemar(only_full, only_tapered),
+        margin=float(margin),
+        verdict=verdict,
+        needed=needed,
+    )
+
+
+def compare_with_interim_tests(
+    ask: Callable[[int], tuple[Sequence[bool], Sequence[bool]]], problems: int, first: int, margin: float, seed: int = 0
+) -> PairedComparison:
+    """Compare on more and more problems until there is a verdict, or all are used; `ask(n)` solves the first n.
+
+    However many interim tests there are, "holds" is wrong in at most 5 % of cases, and so is "fails".
+    """
+    tests = interim_tests(problems, first)
+    level_of_fails = 1 - (1 - LEVEL) / len(tests)  # the same at each test (Bonferroni), to give up early
+    for count, level in tests:
+        full, tapered = ask(count)
+        comparison = compare(full, tapered, margin, seed, level)
+        against = compare(full, tapered, margin, seed, level_of_fails)
+        if against.verdict == "fails":
+            comparison = against
+        if comparison.verdict != "not enough problems":
+            break
+    return comparison
+
+
+def wilson(successes: int, trials: int) -> Estimate:
+    """A proportion and its score interval.
+
+    E. B. Wilson, Journal of the American Statistical Association 22 (1927), 209-212.
+
+    Raises:
+        RequestError: there is no trial, or there are more successes than trials.
+    """
+    from scipy.stats import binomtest
+
+    trials = whole_number("trials", trials, 1)
+    successes = whole_number("successes", successes, 0, trials)
+    interval = binomtest(successes, trials).proportion_ci(LEVEL, method="wilson")
+    return Estimate(successes / trials, float(interval.low), float(interval.high))
+
+
+def bootstrap_difference(problems: int, only_full: int, only_tapered: int, seed: int = 0) -> Estimate:
+    """Accuracy of the tapered mode less that of full depth, with its percentile interval.
+
+    Resampling problems with replacement draws the counts of the cells from a multinomial distribution, so these are
+    drawn. B. Efron and R. Tibshirani, An Introduction to the Bootstrap (1993), chapter 13.
+    """
+    cells = np.array([only_full, only_tapered, problems - only_full - only_tapered])
+    draws = np.random.default_rng(seed).multinomial(problems, cells / problems, RESAMPLES)  # [RESAMPLES, 3]
+    low, high = np.quantile((draws[:, 1] - draws[:, 0]) / problems, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Estimate((only_tapered - only_full) / problems, float(low), float(high))
+
+
+def mcnemar(only_full: int, only_tapered: int) -> float:
+    """The p-value of McNemar's exact two-sided test, which is the sign test of the discordant problems.
+
+    Q. McNemar, Psychometrika 12 (1947), 153-157.
+    """
+    from scipy.stats import binomtest
+
+    discordant = only_full + only_tapered
+    return float(binomtest(only_full, discordant).pvalue) if discordant else 1.0
+
+
+def mcnemar_score(only_full: int, only_tapered: int) -> float:
+    """By how many standard errors fewer problems the tapered mode solves: McNemar's test without correction."""
+    return float((only_full - only_tapered) / max(1, only_full + only_tapered) ** 0.5)
+
+
+def non_inferiority(
+    problems: int, only_full: int, only_tapered: int, margin: float, level: float = LEVEL
+) -> tuple[Verdict, int | None]:
+    """Whether the tapered mode's accuracy is less than `margin` below full depth's; how many more problems it needs.
+
+    The verdict is "holds" if the one-sided bound of the difference, of 95 % unless `level` says otherwise, lies above
+    -margin, "fails" if the bound on the other side lies below it, else "not enough problems". The test is the score
+    test of paired proportions: with n problems, b that full depth alone solves and c that the tapered mode alone
+    solves,
+
+        z = (b - c - n margin ± 1) / sqrt(n (2 q + margin (1 - margin)))
+
+    where q is the maximum likelihood rate of c if the difference is -margin: T. Tango, Statistics in Medicine 17
+    (1998), 891-908. The 1 always weighs against a verdict; it is Edwards's continuity correction of McNemar's test, to
+    which this one comes down at margin 0. It keeps both error rates below 5 % for margins up to 0.2, whatever the share
+    of discordant problems; without it they reach 9 % (300 problems, margin 0.01).
+
+    The number of problems is what the same test needs, at the observed rates, to say "holds" four times in five, less
+    those there are: J. Nam, Biometrics 53 (1997), 1422-1430. It is None with a verdict, and if the observed
+    difference is not above -margin, where more problems would not help.
+
+    Raises:
+        RequestError: `margin` or `level` is not in (0, 1).
+    """
+    margin = number("margin", margin, 0, 1, above=True, below=True)
+    z = NormalDist().inv_cdf(number("level", level, 0, 1, above=True, below=True))
+    surplus = only_full - only_tapered - problems * margin
+    variance = _null_variance(problems, only_full, only_tapered, margin)
+    if surplus + 1 <= -z * math.sqrt(variance):
+        return "holds", None
+    if surplus - 1 >= z * math.sqrt(variance):
+        return "fails", None
+    distance = -surplus / problems  # of the observed difference from -margin
+    if distance <= 0:
+        return "not enough problems", None
+    rate = (only_full + only_tapered) / problems
+    spread = z * math.sqrt(variance / problems) + NormalDist().inv_cdf(POWER) * math.sqrt(
+        rate - ((only_full - only_tapered) / problems) ** 2
+    )
+    # N * distance - 1 = spread * sqrt(N)
+    total = ((spread + math.sqrt(spread**2 + 4 * distance)) / (2 * distance)) ** 2
+    return "not enough problems", math.ceil(total) - problems
+
+
+def interim_tests(problems: int, first: int) -> list[tuple[int, float]]:
+    """After how many problems to test, doubling from `first` on, and the level of "holds" at each test.
+
+    Of the error of 5 %, the tests up to a share t of the problems spend 2 - 2 Phi(1.96 / sqrt(t)) together, as in
+    K. Lan and D. DeMets, Biometrika 70 (1983), 659-663: early tests next to nothing, so that the last one needs hardly
+    more problems than if it were the only one. Each test takes what is newly spent, whatever earlier ones found.
+    """
+    counts, normal, spent = [], NormalDist(), 0.0
+    while first <= problems / 1.5:  # a test shortly before the last one would take most of its error
+        counts.append(first)
+        first *= 2
+    tests = []
+    for count in [*counts, problems]:
+        until_now = 2 - 2 * normal.cdf(normal.inv_cdf((1 + LEVEL) / 2) / math.sqrt(count / problems))
+        tests.append((count, 1 - max(until_now - spent, _LEAST_ERROR)))
+        spent = until_now
+    return tests
+
+
+def _null_variance(problems: int, only_full: int, only_tapered: int, margin: float) -> float:
+    """Variance of b - c, counts as above, at the maximum likelihood rates that differ by `margin` (Tango's q)."""
+    linear = only_full + only_tapered - (2 * problems - only_full + only_tapered) * margin
+    root = math.sqrt(linear**2 + 8 * problems * only_tapered * margin * (1 - margin))
+    rate = (linear + root) / (4 * problems)
+    return problems * (2 * rate + margin * (1 - margin))

@@ -46,19 +46,17 @@ def policy() -> None:
 @policy.command("list")
 def policy_list() -> None:
     """The policies that come with Taper."""
-    from rich.table import Table
-
     from ..models.policies import shipped_policies
-    from .terminal import console
+    from .terminal import print_table
 
-    table = Table("model", "policy", "curve", "mean depth, 128 tokens", "least", "measured", box=None)
+    rows = []
     for model, policies in sorted(shipped_policies().items()):
         for policy in policies:
             mean = f"{policy.mean_depth(128):.1f} of {policy.num_hidden_layers}"
             schedule = policy.schedule
             numbers = schedule.curve if schedule.alpha is None else f"{schedule.curve}, alpha {schedule.alpha}"
-            table.add_row(model, policy.name, numbers, mean, str(policy.min_depth), _measured(policy))
-    console(stderr=False).print(table)
+            rows.append((model, policy.name, numbers, mean, str(policy.min_depth), _measured(policy)))
+    print_table(("model", "policy", "curve", "mean depth, 128 tokens", "least", "measured"), rows)
 
 
 @policy.command("show")

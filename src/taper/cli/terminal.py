@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from ..policy import DepthPolicy
@@ -24,6 +25,7 @@ _CHART_HEIGHT, _CHART_WIDTH = 5, 72
 _CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])  # all but tab and newline
 _LONG = 2  # seconds of loading
 _THINK, _THINK_END = "<think>", "</think>"
+_WIDE = 300  # columns of a file or pipe
 _MIN_WIDTH = 60  # columns; in fewer, or in COLUMNS=0, nothing could be read
 
 
@@ -84,6 +86,15 @@ def policy_picture(policy: DepthPolicy, tokens: int) -> str:
     if policy.skip_order:
         lines.append("skipped in this order: " + " ".join(map(str, policy.skip_order)))
     return "\n".join(lines)
+
+
+def print_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table on standard output; where that is no terminal, it is as wide as it needs to be."""
+    table = Table(*titles, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*row)
+    screen = console(stderr=False)
+    screen.print(table, width=None if screen.is_terminal else _WIDE, crop=screen.is_terminal)
 
 
 def without_controls(text: str) -> str:

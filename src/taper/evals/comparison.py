@@ -15,11 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from ..calibration.measure import Measurements
 from ..calibration.prompts import builtin_prompts, completions, encode_prompts
 from ..calibration.replay import Reference, Scores
-from ..calibration.statistics import by_answer, ratio_estimate
-from ..calibration.store import current_conditions, open_store
+from ..calibration.statistics import by_completion, ratio_estimate
+from ..calibration.store import Measurements, current_conditions, open_store
 from ..errors import RequestError, whole_number
 from ..llm import LLM
 from ..models.download import content_hash
@@ -137,7 +136,7 @@ class TaskStudy:
     def references(self) -> list[Reference]:
         """The first outputs of full depth that have at least two tokens, with their prompts: `num_replayed` of them."""
         outputs = [Reference(self.prompts[r.problem], r.answers[0].token_ids) for r in self.records]
-        return [output for output in outputs if len(output.answer_ids) > 1][: self.study.num_replayed]
+        return [output for output in outputs if len(output.completion_ids) > 1][: self.study.num_replayed]
 
     def methods(self, depth: float, tell: Say | None = None) -> dict[str, DepthPolicy]:
         """Full depth and every method at one mean depth over `lengths`, by name.
@@ -205,8 +204,10 @@ def by_step(scores: Scores, figures: Mapping[str, np.ndarray]) -> list[dict[str,
         inside = (scores.step >= first) & (scores.step < end)
         part = scores.where(inside)
         if len(set(part.reference.tolist())) > 1:
-            ones = by_answer(part, np.ones(len(part.step)))
-            means = {name: ratio_estimate(by_answer(part, values[inside]), ones) for name, values in figures.items()}
+            ones = by_completion(part, np.ones(len(part.step)))
+            means = {
+                name: ratio_estimate(by_completion(part, values[inside]), ones) for name, values in figures.items()
+            }
             rows.append({"steps": [first, end - 1], "outputs": len(ones), **means})
     return rows
 

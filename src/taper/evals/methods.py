@@ -5,15 +5,19 @@ All are ordinary nested policies. Where a method's own text leaves something ope
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
-from ..calibration.baselines import baseline_policies, closest_policy, mean_depth, random_orders
+import numpy as np
+
 from ..calibration.summary import MEASURED_ORDER
 from ..errors import RequestError, number, shown, whole_number
 from ..policy import DepthPolicy, middle_first_order
 
 FULL = "full depth"
+RANDOM_SEEDS = 3
 _STEPS = 1_000_000  # alphas tried lie this fine
 
 
@@ -84,3 +88,73 @@ def chosen(policies: Mapping[str, DepthPolicy], words: Sequence[str]) -> list[st
 
 def _d3(layers: int, order: Sequence[int], alpha_steps: int) -> DepthPolicy:
     return DepthPolicy.d3(layers, alpha_steps / _STEPS, skip_order=order)
+
+
+def baseline_policies(
+    num_hidden_layers: int, depth: float, influence: Sequence[float], lengths: Sequence[int]
+) -> dict[str, DepthPolicy]:
+    """Other methods' policies by name, each as close to mean depth `depth` over answers of these lengths as it comes.
+
+    Early exit, ShortGPT (arXiv 2403.03853) and Unified Layer Skipping (arXiv 2404.06954) run the same layers at every
+    step, so a whole number of them. SkipDecode decays linearly. So does HSD (arXiv 2403.14919), which skips layers "in
+    a hierarchical manner based on the current sequence length": spread evenly, level by level, is our reading of that.
+
+    Args:
+        num_hidden_layers: layers of the model, L.
+        depth: from 2 to L - 1.
+        influence: block influence of each layer, [L].
+        lengths: in tokens; one of at least 2.
+    """
+    layers, whole = num_hidden_layers, round(depth)
+    orders: dict[str, Sequence[int]] = {
+        "early exit": range(layers - 1, 0, -1),
+        "ShortGPT": np.argsort(np.asarray(influence), kind="stable").tolist(),
+        "Unified (evenly spread)": _evenly_spread(layers, whole),
+    }
+    policies = {name: DepthPolicy.static(layers, whole, order) for name, order in orders.items()}
+    min_depth = max(2, round(layers - 2 * (layers - depth)))
+    decaying = closest_policy(
+        lambda span: DepthPolicy.skipdecode(layers, min_depth, span), 4 * max(lengths), depth, lengths
+    )
+    return policies | {
+        "SkipDecode": decaying,
+        "HSD (our reading)": replace(decaying, skip_order=_level_by_level(layers)),
+    }
+
+
+def random_orders(num_hidden_layers: int) -> dict[str, list[int]]:
+    """Orders of all layers but the first and the last, by name."""
+    inner = num_hidden_layers - 2
+    seeds = range(RANDOM_SEEDS)
+    return {f"random order {i + 1}": (1 + np.random.default_rng(i).permutation(inner)).tolist() for i in seeds}
+
+
+def mean_depth(policy: DepthPolicy, lengths: Sequence[int]) -> float:
+    """Mean depth over all steps from 1 on of answers of these lengths in tokens, one of at least 2."""
+    at_least = np.bincount(lengths)[::-1].cumsum()[::-1]  # answers of at least n tokens, by n
+    return float(np.average([policy.depth(step) for step in range(1, max(lengths))], weights=at_least[2:]))
+
+
+def closest_policy(
+    policy_of: Callable[[int], DepthPolicy], largest: int, depth: float, lengths: Sequence[int]
+) -> DepthPolicy:
+    """Of policy_of(1) to policy_of(largest), which must grow deeper, the one whose mean depth is closest to `depth`."""
+    numbers = range(1, largest + 1)
+    above = bisect_left(numbers, depth, key=lambda number: mean_depth(policy_of(number), lengths))
+    near = [policy_of(number) for number in numbers[max(0, above - 1) : above + 1]]
+    return min(near, key=lambda policy: abs(mean_depth(policy, lengths) - depth))
+
+
+def _evenly_spread(layers: int, depth: int) -> list[int]:
+    """The layers that are not among `depth` evenly spread ones, first and last included."""
+    retained = set(np.round(np.linspace(0, layers - 1, depth)).astype(int).tolist())
+    return [layer for layer in range(layers) if layer not in retained]
+
+
+def _level_by_level(layers: int) -> tuple[int, ...]:
+    """All but the first and last layer: every second one, then every second of the rest, and so on, each level spread.
+
+    These are the layers' numbers in binary, read backwards, from the largest down.
+    """
+    digits = layers.bit_length()
+    return tuple(sorted(range(1, layers - 1), key=lambda layer: f"{layer:0{digits}b}"[::-1], reverse=True))

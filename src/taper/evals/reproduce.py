@@ -12,17 +12,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..calibration.baselines import mean_depth
 from ..calibration.clock import TimedRuns, measure_speedup
-from ..calibration.measure import numbers
-from ..calibration.store import Conditions, current_conditions
+from ..calibration.store import Conditions, current_conditions, numbers
 from ..calibration.summary import MEASURED_ORDER, CalibratedModel
 from ..errors import RequestError, whole_number
 from ..llm import LLM
 from ..models.download import content_hash
 from ..policy import DepthPolicy
 from .comparison import Say, Study, TaskStudy, by_step, joined
-from .methods import FULL, methods
+from .methods import FULL, mean_depth, methods
 from .summary import MARGIN, Score, check_comparison, summarise
 from .tasks import Selection
 

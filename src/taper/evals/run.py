@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..calibration.measure import numbers
-from ..calibration.store import current_conditions
+from ..calibration.store import current_conditions, numbers
 from ..engine import Request
 from ..errors import RequestError, flag, whole_number
 from ..llm import LLM, Output

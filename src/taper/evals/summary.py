@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..calibration.statistics import Estimate
+from ..calibration.statistics import Estimate, PairedComparison, compare, wilson
 from ..calibration.summary import interval, to_plain
 from ..errors import RequestError, number, shown
 from .records import Record
 from .run import Evaluation
-from .statistics import PairedComparison, compare, wilson
 from .tasks import EvalTask, Selection
 
 MARGIN = 0.01  # the loss of accuracy that the paper calls nearly none

@@ -10,8 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from taper.calibration.statistics import (
+    _null_variance,
+    bootstrap_difference,
+    compare,
+    compare_with_interim_tests,
+    interim_tests,
+    mcnemar,
+    non_inferiority,
+    wilson,
+)
 from taper.errors import RequestError
-from taper.evals.statistics import _null_variance, bootstrap_difference, compare, mcnemar, non_inferiority, wilson
 
 SIMULATIONS = 1000
 PAIRS = st.lists(st.tuples(st.booleans(), st.booleans()), min_size=2, max_size=60)
@@ -57,7 +66,7 @@ def tango_z(problems: int, only_full: int, only_tapered: int, margin: float) -> 
     return (only_full - only_tapered - problems * margin) / math.sqrt(problems * (2 * q + margin * (1 - margin)))
 
 
-def test_variance_is_that_of_the_likeliest_rates():
+def test_variance_is_that_of_the_maximum_likelihood_rates():
     """T. Tango, Statistics in Medicine 17 (1998), 891-908, gives z = 1.709 for 1 of 44 pairs and a margin of 0.1."""
     z = (0 - 1 - 44 * 0.1) / math.sqrt(_null_variance(44, 0, 1, 0.1))
     assert z == pytest.approx(tango_z(44, 0, 1, 0.1), abs=1e-3)
@@ -121,8 +130,6 @@ def test_entries_that_are_not_pairs_of_bools_are_rejected():
     for successes, trials in [(0, 0), (3, 2), (-1, 2)]:
         with pytest.raises(RequestError):
             wilson(successes, trials)
-    with pytest.raises(RequestError, match="level"):
-        wilson(1, 2, 1.0)
 
 
 # Properties
@@ -139,10 +146,10 @@ def test_swapping_modes_flips_the_difference_and_the_order_of_problems_does_not_
     assert compare(full[::-1], tapered[::-1], margin) == comparison
 
 
-@given(st.integers(1, 400).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))), st.floats(0.5, 0.999))
-def test_wilson_interval_holds_its_proportion_and_is_symmetric(counts, level):
+@given(st.integers(1, 400).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
+def test_wilson_interval_holds_its_proportion_and_is_symmetric(counts):
     successes, trials = counts
-    estimate, mirrored = wilson(successes, trials, level), wilson(trials - successes, trials, level)
+    estimate, mirrored = wilson(successes, trials), wilson(trials - successes, trials)
     assert 0 <= estimate.low <= estimate.value <= estimate.high <= 1
     assert estimate.high > estimate.low
     assert (estimate.low, estimate.high) == pytest.approx((1 - mirrored.high, 1 - mirrored.low))
@@ -236,3 +243,33 @@ def test_the_bootstrap_of_counts_is_that_of_resampled_problems():
     ends = np.quantile(gains[draws].mean(1), [0.025, 0.975])
     assert bootstrap_difference(100, 12, 5)[1:] == pytest.approx(ends, abs=0.0101)
     assert bootstrap_difference(100, 12, 5) == bootstrap_difference(100, 12, 5, seed=0)
+
+
+# Interim tests
+
+
+@pytest.mark.parametrize(("lost", "gained", "wrong"), [(0.10, 0.05, "holds"), (0.05, 0.05, "fails")])
+def test_interim_tests_keep_the_error_rates(lost, gained, wrong, monkeypatch):
+    """A policy that loses exactly the margin holds, and one that loses nothing fails, in at most 5 % of 1,000 runs."""
+    monkeypatch.setattr("taper.calibration.statistics.RESAMPLES", 10)  # of an interval that no verdict comes from
+    draw, problems = np.random.default_rng(0), 192
+    verdicts = [verdict_of(draw.random(problems), lost, gained, margin=0.05) for _ in range(1000)]
+    assert verdicts.count(wrong) <= 50 + 2 * np.sqrt(1000 * 0.05 * 0.95)
+
+
+def verdict_of(cells: np.ndarray, lost: float, gained: float, margin: float) -> str:
+    """How a trial ends if full depth solves 55 % of the problems, and a policy loses and gains some."""
+    full, tapered = cells < 0.55, (cells < 0.55 - lost) | (cells > 1 - gained)
+    ask = lambda count: (full[:count].tolist(), tapered[:count].tolist())  # noqa: E731
+    return compare_with_interim_tests(ask, len(cells), 32, margin).verdict
+
+
+@pytest.mark.parametrize("problems", [32, 40, 64, 192, 500, 5000])
+def test_interim_tests_spend_no_more_than_the_error_and_keep_most_of_it_for_the_last(problems):
+    counts, levels = zip(*interim_tests(problems, 32), strict=True)
+    assert counts[-1] == problems
+    assert sorted(set(counts)) == list(counts)
+    spent = [1 - level for level in levels]
+    assert spent == sorted(spent)
+    assert sum(spent) == pytest.approx(0.05, abs=1e-7)
+    assert spent[-1] > 0.03
