@@ -120,10 +120,23 @@ def test_only_the_sequences_asked_for_advance(tiny_llama):
     assert {output.sequence_id for output in engine.step()} == {one.id, two.id}
 
 
-def test_waiting_for_slots_that_the_same_thread_holds_is_refused_not_endless(tiny_llama):
+def test_sequences_that_wait_for_a_slot_advance_those_that_have_it(tiny_llama):
+    """Whoever added them: so no sequence waits for ever, and no token is lost."""
     engine = Engine(make_backend("ggml", tiny_llama.load(), num_slots=1))
     one, two = (engine.add(Request(random_prompt(i), LONG, FULL)) for i in range(2))
     engine.step([one])
+    while two.finish_reason is None:
+        engine.step([two])
+    for sequence in (one, two):
+        (alone,) = engine.complete([sequence.request])
+        assert [output.token_id for output in sequence.outputs] == alone
+
+
+def test_waiting_for_a_slot_that_is_held_is_refused_not_endless(tiny_llama):
+    engine = Engine(make_backend("ggml", tiny_llama.load(), num_slots=1))
+    one, two = (engine.add(Request(random_prompt(i), LONG, FULL)) for i in range(2))
+    engine.step([one])
+    one.is_held = True
     with pytest.raises(RequestError, match="slots"):
         engine.step([two])
     engine.abort(one)

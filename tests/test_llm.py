@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
 
@@ -162,15 +163,25 @@ def test_slots_are_free_again_after_a_stream_is_left(llm):
     assert answer(llm).completion_tokens == 30
 
 
-def test_a_request_without_a_free_slot_is_refused_not_waited_for(llm):
-    held = [llm.stream("tell me", SamplingParams(max_tokens=9, ignore_eos=True), policy=TAPERED) for _ in range(3)]
-    next(held[0])
-    next(held[1])
-    with pytest.raises(RequestError, match="slots"):
-        next(held[2])
-    for stream in held:
-        stream.close()
+def test_more_streams_than_slots_get_all_their_chunks_in_any_order(llm):
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    prompts = [f"tell me {i}" for i in range(4)]
+    streams = [llm.stream(prompt, params, policy=TAPERED) for prompt in prompts]
+    chunks = [[next(stream)] for stream in (*streams[:3], streams[3])]
+    for own, stream in zip(chunks[::-1], streams[::-1], strict=True):
+        own += stream
+    for own, prompt in zip(chunks, prompts, strict=True):
+        assert [chunk.token_id for chunk in own] == llm.generate(prompt, params, policy=TAPERED).token_ids
     assert llm.engine.num_free_slots == 2
+
+
+def test_a_stream_may_be_read_in_other_threads(llm):
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    streams = [llm.stream(f"tell me {i}", params, policy=TAPERED) for i in range(5)]
+    with ThreadPoolExecutor(5) as pool:
+        read = list(pool.map(list, streams))
+    for i, own in enumerate(read):
+        assert [chunk.token_id for chunk in own] == llm.generate(f"tell me {i}", params, policy=TAPERED).token_ids
 
 
 def test_an_interrupt_in_a_step_leaves_a_stream_that_can_be_aborted_or_go_on(llm, monkeypatch):

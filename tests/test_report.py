@@ -50,7 +50,7 @@ CASES = {
 def assert_complete(value: object, data: object) -> None:
     """Every field of nested dataclasses is in their JSON, or is None by default."""
     for field in fields(value) if is_dataclass(value) else ():
-        part, key = getattr(value, field.name), field.name.replace("_steps", " steps")
+        part, key = getattr(value, field.name), field.metadata.get("json", field.name)
         assert key in data or part is field.default is None, key
         if key in data:
             assert_complete(part, data[key])

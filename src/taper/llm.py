@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,49 @@ Params = SamplingParams | Sequence[SamplingParams]
 DEFAULT_CONTEXT = 4096
 MAX_TOKEN_CHARACTERS = 256  # of a prompt for each token that fits; the longest real tokens have half of that
 DEFAULT_POLICY = "balanced"
+
+
+@dataclass(frozen=True)
+class Output:
+    """A completion and what it took.
+
+    `token_ids` leaves out the stop token; `depths` has one entry for each of them, the first of them L. `mean_depth`
+    is over steps from 1 on. `ttft_s`: seconds from the call to the first token. `tokens_per_second`: (n - 1) over the
+    time from first to last token. Time that the caller spends between chunks is not counted. `cached_tokens`: those of
+    the prompt that an earlier one had in common with it, so that they were not computed again.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    prompt_tokens: int
+    depths: list[int]
+    mean_depth: float
+    ttft_s: float
+    tokens_per_second: float
+    policy: DepthPolicy
+    cached_tokens: int = 0
+    logprobs: list[TokenLogprobs] | None = None
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens of the completion."""
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one step added to the output of prompt `index`. The last chunk of an output carries it as `output`.
+
+    `token_id` is -1 and `depth` 0 in the chunk that ends an aborted output. A stop token has no `logprobs`.
+    """
+
+    index: int
+    text: str
+    token_id: int
+    depth: int
+    output: Output | None = None
+    logprobs: TokenLogprobs | None = None
 
 
 class LLM:
@@ -261,138 +303,201 @@ class LLM:
         return fitting_policies(self.config.num_hidden_layers, self.config.identity)
 
 
-def _is_prompt(prompts: Any) -> bool:
-    """One prompt (text, a message or messages), not several."""
-    if isinstance(prompts, list | tuple):
-        return len(prompts) > 0 and isinstance(prompts[0], Mapping)
-    return isinstance(prompts, str | Mapping)
+class Stream(Iterator[Chunk]):
+    """The chunks of some prompts' outputs as they come. Leave it early with `close`, or `abort` to keep what there is.
 
-
-def _as_list(prompts: Any) -> list[Prompt]:
-    """One prompt or several as a list; `LLM.encode` rejects what cannot be a prompt."""
-    are_several = isinstance(prompts, Iterable) and not isinstance(prompts, bytes) and not _is_prompt(prompts)
-    if batch := list(prompts) if are_several else [prompts]:
-        return batch
-    raise RequestError("there is no prompt", "give at least one")
-
-
-def _messages(prompt: Any) -> list[Message]:
-    """A message or messages, checked."""
-    messages = [prompt] if isinstance(prompt, Mapping) else list(prompt)
-    for message in messages:
-        texts = [message.get(key) for key in ("role", "content")] if isinstance(message, Mapping) else [None]
-        if not all(isinstance(text, str) for text in texts):
-            raise RequestError(f"{shown(message)} is not a message", 'a message is {"role": "user", "content": "..."}')
-    if not (messages[-1]["content"].strip() or messages[-1].get("tool_calls")):
-        raise RequestError("the last message is empty", "give some text")
-    return [dict(message) for message in messages]
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, TaperWarning, stacklevel=3)
-
-
-@dataclass(frozen=True)
-class Output:
-    """A completion and what it took.
-
-    `token_ids` leaves out the stop token; `depths` has one entry for each of them, the first of them L. `mean_depth`
-    is over steps from 1 on. `ttft_s`: seconds from the call to the first token. `tokens_per_second`: (n - 1) over the
-    time from first to last token. Time that the caller spends between chunks is not counted. `cached_tokens`: those of
-    the prompt that an earlier one had in common with it, so that they were not computed again.
+    An exception during a step, Ctrl-C among them, leaves the stream as it was: it can go on, be aborted or closed. It
+    may be read in another thread than the one that made it.
     """
 
-    text: str
-    token_ids: list[int]
-    finish_reason: str
-    prompt_tokens: int
-    depths: list[int]
-    mean_depth: float
-    ttft_s: float
-    tokens_per_second: float
-    policy: DepthPolicy
-    cached_tokens: int = 0
-    logprobs: list[TokenLogprobs] | None = None
+    def __init__(
+        self, engine: Engine, tokenizer: Tokenizer, requests: Sequence[Request], started: float | None = None
+    ) -> None:
+        """Add the requests; times are counted from `started`, by `time.perf_counter`, which is by default now."""
+        self._engine, self._tokenizer = engine, tokenizer
+        self._outputs: list[OutputBuilder] = []
+        self._handed_over = time.perf_counter()
+        self._started = self._handed_over if started is None else started
+        for request in requests:
+            self.add(request)
+
+    def add(self, request: Request) -> int:
+        """One more request; returns the index that its chunks will have.
+
+        Raises:
+            RequestError: what `Engine.add` raises; PolicyError too.
+        """
+        self._outputs.append(OutputBuilder(len(self._outputs), self._engine.add(request), self._tokenizer))
+        return len(self._outputs) - 1
+
+    def __next__(self) -> Chunk:
+        self._started += time.perf_counter() - self._handed_over  # the caller's own time is not counted
+        try:
+            while True:
+                self._take_all()
+                waiting = [output for output in self._outputs if output.num_delivered < len(output.chunks)]
+                if waiting:  # outputs take turns
+                    return min(waiting, key=lambda output: output.num_delivered).deliver()
+                if not (sequences := self._unfinished()):
+                    raise StopIteration
+                self._engine.step(sequences)
+        finally:
+            self._handed_over = time.perf_counter()
+
+    def abort(self) -> list[Chunk]:
+        """End every output that has not finished with what there is, as "abort"; the chunks that are left."""
+        self.close()
+        for output in self._outputs:
+            output.abort()
+        return [output.deliver() for output in self._outputs for _ in output.chunks[output.num_delivered :]]
+
+    def close(self) -> None:
+        """Give up what has not finished."""
+        for sequence in self._unfinished():
+            self._engine.abort(sequence)
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
 
     @property
-    def completion_tokens(self) -> int:
-        """Tokens of the completion."""
-        return len(self.token_ids)
+    def sequence_ids(self) -> list[int]:
+        """Those that have not finished."""
+        return [output.sequence.id for output in self._outputs if not output.has_ended]
 
+    def take(self, step: StepOutput) -> Chunk:
+        """The chunk that a step of one of these sequences makes, whoever ran it.
 
-@dataclass(frozen=True)
-class Chunk:
-    """What one step added to the output of prompt `index`. The last chunk of an output carries it as `output`.
+        Raises:
+            ModelError: the model's output is not a number.
+            RequestError: the request's filter allows no token.
+        """
+        output = next(output for output in self._outputs if output.sequence.id == step.sequence_id)
+        self._take(output)
+        return output.deliver()
 
-    `token_id` is -1 and `depth` 0 in the chunk that ends an aborted output. A stop token has no `logprobs`.
-    """
+    def _take_all(self) -> None:
+        """Make chunks of all tokens that have come."""
+        for output in self._outputs:
+            while not output.has_ended and len(output.chunks) < len(output.sequence.outputs):
+                self._take(output)
 
-    index: int
-    text: str
-    token_id: int
-    depth: int
-    output: Output | None = None
-    logprobs: TokenLogprobs | None = None
+    def _take(self, output: OutputBuilder) -> None:
+        output.take(time.perf_counter() - self._started)
+        if output.has_ended:  # its sequence goes on after a stop string
+            self._engine.abort(output.sequence)
+
+    def _unfinished(self) -> list[EngineSequence]:
+        return [output.sequence for output in self._outputs if output.sequence.finish_reason is None]
 
 
 class OutputBuilder:
-    """The output of prompt `index` as it grows. `output` is None until it has finished."""
+    """The output of prompt `index` as it grows: a chunk for each token of its sequence.
+
+    `output` is None until it has finished. A chunk counts once it is in `chunks`: if making one is interrupted, the
+    state is built again from the tokens before it.
+    """
 
     def __init__(self, index: int, sequence: EngineSequence, tokenizer: Tokenizer) -> None:
-        self.output: Output | None = None
-        self._index, self._sequence, request = index, sequence, sequence.request
-        self._text, self._stops = TextStream(tokenizer), _StopStrings(request.params.stop)
-        self._pieces: list[str] = []
-        self._token_ids: list[int] = []
-        self._depths: list[int] = []
-        self._times: list[float] = []
-        self._logprobs: list[TokenLogprobs] = []
+        self.sequence, self._index, self._tokenizer = sequence, index, tokenizer
+        self.chunks: list[Chunk] = []
+        self.num_delivered = 0  # of them
+        self.has_failed = False
+        self._is_whole = True  # False while a chunk is made
+        self._times: list[float] = []  # seconds from the call to each token
+        self._reset()
 
-    def add(self, step: StepOutput, seconds: float) -> Chunk:
-        """Take a token that came `seconds` after the call. A stop string may finish the output before its sequence."""
-        if step.finish_reason == "stop":  # the stop token is no part of the completion
-            piece = self._text.flush()
-        else:
-            self._token_ids.append(step.token_id)
-            self._depths.append(step.depth)
-            self._times.append(seconds)
-            if step.logprobs is not None:
-                self._logprobs.append(step.logprobs)
-            piece = self._text.push(step.token_id)
-            if step.finish_reason is not None:
-                piece += self._text.flush()
-        piece = self._stops.push(piece)
-        if self._stops.complete:
-            self._finish("stop", piece)
-        elif step.finish_reason is not None:
-            piece += self._stops.flush()
-            self._finish(step.finish_reason, piece)
-        else:
-            self._pieces.append(piece)
+    @property
+    def output(self) -> Output | None:
+        """The output, once it has finished."""
+        return self.chunks[-1].output if self.chunks else None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there will be no more chunks."""
+        return self.has_failed or self.output is not None
+
+    def deliver(self) -> Chunk:
+        """The next chunk that nobody has had."""
+        self.num_delivered += 1
+        return self.chunks[self.num_delivered - 1]
+
+    def take(self, seconds: float) -> None:
+        """Make the chunk of the next token, which came `seconds` after the call.
+
+        A stop string may finish the output before its sequence.
+
+        Raises:
+            ModelError: the model's output is not a number.
+            RequestError: the request's filter allows no token.
+        """
+        step = self.sequence.outputs[len(self.chunks)]
+        if step.finish_reason == "error":
+            self.has_failed = True
+            if self.sequence.token_filter is not None:
+                raise RequestError(f"the grammar of the output lets no token pass at step {self.sequence.step}")
+            raise ModelError(
+                f"the model's output is not a number at step {self.sequence.step}",
+                "try --dtype f32; if that does not help, its files are damaged",
+            )
+        if not self._is_whole:
+            self._reset()
+            for earlier in self.sequence.outputs[: len(self.chunks)]:
+                self._text_of(earlier)
+        del self._times[len(self.chunks) :]
+        self._times.append(seconds)
+        self._is_whole = False
+        text, finish_reason = self._text_of(step), "stop" if self._stops.complete else step.finish_reason
         logprobs = None if step.finish_reason == "stop" else step.logprobs
-        return Chunk(self._index, piece, step.token_id, step.depth, self.output, logprobs)
+        output = None if finish_reason is None else self._finished(finish_reason, text)
+        self.chunks.append(Chunk(self._index, text, step.token_id, step.depth, output, logprobs))
+        self._is_whole = True
 
-    def abort(self) -> Chunk:
+    def abort(self) -> None:
         """End the output here, with what there is."""
-        piece = self._stops.push(self._text.flush()) + self._stops.flush()
-        self._finish("abort", piece)
-        return Chunk(self._index, piece, -1, 0, self.output)
+        if not self.has_ended:
+            text = self._stops.push(self._text.flush()) + self._stops.flush() if self._is_whole else ""
+            self.chunks.append(Chunk(self._index, text, -1, 0, self._finished("abort", text)))
 
-    def _finish(self, finish_reason: str, last_piece: str) -> None:
-        tapered, times, request = self._depths[1:], self._times, self._sequence.request
+    def _reset(self) -> None:
+        """The state before the first token."""
+        self._text, self._stops = TextStream(self._tokenizer), _StopStrings(self.sequence.request.params.stop)
+        self._is_whole = True
+
+    def _text_of(self, step: StepOutput) -> str:
+        """The text that became certain with a token; the stop token is no part of the completion."""
+        text = "" if step.finish_reason == "stop" else self._text.push(step.token_id)
+        if step.finish_reason is not None:
+            text += self._text.flush()
+        text = self._stops.push(text)
+        return text + self._stops.flush() if step.finish_reason is not None and not self._stops.complete else text
+
+    def _finished(self, finish_reason: str, last_text: str) -> Output:
+        """The output, which ends with the token that was taken last."""
+        steps = self.sequence.outputs[: len(self._times)]
+        if steps and steps[-1].finish_reason == "stop":
+            steps = steps[:-1]
+        times, depths, request = self._times[: len(steps)], [step.depth for step in steps], self.sequence.request
         elapsed = times[-1] - times[0] if times else 0.0
-        self.output = Output(
-            text="".join([*self._pieces, last_piece]),
-            token_ids=self._token_ids,
+        tapered = depths[1:]
+        logprobs = [step.logprobs for step in steps if step.logprobs is not None]
+        return Output(
+            text="".join([*(chunk.text for chunk in self.chunks), last_text]),
+            token_ids=[step.token_id for step in steps],
             finish_reason=finish_reason,
             prompt_tokens=len(request.prompt_ids),
-            depths=self._depths,
+            depths=depths,
             mean_depth=sum(tapered) / len(tapered) if tapered else float(request.policy.num_hidden_layers),
             ttft_s=times[0] if times else 0.0,
             tokens_per_second=(len(times) - 1) / elapsed if elapsed else 0.0,
             policy=request.policy,
-            cached_tokens=self._sequence.num_cached_tokens,
-            logprobs=None if request.params.logprobs is None else self._logprobs,
+            cached_tokens=self.sequence.num_cached_tokens,
+            logprobs=None if request.params.logprobs is None else logprobs,
         )
 
 
@@ -426,93 +531,32 @@ class _StopStrings:
         return next((size for size in sizes if self._held.endswith(stop[:size])), 0)
 
 
-class Stream(Iterator[Chunk]):
-    """The chunks of some prompts' outputs as they come. Leave it early with `close`, or `abort` to keep what there is.
+def _is_prompt(prompts: Any) -> bool:
+    """One prompt (text, a message or messages), not several."""
+    if isinstance(prompts, list | tuple):
+        return len(prompts) > 0 and isinstance(prompts[0], Mapping)
+    return isinstance(prompts, str | Mapping)
 
-    An exception during a step, Ctrl-C among them, leaves the stream as it was: it can go on, be aborted or closed.
-    """
 
-    def __init__(
-        self, engine: Engine, tokenizer: Tokenizer, requests: Sequence[Request], started: float | None = None
-    ) -> None:
-        """Add the requests; times are counted from `started`, by `time.perf_counter`, which is by default now."""
-        self._engine, self._tokenizer = engine, tokenizer
-        self._builders: list[OutputBuilder] = []
-        self._ready: deque[Chunk] = deque()
-        self._handed_over = time.perf_counter()
-        self._started = self._handed_over if started is None else started
-        self._sequences: dict[int, tuple[EngineSequence, OutputBuilder]] = {}  # those that have not finished, by id
-        for request in requests:
-            self.add(request)
+def _as_list(prompts: Any) -> list[Prompt]:
+    """One prompt or several as a list; `LLM.encode` rejects what cannot be a prompt."""
+    are_several = isinstance(prompts, Iterable) and not isinstance(prompts, bytes) and not _is_prompt(prompts)
+    if batch := list(prompts) if are_several else [prompts]:
+        return batch
+    raise RequestError("there is no prompt", "give at least one")
 
-    def add(self, request: Request) -> int:
-        """One more request; the index that its chunks will have. What the engine's `add` raises."""
-        sequence = self._engine.add(request)
-        self._builders.append(OutputBuilder(len(self._builders), sequence, self._tokenizer))
-        self._sequences[sequence.id] = sequence, self._builders[-1]
-        return len(self._builders) - 1
 
-    def __next__(self) -> Chunk:
-        self._started += time.perf_counter() - self._handed_over  # the caller's own time is not counted
-        try:
-            while not self._ready:
-                if not self._sequences:
-                    raise StopIteration
-                self._step()
-            return self._ready.popleft()
-        finally:
-            self._handed_over = time.perf_counter()
+def _messages(prompt: Any) -> list[Message]:
+    """A message or messages, checked."""
+    messages = [prompt] if isinstance(prompt, Mapping) else list(prompt)
+    for message in messages:
+        texts = [message.get(key) for key in ("role", "content")] if isinstance(message, Mapping) else [None]
+        if not all(isinstance(text, str) for text in texts):
+            raise RequestError(f"{shown(message)} is not a message", 'a message is {"role": "user", "content": "..."}')
+    if not (messages[-1]["content"].strip() or messages[-1].get("tool_calls")):
+        raise RequestError("the last message is empty", "give some text")
+    return [dict(message) for message in messages]
 
-    def abort(self) -> list[Chunk]:
-        """End every output that has not finished with what there is, as "abort"; the chunks that are left."""
-        self.close()
-        ended = [builder.abort() for builder in self._builders if builder.output is None]
-        chunks = [*self._ready, *ended]
-        self._ready.clear()
-        return chunks
 
-    def close(self) -> None:
-        """Give up what has not finished."""
-        for sequence, _ in self._sequences.values():
-            self._engine.abort(sequence)
-        self._sequences.clear()
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        self.close()
-
-    @property
-    def sequence_ids(self) -> list[int]:
-        """Those that have not finished."""
-        return list(self._sequences)
-
-    def take(self, step: StepOutput) -> Chunk:
-        """The chunk that a step of one of these sequences makes, whoever ran it.
-
-        Raises:
-            ModelError: the model's output is not a number.
-            RequestError: the request's filter lets no token pass.
-        """
-        sequence, builder = self._sequences[step.sequence_id]
-        if step.finish_reason == "error":
-            if sequence.token_filter is not None:
-                raise RequestError(f"the grammar of the output lets no token pass at step {sequence.step}")
-            raise ModelError(
-                f"the model's output is not a number at step {sequence.step}",
-                "try --dtype f32; if that does not help, its files are damaged",
-            )
-        chunk = builder.add(step, time.perf_counter() - self._started)
-        if chunk.output is not None:  # the sequence itself goes on after a stop string
-            self._engine.abort(sequence)
-            del self._sequences[step.sequence_id]
-        return chunk
-
-    def _step(self) -> None:
-        """Advance these sequences alone, and turn what came out into chunks."""
-        for step in self._engine.step([sequence for sequence, _ in self._sequences.values()]):
-            self._ready.append(self.take(step))
+def _warn(message: str) -> None:
+    warnings.warn(message, TaperWarning, stacklevel=3)

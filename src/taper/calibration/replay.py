@@ -213,6 +213,7 @@ class Replay:
         prompt_ids = reference.prompt_ids[:-1] or reference.prompt_ids
         params = SamplingParams(max_tokens=self.engine.backend.context_length, ignore_eos=True)
         sequence = self.engine.add(Request(prompt_ids, params, DepthPolicy.full(self._num_hidden_layers)))
+        sequence.is_held = True
         try:
             while sequence.step == 0:
                 self.engine.step([sequence])

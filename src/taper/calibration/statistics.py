@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import NormalDist
 from typing import Literal, NamedTuple
 
@@ -72,8 +72,9 @@ class LossEstimate:
 class Losses:
     """What a policy costs over all steps, and over the tapered ones, which skip layers."""
 
-    all_steps: LossEstimate
-    tapered_steps: LossEstimate | None = None  # None: fewer than `MIN_STEPS` of them
+    all_steps: LossEstimate = field(metadata={"json": "all steps"})
+    # None: fewer than `MIN_STEPS` of them.
+    tapered_steps: LossEstimate | None = field(default=None, metadata={"json": "tapered steps"})
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,6 @@ _LIMITS = {
     "min_agreement": ("agreement of {:.4g} % or more", "agreement", 100, "%"),
     "max_nll_increase": ("NLL rise at most {:.4g} %", "nll_increase", 1, "%"),
 }
-_JSON_KEYS = {"all_steps": "all steps", "tapered_steps": "tapered steps"}  # where they are not a field's name
 
 
 @dataclass(frozen=True)
@@ -177,17 +176,17 @@ class CalibrationSummary(Provenance):
 
 
 def to_plain(value: Any) -> Any:
-    """Dataclasses, named tuples and what holds them as JSON has it; a field that is None by default is left out."""
+    """Dataclasses, named tuples and what holds them as JSON has it; a field that is None by default is left out.
+
+    The key of a field is its name, or what its metadata has under "json".
+    """
     return json.loads(json.dumps(value, default=_given_fields))
 
 
 def _given_fields(value: Any) -> dict[str, Any]:
     given = [(item, getattr(value, item.name)) for item in fields(value)]
-    return {
-        _JSON_KEYS.get(item.name, item.name): part
-        for item, part in given
-        if part is not None or item.default is MISSING
-    }
+    needed = [(item, part) for item, part in given if part is not None or item.default is MISSING]
+    return {item.metadata.get("json", item.name): part for item, part in needed}
 
 
 # In words, which the command line, the report and pages of results share
