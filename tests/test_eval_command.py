@@ -72,7 +72,7 @@ def test_table_and_records(command, tmp_path):
     text = run(*command, "--tasks", "gsm8k", "--fewshot", 0, "--chat", "--limit", 4)
     title, head, full, tapered, *_ = text.splitlines()
     assert title == "gsm8k: 4 problems, 0-shot chat, version 3.0, exact_match under flexible-extract"
-    assert head.split("  ")[-1] == "loss within 1 point"
+    assert head.rstrip().split("  ")[-1] == "loss within 1 point"
     assert full.split()[:2] == ["full", "0.0"]
     assert tapered.split()[:2] == ["taper", "power"]
     assert "not enough problems: about" in tapered

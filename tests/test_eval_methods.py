@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from taper.calibration.baselines import RANDOM_SEEDS, closest_policy, mean_depth
 from taper.errors import PolicyError, RequestError
-from taper.evals.methods import FULL, chosen, methods
+from taper.evals.methods import FULL, RANDOM_SEEDS, chosen, closest_policy, mean_depth, methods
 from taper.policy import DepthPolicy
 
 MEASURED, MIDDLE_FIRST = "D3, measured order", "D3, middle first (our reading)"
@@ -98,17 +97,17 @@ def test_closest_policy_is_the_best_of_all():
     [
         ({"depth": 1.5}, "depth is 1.5"),
         ({"depth": 11.5}, r"depth is 11\.5; it must be a number in \[2, 11\]"),
-        ({"lengths": []}, "no answer has two tokens"),
-        ({"lengths": [1, 1]}, "no answer has two tokens"),
+        ({"lengths": []}, "no output has two tokens"),
+        ({"lengths": [1, 1]}, "no output has two tokens"),
         ({"lengths": [0, 20]}, "a length is 0"),
         ({"influence": [0.0] * 11}, "influence has 11 numbers"),
     ],
 )
 def test_what_cannot_be_compared_is_rejected(arguments, message):
     with pytest.raises(RequestError, match=message):
-        methods(12, **(ARGUMENTS | arguments), tell=print)
+        methods(12, **(ARGUMENTS | arguments), log=print)
     with pytest.raises(PolicyError, match="twice"):
-        methods(12, **(ARGUMENTS | {"measured_order": [3, 3, 4, 5]}), tell=print)
+        methods(12, **(ARGUMENTS | {"measured_order": [3, 3, 4, 5]}), log=print)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +119,7 @@ def test_what_cannot_be_compared_is_rejected(arguments, message):
 )
 def test_a_method_that_cannot_come_near_the_depth_is_left_out_and_told(arguments, told):
     lines = []
-    policies = methods(12, **(ARGUMENTS | arguments), tell=lines.append)
+    policies = methods(12, **(ARGUMENTS | arguments), log=lines.append)
     depth = (ARGUMENTS | arguments)["depth"]
     assert set(policies) == {FULL, MEASURED, *FIRST_AND_LAST, *CONSTANT} - set(told)
     assert lines == [

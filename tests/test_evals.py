@@ -16,7 +16,7 @@ from tiny import TEMPLATE
 from taper import LLM, DepthPolicy
 from taper.errors import PolicyError, RequestError, TaperWarning
 from taper.evals import evaluate, load_tasks, summarise
-from taper.evals.harness import TaperLM, complete, request_seed
+from taper.evals.harness import TaperLM, complete
 
 CONTEXTS = ["Question: What is 2 + 3?\nAnswer:", "Two\n\nlines", "naïve café", "a", "Q: " + "word " * 12 + "\nA:"]
 TAPERED = DepthPolicy.d3(6, 0.9, skip_order=[4, 1, 2])
@@ -156,7 +156,7 @@ def test_sampling_repeats_by_seed_and_differs_by_repeat(llm):
     texts = tapered(llm).generate_until([one, one], disable_tqdm=True)
     assert texts[0] != texts[1]
     assert tapered(llm).generate_until([one, one], disable_tqdm=True) == texts
-    assert request_seed(0, one, 0) != request_seed(1, one, 0)
+    assert tapered(llm).request_seed(one, 0) != TaperLM(llm, mode="full", seed=1).request_seed(one, 0)
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,10 @@ import taper.calibration.run
 import taper.calibration.summary
 from taper import DepthPolicy
 from taper.calibration import clock as cost
-from taper.calibration.baselines import mean_depth
 from taper.cli import cli
 from taper.errors import RequestError
 from taper.evals import comparison
-from taper.evals.methods import FULL
+from taper.evals.methods import FULL, mean_depth
 from taper.evals.records import RecordFile
 from taper.evals.reproduce import CALIBRATED
 
