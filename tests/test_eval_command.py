@@ -37,17 +37,8 @@ def command(tiny_llama, data, tmp_path):
     """The arguments of an evaluation that runs, less its tasks."""
     (tmp_path / "policy.json").write_text(TAPERED.to_json())
     model = ["--model", tiny_llama.folder, "--device", "cpu", "--dtype", "f32", "--context", 512, "--threads", 1]
-    asked = [
-        "--data-dir",
-        data,
-        "--policy",
-        tmp_path / "policy.json",
-        "--max-tokens",
-        24,
-        "--out",
-        tmp_path / "out.jsonl",
-    ]
-    return ["eval", *model, *asked]
+    out = ["--out", tmp_path / "out.jsonl"]
+    return ["eval", *model, "--data-dir", data, "--policy", tmp_path / "policy.json", "--max-tokens", 24, *out]
 
 
 def run(*arguments) -> str:
@@ -76,6 +67,7 @@ def test_table_and_records(command, tmp_path):
     assert full.split()[:2] == ["full", "0.0"]
     assert tapered.split()[:2] == ["taper", "power"]
     assert "not enough problems: about" in tapered
+    assert len(tapered) > 80  # a pipe has no width, so nothing is folded or cut
     assert "gsm8k: outputs that reached the limit of tokens, which --max-tokens raises: 100% (full), 100% " in text
     header = json.loads((tmp_path / "out.jsonl").read_text().splitlines()[0])
     assert header["settings"]["tasks"] == {"gsm8k": {"version": "3.0", "fewshot": 0}}
@@ -100,7 +92,7 @@ def test_json_and_groups(command, tmp_path):
     assert summary["num_truncated"] == 4  # BBH: the tiny model reads bytes, so no prompt with examples fits
 
 
-def test_progress_tells_the_time_left_and_the_accuracy_so_far(command, monkeypatch):
+def test_progress_has_the_time_left_and_the_accuracy_so_far(command, monkeypatch):
     monkeypatch.setattr(eval_command, "_EVERY", 0)
     result = CliRunner().invoke(cli, [*map(str, command), "--tasks", "gsm8k", "--fewshot", "0"])
     lines = [line for line in result.stderr.splitlines() if "min left" in line]
@@ -109,10 +101,10 @@ def test_progress_tells_the_time_left_and_the_accuracy_so_far(command, monkeypat
     assert re.fullmatch(r"12 of 12, 0 min left; gsm8k: full 0\.0%, power .* 0\.0%", lines[-1])
 
 
-# Going on
+# Continuing
 
 
-def test_a_killed_evaluation_goes_on(command, tmp_path):
+def test_a_killed_evaluation_continues(command, tmp_path):
     asked = ["--tasks", "gsm8k", "--fewshot", 0, "--batch-size", 2]
     run(*command, *asked)
     expected = by_problem(tmp_path / "out.jsonl")
@@ -235,8 +227,8 @@ def test_an_interrupted_evaluation_keeps_its_records_and_the_engine(tiny_llama, 
     assert llm.engine.num_free_slots == 3
     again = []
 
-    def another(*told):
-        again.append(told)
+    def another(*progress):
+        again.append(progress)
         if len(again) == 4:  # while this one is writing
             with pytest.raises(RequestError, match="another evaluation is writing"):
                 evaluate(llm, selection, ["full", TAPERED], **options)
@@ -359,6 +351,6 @@ def test_the_harness_own_command_knows_the_class_and_our_errors(monkeypatch, cap
     assert capsys.readouterr().err.startswith("taper: ")
 
 
-def test_cut_prompts_are_told(command):
+def test_cut_prompts_are_reported(command):
     text = run(*command, "--tasks", "gsm8k", "--limit", 2, "--context", 300)
     assert "2 prompts did not fit with the output and lost the beginning; --context raises the limit." in text

@@ -88,8 +88,8 @@ def test_closest_policy_is_the_best_of_all():
     for depth in (8.2, 9.0, 10.7):
         policies = [DepthPolicy.skipdecode(12, 6, span) for span in range(1, 200)]
         best = min(abs(mean_depth(policy, lengths) - depth) for policy in policies)
-        found = closest_policy(lambda span: DepthPolicy.skipdecode(12, 6, span), 199, depth, lengths)
-        assert abs(mean_depth(found, lengths) - depth) == best
+        policy = closest_policy(lambda span: DepthPolicy.skipdecode(12, 6, span), 199, depth, lengths)
+        assert abs(mean_depth(policy, lengths) - depth) == best
 
 
 @pytest.mark.parametrize(
@@ -111,20 +111,20 @@ def test_what_cannot_be_compared_is_rejected(arguments, message):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "left_out"),
     [
         ({"measured_order": [3, 4]}, {MEASURED: "10.00"}),
         ({"depth": 6.4, "lengths": [2]}, {"SkipDecode": "7.00", "HSD (our reading)": "7.00"}),
     ],
 )
-def test_a_method_that_cannot_come_near_the_depth_is_left_out_and_told(arguments, told):
+def test_a_method_that_cannot_come_near_the_depth_is_left_out_and_logged(arguments, left_out):
     lines = []
     policies = methods(12, **(ARGUMENTS | arguments), log=lines.append)
     depth = (ARGUMENTS | arguments)["depth"]
-    assert set(policies) == {FULL, MEASURED, *FIRST_AND_LAST, *CONSTANT} - set(told)
+    assert set(policies) == {FULL, MEASURED, *FIRST_AND_LAST, *CONSTANT} - set(left_out)
     assert lines == [
         f"{name} is left out at mean depth {depth:g}: {real} is the closest that it comes"
-        for name, real in told.items()
+        for name, real in left_out.items()
     ]
 
 

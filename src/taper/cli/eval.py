@@ -84,10 +84,7 @@ def evaluate(
         say(f"taper: interrupted; the same command continues from {out}")
         raise
     summary = summarise(result, margin, filter_name)
-    if as_json:
-        click.echo(json.dumps(summary.to_json()))
-    else:
-        _print(summary)
+    click.echo(json.dumps(summary.to_json()) if as_json else _as_text(summary), nl=as_json)
     say(f"records: {out}")
 
 
@@ -161,19 +158,18 @@ def _progress(filters: dict[str, str]) -> Generator[OnRecord, None, None]:
         yield advance
 
 
-def _print(summary: EvalSummary) -> None:
+def _as_text(summary: EvalSummary) -> str:
     """A table for each task and group, and what a reader should know before using them."""
     from .terminal import console
 
     screen = console(stderr=False)
     if not screen.is_terminal:
         screen.width = _UNLIMITED
-    for result in summary.results:
-        screen.print(_title(result, summary))
-        screen.print(_table(result, summary.margin))
-        screen.print()
-    for remark in _remarks(summary):
-        screen.print(remark)
+    with screen.capture() as captured:
+        for result in summary.results:
+            screen.print(_title(result, summary), _table(result, summary.margin), "", sep="\n")
+        screen.print(*_remarks(summary), sep="\n")
+    return captured.get()
 
 
 def _title(result: TaskSummary, summary: EvalSummary) -> str:
