@@ -13,9 +13,10 @@ from lm_eval.api.model import LM
 from lm_eval.models.huggingface import HFLM
 from tiny import TEMPLATE
 
+import taper.evals
 from taper import LLM, DepthPolicy
 from taper.errors import PolicyError, RequestError, TaperWarning
-from taper.evals import evaluate, load_tasks, summarise
+from taper.evals import EvalSummary, evaluate, load_tasks, summarise
 from taper.evals.harness import TaperLM, complete
 
 CONTEXTS = ["Question: What is 2 + 3?\nAnswer:", "Two\n\nlines", "naïve café", "a", "Q: " + "word " * 12 + "\nA:"]
@@ -341,3 +342,8 @@ def test_a_policy_of_the_same_name_is_rejected(llm, data):
         evaluate(llm, load_tasks(["gsm8k"], data_dir=data), other)
     with pytest.raises(PolicyError):
         evaluate(llm, load_tasks(["gsm8k"], data_dir=data), [DepthPolicy.full(5)])
+
+
+def test_the_old_name_of_the_summary_works_with_a_warning():
+    with pytest.warns(DeprecationWarning, match="now EvalSummary"):
+        assert taper.evals.Summary is EvalSummary

@@ -1,8 +1,8 @@
-"""Comparison of methods on tasks. It is what `taper reproduce` and our research scripts use.
+"""The comparison of methods on tasks, for `taper reproduce` and for research scripts.
 
-A `Study` is a model on which methods are compared, a `TaskStudy` one task of it: full depth's outputs, policies of one
-mean depth over them, what those write, and what they cost when replayed. Outputs and replays are kept in a folder, so
-an interrupted comparison continues where it was.
+A `Study` is a model on which methods are compared. A `TaskStudy` is one task of it: the outputs of full depth, policies
+tuned to one mean depth over them, and the outputs of those policies. Outputs and replays are kept in a folder, so an
+interrupted comparison continues where it was.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Study:
         limit: problems of each task, the first ones; default all.
         max_tokens: most tokens of an output; default the task's own limit.
         num_replayed: outputs of full depth to each task that policies are replayed on.
-        log: called with a line for each thing that is done.
+        log: called with one line about each step of the work.
 
     Raises:
         RequestError: a number is below 1, or the folder cannot be written to.

@@ -1,6 +1,6 @@
 """The records of an evaluation, as a file of JSON lines: a header with its settings, then a record for each problem.
 
-Each record is written as soon as it is there, so an evaluation that was killed continues from its file.
+Each record is written as soon as it is made, so an evaluation that was killed continues from its file.
 """
 
 from __future__ import annotations

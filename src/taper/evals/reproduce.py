@@ -116,7 +116,7 @@ def reproduce(
         chat: ask by the model's chat template.
         margin: the loss of accuracy that is accepted, in (0, 1).
         baselines: compare every method, not only the measured order and the middle first.
-        log: called with a line for each thing that is done.
+        log: called with one line about each step of the work.
 
     Raises:
         RequestError: a number is out of range, records in the folder are of other settings, or full depth writes at

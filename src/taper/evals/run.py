@@ -1,4 +1,4 @@
-"""One evaluation: the model completes each problem under each policy, and each completion is scored and recorded."""
+"""One evaluation: the model completes each problem under each policy, and every output is scored and recorded."""
 
 from __future__ import annotations
 

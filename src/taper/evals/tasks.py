@@ -292,11 +292,7 @@ def _has_data(config: Mapping[str, Any], folder: Path) -> bool:
 
 
 def _local_data(config: Mapping[str, Any], folder: Path) -> Callable[..., Any]:
-    """A task's data set from a folder, as the harness takes it.
-
-    Raises:
-        RequestError: the folder or a file is missing or damaged, or the task has another data set.
-    """
+    """A task's data set from a folder, as the harness takes it."""
     if not folder.is_dir():
         raise RequestError(f"--data-dir {folder} is not a folder")
     keys = ("question", "answer") if config.get("dataset_path") == _GSM8K else ("input", "target")
@@ -304,11 +300,7 @@ def _local_data(config: Mapping[str, Any], folder: Path) -> Callable[..., Any]:
 
 
 def _own_task(path: Path) -> dict[str, Any]:
-    """The configuration of the task in a file whose lines are `{"prompt": ..., "answer": ...}`.
-
-    Raises:
-        RequestError: the file is missing or damaged, or a line lacks one of the two texts.
-    """
+    """The configuration of the task in a file whose lines are `{"prompt": ..., "answer": ...}`."""
     return {
         "task": path.stem,
         "output_type": "generate_until",
