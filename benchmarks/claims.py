@@ -225,7 +225,7 @@ def _summaries(parts: Sequence[Evaluation]) -> Json:
     return {
         result.name: {
             "problems": result.problems,
-            "figure": result.figure,
+            "figure": result.metric,
             "scores": dict(zip((FULL, *ORDERS), result.scores, strict=True)),
         }
         for result in summary.results

@@ -61,7 +61,7 @@ def quality(task: TaskStudy, policies: Mapping[str, DepthPolicy]) -> Json:
         rows[name] = row
     return {
         "settings": evaluation.settings["tasks"][task.task.name] | {"chat": task.chat},
-        "figure": result.figure,
+        "figure": result.metric,
         "guessed": guessed(task.task),
         "output_tokens": round(statistics.median(map(len, outputs))),
         "replayed_outputs": len(task.references),

@@ -58,7 +58,7 @@ def open_study(options: argparse.Namespace) -> Study:
     llm = LLM(options.model, context=options.context, threads=options.threads, max_batch_size=options.batch_size)
     policy = llm.resolve_policy(options.policy, "taper")
     limits = {"limit": options.limit, "max_tokens": options.max_tokens, "num_replayed": options.replayed}
-    return Study(llm, policy.skip_order, options.folder, **limits, say=say)
+    return Study(llm, policy.skip_order, options.folder, **limits, log=say)
 
 
 def open_task(study: Study, name: str, options: argparse.Namespace) -> TaskStudy:

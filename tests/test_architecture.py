@@ -48,7 +48,7 @@ HEAVY = {
     },
     "transformers": {"hf.py", "bench/peers.py"},
     "matplotlib": {
-        *("calibration/report.py", "evals/reproduce_report.py", "bench/plot.py"),
+        *("calibration/report.py", "evals/reproduce.py", "bench/plot.py"),
         *("cli/calibrate.py", "cli/reproduce.py"),
     },
     "fastapi": {f"server/{name}.py" for name in ("app", "limits")},
@@ -58,7 +58,7 @@ HEAVY = {
     "prometheus_client": {"server/metrics.py", "vllm_plugin/metrics.py"},
     "llguidance": {"server/served.py"},
     "lm_eval": {f"evals/{name}.py" for name in ("__main__", "harness", "tasks")},
-    "datasets": {"evals/data.py"},
+    "datasets": {"evals/tasks.py"},
     "vllm": {
         "bench/peers.py",
         *(f"vllm_plugin/{name}.py" for name in ("__init__", "config", "models", "runner", "runner_v1", "runner_v2")),

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from taper.errors import PolicyError, RequestError
-from taper.evals.methods import FULL, RANDOM_SEEDS, chosen, closest_policy, mean_depth, methods
+from taper.evals.methods import FULL, RANDOM_SEEDS, baseline_policies, chosen, closest_policy, mean_depth, methods
 from taper.policy import DepthPolicy
 
 MEASURED, MIDDLE_FIRST = "D3, measured order", "D3, middle first (our reading)"
@@ -88,8 +88,8 @@ def test_closest_policy_is_the_best_of_all():
     for depth in (8.2, 9.0, 10.7):
         policies = [DepthPolicy.skipdecode(12, 6, span) for span in range(1, 200)]
         best = min(abs(mean_depth(policy, lengths) - depth) for policy in policies)
-        found = closest_policy(lambda span: DepthPolicy.skipdecode(12, 6, span), 199, depth, lengths)
-        assert abs(mean_depth(found, lengths) - depth) == best
+        policy = closest_policy(lambda span: DepthPolicy.skipdecode(12, 6, span), 199, depth, lengths)
+        assert abs(mean_depth(policy, lengths) - depth) == best
 
 
 @pytest.mark.parametrize(
@@ -97,34 +97,34 @@ def test_closest_policy_is_the_best_of_all():
     [
         ({"depth": 1.5}, "depth is 1.5"),
         ({"depth": 11.5}, r"depth is 11\.5; it must be a number in \[2, 11\]"),
-        ({"lengths": []}, "no answer has two tokens"),
-        ({"lengths": [1, 1]}, "no answer has two tokens"),
+        ({"lengths": []}, "no output has two tokens"),
+        ({"lengths": [1, 1]}, "no output has two tokens"),
         ({"lengths": [0, 20]}, "a length is 0"),
         ({"influence": [0.0] * 11}, "influence has 11 numbers"),
     ],
 )
 def test_what_cannot_be_compared_is_rejected(arguments, message):
     with pytest.raises(RequestError, match=message):
-        methods(12, **(ARGUMENTS | arguments), tell=print)
+        methods(12, **(ARGUMENTS | arguments), log=print)
     with pytest.raises(PolicyError, match="twice"):
-        methods(12, **(ARGUMENTS | {"measured_order": [3, 3, 4, 5]}), tell=print)
+        methods(12, **(ARGUMENTS | {"measured_order": [3, 3, 4, 5]}), log=print)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "left_out"),
     [
         ({"measured_order": [3, 4]}, {MEASURED: "10.00"}),
         ({"depth": 6.4, "lengths": [2]}, {"SkipDecode": "7.00", "HSD (our reading)": "7.00"}),
     ],
 )
-def test_a_method_that_cannot_come_near_the_depth_is_left_out_and_told(arguments, told):
+def test_a_method_that_cannot_come_near_the_depth_is_left_out_and_logged(arguments, left_out):
     lines = []
-    policies = methods(12, **(ARGUMENTS | arguments), tell=lines.append)
+    policies = methods(12, **(ARGUMENTS | arguments), log=lines.append)
     depth = (ARGUMENTS | arguments)["depth"]
-    assert set(policies) == {FULL, MEASURED, *FIRST_AND_LAST, *CONSTANT} - set(told)
+    assert set(policies) == {FULL, MEASURED, *FIRST_AND_LAST, *CONSTANT} - set(left_out)
     assert lines == [
         f"{name} is left out at mean depth {depth:g}: {real} is the closest that it comes"
-        for name, real in told.items()
+        for name, real in left_out.items()
     ]
 
 
@@ -134,3 +134,18 @@ def test_methods_are_chosen_by_words_of_their_names():
     assert chosen(policies, ["shortgpt", "random order 2", "Measured"]) == [FULL, MEASURED, RANDOM[1], "ShortGPT"]
     with pytest.raises(RequestError, match="there is no method 'layerdrop'"):
         chosen(policies, ["measured", "layerdrop"])
+
+
+@given(st.integers(6, 40), st.data())
+def test_baselines_have_the_mean_depth_asked_for(layers, data):
+    depth = data.draw(st.integers(layers // 2 + 2, layers - 1))
+    policies = baseline_policies(layers, depth, list(range(layers)), [49])
+    decaying = ("SkipDecode", "HSD (our reading)")
+    assert set(policies) == {"early exit", "ShortGPT", "Unified (evenly spread)", *decaying}
+    for name, policy in policies.items():
+        assert policy.mean_depth(49) == pytest.approx(depth, abs=0.6 if name in decaying else 0), name
+    assert policies["ShortGPT"].retained_layers(1) == tuple(range(layers - depth, layers))
+    assert policies["early exit"].retained_layers(1) == tuple(range(depth))
+    spread = policies["Unified (evenly spread)"].retained_layers(1)
+    assert spread[0] == 0
+    assert spread[-1] == layers - 1

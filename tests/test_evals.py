@@ -13,10 +13,11 @@ from lm_eval.api.model import LM
 from lm_eval.models.huggingface import HFLM
 from tiny import TEMPLATE
 
+import taper.evals
 from taper import LLM, DepthPolicy
 from taper.errors import PolicyError, RequestError, TaperWarning
-from taper.evals import evaluate, load_tasks, summarise
-from taper.evals.harness import TaperLM, complete, request_seed
+from taper.evals import EvalSummary, evaluate, load_tasks, summarise
+from taper.evals.harness import TaperLM, complete
 
 CONTEXTS = ["Question: What is 2 + 3?\nAnswer:", "Two\n\nlines", "naïve café", "a", "Q: " + "word " * 12 + "\nA:"]
 TAPERED = DepthPolicy.d3(6, 0.9, skip_order=[4, 1, 2])
@@ -81,8 +82,8 @@ def test_100_problems_get_the_strings_of_the_harness_own_class(llm, hf, tmp_path
     ours = evaluate(llm, load_tasks(["gsm8k"], fewshot=0, data_dir=data), ["full"], max_tokens=16)
     task = load_tasks(["gsm8k"], fewshot=0, data_dir=data).tasks[0]
     more = {"task_manager": lm_eval.tasks.TaskManager(include_defaults=False), "bootstrap_iters": 0}
-    found = lm_eval.simple_evaluate(hf, tasks=[task._task], gen_kwargs={"max_gen_toks": 16}, **more)
-    theirs = [one for one in found["samples"]["gsm8k"] if one["filter"] == "flexible-extract"]
+    results = lm_eval.simple_evaluate(hf, tasks=[task._task], gen_kwargs={"max_gen_toks": 16}, **more)
+    theirs = [one for one in results["samples"]["gsm8k"] if one["filter"] == "flexible-extract"]
     assert [record.answers[0].text for record in ours.records] == [one["resps"][0][0] for one in theirs]
     assert [record.extracted["flexible-extract"] for record in ours.records] == [
         one["filtered_resps"][0] for one in theirs
@@ -156,7 +157,7 @@ def test_sampling_repeats_by_seed_and_differs_by_repeat(llm):
     texts = tapered(llm).generate_until([one, one], disable_tqdm=True)
     assert texts[0] != texts[1]
     assert tapered(llm).generate_until([one, one], disable_tqdm=True) == texts
-    assert request_seed(0, one, 0) != request_seed(1, one, 0)
+    assert tapered(llm).request_seed(one, 0) != TaperLM(llm, mode="full", seed=1).request_seed(one, 0)
 
 
 @pytest.mark.parametrize(
@@ -188,8 +189,8 @@ def test_the_harness_finds_the_class_by_name(tiny_llama, data, tmp_path):
     manager = lm_eval.tasks.TaskManager(include_defaults=False)
     more = {"task_manager": manager, "limit": 2, "gen_kwargs": {"max_gen_toks": 12}, "bootstrap_iters": 0}
     model_args = ",".join(f"{name}={value}" for name, value in arguments.items())
-    found = lm_eval.simple_evaluate("taper", model_args, [task._task], batch_size=2, **more)
-    texts = [sample["resps"][0][0] for sample in found["samples"]["gsm8k"] if sample["filter"] == "strict-match"]
+    results = lm_eval.simple_evaluate("taper", model_args, [task._task], batch_size=2, **more)
+    texts = [sample["resps"][0][0] for sample in results["samples"]["gsm8k"] if sample["filter"] == "strict-match"]
     with pytest.raises(RequestError, match="model_args has revision"):
         TaperLM(revision="main")
     llm = LLM(tiny_llama.folder, device="cpu", dtype="f32", context=512, threads=1)
@@ -244,16 +245,16 @@ def test_gsm8k_finds_the_answer_as_the_harness_does(tmp_path, text, strict, flex
 )
 def test_bbh_finds_the_answer_as_the_harness_does(data, text, fewshot, flexible, strict):
     name = "boolean_expressions"
-    found = {}
+    by_filter = {}
     for task in load_tasks([f"bbh_cot_fewshot_{name}", f"bbh_cot_zeroshot_{name}"], data_dir=data).tasks:
         problem = task.problems(1)[0]
         assert problem.requests[0].doc["target"] == "False"
-        found |= {name: scores["exact_match"] for name, scores in task.score(problem, [[text]])[0].items()}
-    assert found == {"get-answer": fewshot, "flexible-extract": flexible, "strict-match": strict}
+        by_filter |= {name: scores["exact_match"] for name, scores in task.score(problem, [[text]])[0].items()}
+    assert by_filter == {"get-answer": fewshot, "flexible-extract": flexible, "strict-match": strict}
 
 
-class Told(LM):
-    """Answers what it is told to."""
+class Scripted(LM):
+    """Completes each problem by a function."""
 
     def __init__(self, answer) -> None:
         super().__init__()
@@ -287,10 +288,10 @@ def test_an_oracle_scores_1_and_a_wrong_model_0(data, answer, expected):
         ours[task.name] = sum(score["exact_match"] for score in scores) / len(scores)
     assert set(ours.values()) == {expected}
     manager = lm_eval.tasks.TaskManager(include_defaults=False)
-    found = lm_eval.simple_evaluate(
-        Told(answer), tasks=[task._task for task in selection.tasks], task_manager=manager, bootstrap_iters=0
+    results = lm_eval.simple_evaluate(
+        Scripted(answer), tasks=[task._task for task in selection.tasks], task_manager=manager, bootstrap_iters=0
     )
-    theirs = {task.name: found["results"][task.name][f"exact_match,{task.filters[0]}"] for task in selection.tasks}
+    theirs = {task.name: results["results"][task.name][f"exact_match,{task.filters[0]}"] for task in selection.tasks}
     assert ours == theirs
 
 
@@ -341,3 +342,8 @@ def test_a_policy_of_the_same_name_is_rejected(llm, data):
         evaluate(llm, load_tasks(["gsm8k"], data_dir=data), other)
     with pytest.raises(PolicyError):
         evaluate(llm, load_tasks(["gsm8k"], data_dir=data), [DepthPolicy.full(5)])
+
+
+def test_the_old_name_of_the_summary_works_with_a_warning():
+    with pytest.warns(DeprecationWarning, match="now EvalSummary"):
+        assert taper.evals.Summary is EvalSummary

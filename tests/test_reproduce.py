@@ -29,12 +29,9 @@ METHODS = [FULL, CALIBRATED, *["D3, measured order", "D3, middle first (our read
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
     """Few timed runs, and short outputs for block influence."""
-    for module, name, value in [
-        (cost, "ROUNDS", 1),
-        (comparison, "INFLUENCE_TOKENS", 4),
-        (comparison, "INFLUENCE_PROMPTS", 8),
-    ]:
-        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(cost, "ROUNDS", 1)
+    monkeypatch.setattr(comparison, "INFLUENCE_TOKENS", 4)
+    monkeypatch.setattr(comparison, "INFLUENCE_PROMPTS", 8)
 
 
 @pytest.fixture
@@ -122,11 +119,16 @@ def test_the_default_model_end_to_end(arguments, tmp_path):
     assert (tmp_path / "out" / "index.html").read_text().count("<img") == 2
 
 
-def test_a_calibration_gives_the_policy(arguments, monkeypatch, tmp_path):
+@pytest.fixture
+def short_calibration(monkeypatch, tmp_path):
     monkeypatch.setenv("TAPER_CACHE", str(tmp_path / "cache"))
     prompts = [f"Tell me about the number {n}." for n in range(8)]
     monkeypatch.setattr(taper.calibration.run, "builtin_prompts", lambda: prompts)
     monkeypatch.setattr(taper.calibration.run, "REFERENCE_TOKENS", 40)
+
+
+@pytest.mark.usefixtures("short_calibration")
+def test_a_calibration_gives_the_policy(arguments, tmp_path):
     arguments += ["--lengths=24", "--tasks=gsm8k", "--min-agreement=0.01"]
     run(arguments)
     data = json.loads((tmp_path / "out" / "results.json").read_text())
@@ -135,11 +137,8 @@ def test_a_calibration_gives_the_policy(arguments, monkeypatch, tmp_path):
     assert CALIBRATED in {result["method"] for result in data["results"]}
 
 
+@pytest.mark.usefixtures("short_calibration")
 def test_a_budget_that_no_policy_meets_leaves_the_headline(arguments, monkeypatch, tmp_path):
-    monkeypatch.setenv("TAPER_CACHE", str(tmp_path / "cache"))
-    prompts = [f"Tell me about the number {n}." for n in range(8)]
-    monkeypatch.setattr(taper.calibration.run, "builtin_prompts", lambda: prompts)
-    monkeypatch.setattr(taper.calibration.run, "REFERENCE_TOKENS", 40)
     monkeypatch.setattr(taper.calibration.summary.Provenance, "budget_met", False)
     assert "no policy meets the budget" in run([*arguments, "--lengths=24", "--tasks=gsm8k"])
     data = json.loads((tmp_path / "out" / "results.json").read_text())
@@ -166,7 +165,7 @@ def test_baselines_compare_every_method(arguments, tmp_path):
         (["--limit=0"], "limit is 0"),
     ],
 )
-def test_mistakes_are_told_before_the_work(arguments, tmp_path, monkeypatch, options, message):
+def test_mistakes_are_rejected_before_the_work(arguments, tmp_path, monkeypatch, options, message):
     monkeypatch.setattr(RecordFile, "append", lambda *_: pytest.fail("an output was computed"))
     with pytest.raises(RequestError, match=message):
         run([*arguments, f"--policy={tmp_path / 'policy.json'}", *options])

@@ -217,7 +217,7 @@ def test_a_file_is_a_task(llm, file):
     selection = load_tasks([str(file)])
     result = summarise(evaluate(llm, selection, ["full"], limit=3, max_tokens=4))
     (task,) = result.results
-    assert (task.name, task.problems, task.figure) == ("sums", 3, "exact_match under none")
+    assert (task.name, task.problems, task.metric) == ("sums", 3, "exact_match under none")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import json
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,10 +17,16 @@ from ..errors import MODES, RequestError, one_of
 from .common import load, model_options, say
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from ..evals.records import Record
+    from ..evals.run import OnRecord
+    from ..evals.summary import EvalSummary, Score, TaskSummary
     from ..llm import LLM
 
 _EVERY = 30  # seconds between lines of progress where there is no terminal
+_OFTEN_CUT_OFF = 0.05  # share of outputs at the limit of tokens from which readers are warned
+_UNLIMITED = 10_000  # columns: a table in a file or a pipe is never folded
 
 
 @click.command(name="eval")
@@ -35,7 +41,7 @@ _EVERY = 30  # seconds between lines of progress where there is no terminal
 @click.option("--max-tokens", type=int, metavar="N", help="Most tokens of an output. Default: the task's own limit.")
 @click.option("--data-dir", type=Path, metavar="FOLDER", help="Data of GSM8K and BBH. Default: the Hugging Face hub.")
 @click.option("--margin", type=float, default=0.01, help="Loss of accuracy that you accept, between 0 and 1.")
-@click.option("--filter", "filter_name", metavar="NAME", help="Whose figure counts. Default: the most lenient filter.")
+@click.option("--filter", "filter_name", metavar="NAME", help="Filter to compare by. Default: the most lenient one.")
 @click.option("--batch-size", type=click.IntRange(1), default=16, help="Outputs generated at a time.")
 @click.option("--seed", type=click.IntRange(0), default=0, help="For tasks that sample.")
 @click.option("--out", type=Path, metavar="FILE", help="Records, as JSON lines. Default: eval-MODEL-TASKS.jsonl.")
@@ -53,15 +59,15 @@ def evaluate(
 ) -> None:
     """Compare a model at full depth and tapered, on the same problems of a task.
 
-    Runs tasks of lm-evaluation-harness in which the model writes its answer, such as gsm8k and bbh_cot_fewshot. Each
-    problem is recorded as soon as it is answered: an interrupted evaluation continues where it was.
+    Runs tasks of lm-evaluation-harness in which the model generates text, such as gsm8k and bbh_cot_fewshot. Each
+    problem is recorded as soon as it is completed: the same command continues an interrupted evaluation.
     """
     from ..evals import evaluate as run
     from ..evals import load_tasks, summarise
     from ..evals.records import check_out
-    from ..evals.summary import as_text, check_comparison, chosen_filter
+    from ..evals.summary import check_comparison, chosen_filter
 
-    names, wanted = _listed("tasks", tasks), [one_of("a mode", mode, MODES) for mode in _listed("modes", modes)]
+    names, wanted = listed("tasks", tasks), [one_of("a mode", mode, MODES) for mode in listed("modes", modes)]
     if policies and "taper" not in wanted:
         raise RequestError("--policy does nothing without mode taper", "leave it out, or give --modes full,taper")
     out = out or Path(_file_name(options["model"], names))
@@ -78,27 +84,31 @@ def evaluate(
         say(f"taper: interrupted; the same command continues from {out}")
         raise
     summary = summarise(result, margin, filter_name)
-    click.echo(json.dumps(summary.to_json()) if as_json else as_text(summary))
+    click.echo(json.dumps(summary.to_json()) if as_json else _as_text(summary), nl=as_json)
     say(f"records: {out}")
+
+
+def listed(option: str, names: str) -> list[str]:
+    """The names in an option that takes several, with commas between them.
+
+    Raises:
+        RequestError: there is none.
+    """
+    unique = dict.fromkeys(name.strip() for name in names.split(",") if name.strip())
+    if not unique:
+        raise RequestError(f"--{option} is empty", "give one name, or several with commas between them")
+    return list(unique)
 
 
 def _policies(llm: LLM, modes: Sequence[str], policies: Sequence[str]) -> list[Any]:
     """The policies of each mode, in the order of the modes."""
     tapered: list[Any] = list(policies) or [llm.resolve_policy(mode="taper")] if "taper" in modes else []
     by_mode = {"full": ["full"], "taper": tapered}
-    return [policy for mode in dict.fromkeys(modes) for policy in by_mode[mode]]
-
-
-def _listed(option: str, names: str) -> list[str]:
-    """The names of a list with commas."""
-    listed = [name.strip() for name in names.split(",") if name.strip()]
-    if not listed:
-        raise RequestError(f"--{option} is empty", "give one name, or several with commas between them")
-    return list(dict.fromkeys(listed))
+    return [policy for mode in modes for policy in by_mode[mode]]
 
 
 def _file_name(model: str | None, tasks: Sequence[str]) -> str:
-    """Where records go by default: evaluations of other models or tasks have other files."""
+    """The default file of the records: other models and tasks have other files."""
     from ..models.download import DEFAULT_MODEL
 
     name = f"{Path(model or DEFAULT_MODEL).name.removesuffix('.gguf')}-{'-'.join(tasks)}"
@@ -106,8 +116,8 @@ def _file_name(model: str | None, tasks: Sequence[str]) -> str:
 
 
 @contextmanager
-def _progress(filters: dict[str, str]) -> Generator[Callable[[Record, int, bool], None], None, None]:
-    """A bar with the time left and the running accuracy; without a terminal, a line now and then."""
+def _progress(filters: dict[str, str]) -> Generator[OnRecord, None, None]:
+    """A bar with the time left and the accuracy so far; without a terminal, a line now and then."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
     from ..evals.summary import solved
@@ -115,34 +125,97 @@ def _progress(filters: dict[str, str]) -> Generator[Callable[[Record, int, bool]
 
     screen = console()
     right: Counter[tuple[str, str]] = Counter()
-    answered: Counter[tuple[str, str]] = Counter()
+    scored: Counter[tuple[str, str]] = Counter()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     started = last_line = time.monotonic()
     bar: TaskID | None = None
-    were_there = 0
+    done = num_stored = 0
     with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bars:
 
         def advance(record: Record, total: int, was_there: bool) -> None:
-            nonlocal bar, were_there, last_line
+            nonlocal bar, done, num_stored, last_line
             is_right = solved(record, filters[record.task])
             right[record.task, record.policy] += bool(is_right)
-            answered[record.task, record.policy] += is_right is not None
+            scored[record.task, record.policy] += is_right is not None
+            done += 1
             if was_there:
-                were_there += 1
+                num_stored += 1
                 return
-            done = answered.total()
-            shares = [
+            accuracies = [
                 f"{policy} {right[task, policy] / count:.1%}"
-                for (task, policy), count in answered.items()
+                for (task, policy), count in scored.items()
                 if task == record.task and count
             ]
-            text = f"{record.task}: {', '.join(shares)}"
-            if bar is None:  # speed is that of new problems
-                bar = bars.add_task(text, total=total, completed=were_there)
+            text = f"{record.task}: {', '.join(accuracies)}"
+            if bar is None:  # added late, so that its speed is that of new records
+                bar = bars.add_task(text, total=total, completed=num_stored)
             bars.update(bar, description=text, advance=1)
             if not screen.is_terminal and time.monotonic() - last_line > _EVERY:
                 last_line = time.monotonic()
-                left = (last_line - started) / max(1, done - were_there) * (total - done)
+                left = (last_line - started) / (done - num_stored) * (total - done)
                 say(f"{done} of {total}, {left / 60:.0f} min left; {text}")
 
         yield advance
+
+
+def _as_text(summary: EvalSummary) -> str:
+    """A table for each task and group, and what a reader should know before using them."""
+    from .terminal import console
+
+    screen = console(stderr=False)
+    if not screen.is_terminal:
+        screen.width = _UNLIMITED
+    with screen.capture() as captured:
+        for result in summary.results:
+            screen.print(_title(result, summary), _table(result, summary.margin), "", sep="\n")
+        screen.print(*_remarks(summary), sep="\n")
+    return captured.get()
+
+
+def _title(result: TaskSummary, summary: EvalSummary) -> str:
+    settings = summary.settings["tasks"][result.tasks[0]]
+    facts = [] if len(result.tasks) == 1 else [f"{len(result.tasks)} tasks together"]
+    facts.append("1 problem" if result.problems == 1 else f"{result.problems} problems")
+    facts.append(f"{settings['fewshot']}-shot{' chat' if summary.settings['chat'] else ''}")
+    if len(result.tasks) == 1:
+        facts.append(f"version {settings['version']}")
+    facts.append(result.metric or "no metric that is right or wrong; the records have its metrics")
+    return f"{result.name}: {', '.join(facts)}"
+
+
+def _table(result: TaskSummary, margin: float) -> Table:
+    """A policy in each row; the comparison with full depth only if there is one."""
+    from rich.table import Table
+
+    loss = f"loss within {100 * margin:g} {'point' if margin == 0.01 else 'points'}"
+    columns = ["", "solved, %", "mean depth", "tokens"]
+    if any(score.against_full for score in result.scores):
+        columns += ["difference, points", "McNemar p", loss]
+    table = Table(*columns, box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for score in result.scores:
+        table.add_row(*_row(score)[: len(columns)])
+    return table
+
+
+def _row(score: Score) -> tuple[str, ...]:
+    from ..calibration.summary import interval
+
+    name = "full" if score.mode == "full" else f"taper {score.policy}"
+    cells = (name, interval(score.accuracy, 100, digits=1), f"{score.mean_depth:.1f}", f"{score.tokens:.0f}")
+    compared = score.against_full
+    if compared is None:
+        return (*cells, "", "", "")
+    return (*cells, interval(compared.difference, 100, digits=1), f"{compared.p_value:.2g}", compared.conclusion)
+
+
+def _remarks(summary: EvalSummary) -> Iterator[str]:
+    yield "Intervals are 95 %; the verdict is a one-sided test at the 5 % level."
+    for result in summary.results:
+        if len(result.tasks) == 1 and any(score.cut_off > _OFTEN_CUT_OFF for score in result.scores):
+            shares = ", ".join(f"{score.cut_off:.0%} ({score.policy})" for score in result.scores)
+            yield f"{result.name}: outputs that reached the limit of tokens, which --max-tokens raises: {shares}."
+    if summary.missing:
+        yield f"Not run, as the data folder has no data for them: {', '.join(summary.missing)}."
+    if summary.num_truncated:
+        prompts = f"{summary.num_truncated} prompts did" if summary.num_truncated > 1 else "1 prompt did"
+        yield f"{prompts} not fit with the output and lost the beginning; --context raises the limit."

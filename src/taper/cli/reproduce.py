@@ -11,6 +11,7 @@ import click
 from ..errors import RequestError, TaperError
 from ..models.files import check_writable
 from .common import load, run_options, say, stages
+from .eval import listed
 
 if TYPE_CHECKING:
     from ..llm import LLM
@@ -48,31 +49,27 @@ def reproduce(
     """Repeat the paper's experiment on MODEL: is it as accurate on GSM8K and BBH with 1.5 times fewer layers?
 
     Calibrates a policy, compares methods with full depth at the mean depth of the paper and at that of the policy,
-    times them, and writes results.json and a page with pictures. Takes hours on a CPU unless --limit is small. An
-    interrupted run continues where it was.
+    times them, and writes results.json and a page with pictures. Takes hours on a CPU unless --limit is small. The same
+    command continues an interrupted run.
     """
     from ..evals import load_tasks
-    from ..evals.reproduce import check_numbers
-    from ..evals.reproduce import reproduce as run
     from ..evals.summary import check_comparison
 
     if policy is not None and min_agreement is not None:
         raise RequestError("--min-agreement does nothing with --policy", "leave out one of the two")
-    wanted = _numbers(lengths)
+    max_tokens = _whole_numbers(lengths)
     out = out or Path(f"reproduce-{re.sub(r'[^a-zA-Z0-9_.-]+', '-', Path(model).name.removesuffix('.gguf'))}")
     _check_report(out)
-    names = [name.strip() for name in tasks.split(",") if name.strip()]
-    if not names:
-        raise RequestError("--tasks is empty", "give one name, or several with commas between them")
-    selection = load_tasks(names, fewshot=options["fewshot"], data_dir=options["data_dir"])
+    from ..evals.reproduce import check_numbers, write_report
+    from ..evals.reproduce import reproduce as run
+
+    selection = load_tasks(listed("tasks", tasks), fewshot=options["fewshot"], data_dir=options["data_dir"])
     check_comparison(selection, options["margin"], None)
     llm = load({**options, "model": model}, max_batch_size=batch_size)
-    check_numbers(llm, wanted, options["limit"])
+    check_numbers(llm, max_tokens, options["limit"])
     order, chosen, budget = _policy(llm, policy, _MIN_AGREEMENT if min_agreement is None else min_agreement)
     given = {name: options[name] for name in ("limit", "chat", "margin", "baselines")}
-    result = run(llm, selection, order, chosen, out, budget=budget, lengths=wanted, say=say, **given)
-    from ..evals.reproduce_report import write_report
-
+    result = run(llm, selection, order, chosen, out, budget=budget, lengths=max_tokens, log=say, **given)
     write_report(out, result)
     say(f"report: {out / 'index.html'}")
 
@@ -93,8 +90,8 @@ def _policy(llm: LLM, policy: str | None, min_agreement: float) -> tuple[list[in
     return result.summary.skip_order, result.policy, f"the fastest one that was found for an {budget}"
 
 
-def _numbers(lengths: str) -> list[int]:
-    """The numbers of a list with commas."""
+def _whole_numbers(lengths: str) -> list[int]:
+    """The numbers in an option that takes several, with commas between them."""
     try:
         return [int(length) for length in lengths.split(",")]
     except ValueError:
@@ -102,7 +99,7 @@ def _numbers(lengths: str) -> list[int]:
 
 
 def _check_report(folder: Path) -> None:
-    """Reject before the work a report that could not be written after it."""
+    """Reject a report that could not be written, before the work."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:

@@ -9,22 +9,18 @@ from ..errors import TaperError
 
 
 def main() -> None:
-    """Run it; a mistake that we name is one line and exit code 2."""
+    """Run it; a user's mistake is one line and exit code 2."""
     try:
-        from lm_eval.__main__ import cli_evaluate
-    except ImportError:
-        sys.exit(_told(TaperError("evaluation needs lm-evaluation-harness", 'pip install "taper-llm[eval]"')))
-    from . import harness  # noqa: F401  # registers the class
+        try:
+            from lm_eval.__main__ import cli_evaluate
+        except ImportError:
+            raise TaperError("evaluation needs lm-evaluation-harness", 'pip install "taper-llm[eval]"') from None
+        from . import harness  # noqa: F401  # registers the class
 
-    try:
         cli_evaluate()
     except TaperError as error:
-        sys.exit(_told(error))
-
-
-def _told(error: TaperError) -> int:
-    print(f"taper: {error}", file=sys.stderr)
-    return 2
+        print(f"taper: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
-"""lm-evaluation-harness's model class `taper`: its generative tasks on a model of ours, under a policy.
+"""The model class `taper` of lm-evaluation-harness: generative tasks on one of our models, under a policy.
 
-It follows the harness's own class for transformers (`hf`) in what a prompt, a stop string and a cut prompt are, so that
-full depth gives that class's texts.
+It treats prompts, stop strings and prompts that are too long as the harness's own class for transformers (`hf`) does,
+so that full depth gives the same texts.
 """
 
 from __future__ import annotations
 
 import hashlib
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,7 +36,7 @@ _NOT_GENERATED = "log-likelihood tasks generate nothing, so there is no step to 
 
 @register_model("taper")
 class TaperLM(LM):  # type: ignore[misc]  # the harness has no types
-    """A model and the policy under which it answers.
+    """A model and the policy under which it completes prompts.
 
     Args:
         model: an `LLM`, or what `LLM` takes: a name, a hub id, a GGUF file or a folder.
@@ -82,14 +83,14 @@ class TaperLM(LM):  # type: ignore[misc]  # the harness has no types
             RequestError: what `request` raises.
         """
         texts: dict[int, str] = {}
-        occurrence: dict[int, int] = {}  # of a request that the task repeats
+        repeats: Counter[int] = Counter()  # by id, as a task that wants several outputs repeats the request
         chains = []
         for instance in requests:
-            repeat = occurrence[id(instance)] = occurrence.get(id(instance), -1) + 1
             context, gen_kwargs = instance.args[:2]
-            seed = request_seed(self.seed, instance, repeat)
+            seed = self.request_seed(instance, repeats[id(instance)])
+            repeats[id(instance)] += 1
             chains.append([self.request(context, gen_kwargs, self.policy, seed)])
-        self.warn_if_truncated()
+        self._warn_if_truncated()
         with tqdm(total=len(chains), disable=disable_tqdm, desc="Running generate_until requests") as bar:
             for index, _, output in complete(self.llm, chains):
                 texts[index] = output.text
@@ -98,9 +99,10 @@ class TaperLM(LM):  # type: ignore[misc]  # the harness has no types
         return [texts[index] for index in range(len(requests))]
 
     def request(self, context: str, gen_kwargs: Mapping[str, Any], policy: DepthPolicy, seed: int) -> Request:
-        """What the engine is asked to do for a request of the harness.
+        """The engine's request for a request of the harness.
 
-        A prompt that leaves no room for the output loses its beginning, as in the harness; `num_truncated` counts them.
+        A prompt that leaves no room for the output loses its beginning, as in the harness; `num_truncated` counts these
+        prompts.
 
         Raises:
             RequestError: an option of the task that is not supported, or an output longer than the context.
@@ -118,6 +120,11 @@ class TaperLM(LM):  # type: ignore[misc]  # the harness has no types
             ids = ids[params.max_tokens - room :]
             self.num_truncated += 1
         return Request(ids, params, policy, tokenizer.declared_eos_token_ids)
+
+    def request_seed(self, instance: Instance, repeat: int) -> int:
+        """The seed of one output: the same under every policy, and another one for each problem and repeat."""
+        key = f"{self.seed} {instance.task_name} {instance.doc_id} {instance.idx} {repeat}"
+        return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
 
     def sampling_params(self, gen_kwargs: Mapping[str, Any], seed: int) -> SamplingParams:
         """How to sample and when to stop, from the `generation_kwargs` of a task.
@@ -141,8 +148,8 @@ class TaperLM(LM):  # type: ignore[misc]  # the harness has no types
         sampling = {name: given[name] for name in _SAMPLING if name in given}
         return SamplingParams(max_tokens=max_tokens, seed=seed, stop=list(stop), stop_token_ids=stop_ids, **sampling)
 
-    def warn_if_truncated(self) -> None:
-        """Say how many prompts were cut; counts anew from here."""
+    def _warn_if_truncated(self) -> None:
+        """Warn about the prompts that were cut, and reset their number."""
         if self.num_truncated:
             room = self.llm.engine.backend.context_length
             prompts = "prompt was" if self.num_truncated == 1 else "prompts were"
@@ -165,7 +172,7 @@ class TaperLM(LM):  # type: ignore[misc]  # the harness has no types
     loglikelihood_rolling = loglikelihood
 
     def apply_chat_template(self, chat_history: Sequence[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The prompt of a conversation; without a generation prompt, its last message is left open.
+        """The prompt of a conversation; without a generation prompt, its last message stays open.
 
         Raises:
             RequestError: the model has no chat template, or it refuses these messages.
@@ -178,14 +185,14 @@ class TaperLM(LM):  # type: ignore[misc]  # the harness has no types
             others = [message for message in messages if message["role"] != "system"]
             if len(others) == len(messages) or not self.llm.tokenizer.chat_template:
                 raise
-            # As the harness does where a template knows no system role.
+            # The harness leaves them out if a template has no system role.
             return self.llm.tokenizer.render(others) + opened
 
     def chat_template(self, chat_template: bool | str = False) -> str:
         """The source of the model's chat template, for the harness's records.
 
         Raises:
-            RequestError: another one is asked for by name.
+            RequestError: a template is asked for by name.
         """
         if isinstance(chat_template, str):
             raise RequestError(f"chat template {chat_template!r} is asked for; only the model's own is supported")
@@ -193,14 +200,14 @@ class TaperLM(LM):  # type: ignore[misc]  # the harness has no types
 
     @property
     def tokenizer_name(self) -> str:
-        """What tells prompts of this model from those of others in the harness's cache."""
+        """The name of the model in the harness's cache of prompts."""
         return self.llm.model.replace("/", "__")
 
 
 def complete(llm: LLM, chains: Iterable[Sequence[Request]]) -> Iterator[tuple[int, int, Output]]:
-    """Complete requests, as many at a time as the engine has slots: (chain, place in it, output) as each one ends.
+    """Complete requests, as many at a time as the engine has slots; yields (chain, place in it, output) as they end.
 
-    The requests of a chain run one after the other. Those of one prompt so find it computed in the slot just freed.
+    The requests of a chain run one after the other, so those with the same prompt find it computed in the slot.
     """
     waiting = enumerate(chains)
     running: dict[int, tuple[int, int, Sequence[Request]]] = {}  # chain and place by index in the stream
@@ -217,9 +224,3 @@ def complete(llm: LLM, chains: Iterable[Sequence[Request]]) -> Iterator[tuple[in
                 if place + 1 < len(chain):
                     running[stream.add(chain[place + 1])] = number, place + 1, chain
                 yield number, place, chunk.output
-
-
-def request_seed(seed: int, instance: Instance, repeat: int) -> int:
-    """The seed of one output: the same in every mode, and another one for each problem and repeat."""
-    key = f"{seed} {instance.task_name} {instance.doc_id} {instance.idx} {repeat}"
-    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")

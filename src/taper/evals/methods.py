@@ -1,6 +1,6 @@
-"""The methods that are compared: policies of the same mean depth over the same answers, for one engine.
+"""Published methods of skipping layers, as policies of the same mean depth over the same outputs, for one engine.
 
-All are ordinary nested policies. Where a method's own text leaves something open, its name says "our reading".
+All are ordinary nested policies. If a paper leaves a detail open, the name of the method says "our reading".
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..policy import DepthPolicy, middle_first_order
 
 FULL = "full depth"
 RANDOM_SEEDS = 3
-_STEPS = 1_000_000  # alphas tried lie this fine
+_ALPHA_STEPS = 1_000_000  # the resolution of the alphas that are tried
 
 
 def methods(
@@ -27,32 +27,32 @@ def methods(
     lengths: Sequence[int],
     measured_order: Sequence[int],
     influence: Sequence[float],
-    tell: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> dict[str, DepthPolicy]:
-    """Every method's policy by its name: full depth, and the others at mean depth `depth`.
+    """The policy of every method by its name: full depth, and the others at mean depth `depth`.
 
-    The mean is over all tokens after the first of answers of these lengths; `mean_depth` gives the real one. D3 gets
-    there by its alpha, for the measured order, the middle first and random orders alike, and SkipDecode and HSD by
-    their span. The methods of constant depth run the nearest whole number of layers. A method that cannot come within
-    half a layer, such as an order of too few layers, is left out.
+    The mean is over all tokens after the first of outputs of these lengths; `mean_depth` gives the actual one. D3
+    reaches it by its alpha, with the measured order, the middle first and random orders alike; SkipDecode and HSD reach
+    it by their span. The methods of constant depth run the nearest whole number of layers. A method that cannot come
+    within half a layer, such as an order of too few layers, is left out.
 
     Args:
         num_hidden_layers: layers of the model, L.
         depth: from 2 to L - 1.
-        lengths: of answers at full depth, in tokens.
+        lengths: of outputs at full depth, in tokens.
         measured_order: flex layers in the order in which calibration skips them.
         influence: block influence of each layer, [L].
-        tell: told of each method that is left out, in a line.
+        log: called with one line for each method that is left out.
 
     Raises:
-        RequestError: a number is out of range, or no answer has two tokens.
+        RequestError: a number is out of range, or no output has two tokens.
         PolicyError: the order names a layer twice or one that the model does not have.
     """
     layers = whole_number("num_hidden_layers", num_hidden_layers, 3)
     depth = number("depth", depth, 2, layers - 1)
     lengths = [whole_number("a length", length, 1) for length in lengths]
     if max(lengths, default=0) < 2:
-        raise RequestError("no answer has two tokens, so no method can skip a layer", "choose a task with longer ones")
+        raise RequestError("no output has two tokens, so no method can skip a layer", "choose a task with longer ones")
     if len(influence) != layers:
         raise RequestError(f"influence has {len(influence)} numbers; it must have one for each of {layers} layers")
     orders: dict[str, Sequence[int]] = {
@@ -61,21 +61,21 @@ def methods(
         **random_orders(layers),
     }
     policies = {
-        f"D3, {name}": closest_policy(partial(_d3, layers, order), _STEPS, depth, lengths)
+        f"D3, {name}": closest_policy(partial(_d3, layers, order), _ALPHA_STEPS, depth, lengths)
         for name, order in orders.items()
     } | baseline_policies(layers, depth, influence, lengths)
-    near = {FULL: DepthPolicy.full(layers)}
+    close = {FULL: DepthPolicy.full(layers)}
     for name, policy in policies.items():
-        real = mean_depth(policy, lengths)
-        if abs(real - depth) > 0.5:
-            tell(f"{name} is left out at mean depth {depth:g}: {real:.2f} is the closest that it comes")
+        actual = mean_depth(policy, lengths)
+        if abs(actual - depth) > 0.5:
+            log(f"{name} is left out at mean depth {depth:g}: {actual:.2f} is the closest that it comes")
         else:
-            near[name] = policy
-    return near
+            close[name] = policy
+    return close
 
 
 def chosen(policies: Mapping[str, DepthPolicy], words: Sequence[str]) -> list[str]:
-    """The names of full depth and of the methods whose names contain one of some words; of all, if there is no word.
+    """The names of full depth and of the methods whose names contain one of some words; all names without any word.
 
     Raises:
         RequestError: no name contains a word.
@@ -86,24 +86,16 @@ def chosen(policies: Mapping[str, DepthPolicy], words: Sequence[str]) -> list[st
     return [n for n in policies if n == FULL or not words or any(word.lower() in n.lower() for word in words)]
 
 
-def _d3(layers: int, order: Sequence[int], alpha_steps: int) -> DepthPolicy:
-    return DepthPolicy.d3(layers, alpha_steps / _STEPS, skip_order=order)
-
-
 def baseline_policies(
     num_hidden_layers: int, depth: float, influence: Sequence[float], lengths: Sequence[int]
 ) -> dict[str, DepthPolicy]:
-    """Other methods' policies by name, each as close to mean depth `depth` over answers of these lengths as it comes.
+    """The methods other than D3 by name, each as close to mean depth `depth` over outputs of these lengths as possible.
 
     Early exit, ShortGPT (arXiv 2403.03853) and Unified Layer Skipping (arXiv 2404.06954) run the same layers at every
     step, so a whole number of them. SkipDecode decays linearly. So does HSD (arXiv 2403.14919), which skips layers "in
     a hierarchical manner based on the current sequence length": spread evenly, level by level, is our reading of that.
 
-    Args:
-        num_hidden_layers: layers of the model, L.
-        depth: from 2 to L - 1.
-        influence: block influence of each layer, [L].
-        lengths: in tokens; one of at least 2.
+    The arguments are those of `methods`; one length is at least 2.
     """
     layers, whole = num_hidden_layers, round(depth)
     orders: dict[str, Sequence[int]] = {
@@ -130,31 +122,38 @@ def random_orders(num_hidden_layers: int) -> dict[str, list[int]]:
 
 
 def mean_depth(policy: DepthPolicy, lengths: Sequence[int]) -> float:
-    """Mean depth over all steps from 1 on of answers of these lengths in tokens, one of at least 2."""
-    at_least = np.bincount(lengths)[::-1].cumsum()[::-1]  # answers of at least n tokens, by n
+    """Mean depth over all steps from 1 on of outputs of these lengths in tokens, one of at least 2."""
+    at_least = np.bincount(lengths)[::-1].cumsum()[::-1]  # outputs of at least n tokens, by n
     return float(np.average([policy.depth(step) for step in range(1, max(lengths))], weights=at_least[2:]))
 
 
 def closest_policy(
     policy_of: Callable[[int], DepthPolicy], largest: int, depth: float, lengths: Sequence[int]
 ) -> DepthPolicy:
-    """Of policy_of(1) to policy_of(largest), which must grow deeper, the one whose mean depth is closest to `depth`."""
-    numbers = range(1, largest + 1)
-    above = bisect_left(numbers, depth, key=lambda number: mean_depth(policy_of(number), lengths))
-    near = [policy_of(number) for number in numbers[max(0, above - 1) : above + 1]]
-    return min(near, key=lambda policy: abs(mean_depth(policy, lengths) - depth))
+    """The policy whose mean depth is closest to `depth`, among policy_of(1) to policy_of(largest).
+
+    Their depth must grow with the argument.
+    """
+    arguments = range(1, largest + 1)
+    above = bisect_left(arguments, depth, key=lambda argument: mean_depth(policy_of(argument), lengths))
+    close = [policy_of(argument) for argument in arguments[max(0, above - 1) : above + 1]]
+    return min(close, key=lambda policy: abs(mean_depth(policy, lengths) - depth))
+
+
+def _d3(layers: int, order: Sequence[int], alpha_steps: int) -> DepthPolicy:
+    return DepthPolicy.d3(layers, alpha_steps / _ALPHA_STEPS, skip_order=order)
 
 
 def _evenly_spread(layers: int, depth: int) -> list[int]:
-    """The layers that are not among `depth` evenly spread ones, first and last included."""
+    """The layers to skip so that `depth` evenly spread ones are retained, first and last included."""
     retained = set(np.round(np.linspace(0, layers - 1, depth)).astype(int).tolist())
     return [layer for layer in range(layers) if layer not in retained]
 
 
 def _level_by_level(layers: int) -> tuple[int, ...]:
-    """All but the first and last layer: every second one, then every second of the rest, and so on, each level spread.
+    """All layers but the first and last: every second one, then every second of the rest, and so on.
 
-    These are the layers' numbers in binary, read backwards, from the largest down.
+    Each level is spread evenly: its layers are sorted by their binary digits read backwards, in descending order.
     """
     digits = layers.bit_length()
     return tuple(sorted(range(1, layers - 1), key=lambda layer: f"{layer:0{digits}b}"[::-1], reverse=True))

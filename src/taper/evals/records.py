@@ -1,6 +1,6 @@
-"""What an evaluation has done so far, as JSON lines: a header with its settings, then a record for each problem.
+"""The records of an evaluation, as a file of JSON lines: a header with its settings, then a record for each problem.
 
-Records are written as they come, so an evaluation that was killed goes on from its file.
+Each record is written as soon as it is made, so an evaluation that was killed continues from its file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _OTHER_FILE = "give another file with --out, or remove it"
 
 
 @dataclass(frozen=True)
-class Answer:
+class Completion:
     """One output of the model. `mean_depth` is over steps from 1 on, like that of an `Output`."""
 
     text: str
@@ -34,7 +34,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Record:
-    """A problem under one policy, answered and scored."""
+    """The completions of a problem under one policy, and their scores. Its fields are the keys of a line."""
 
     task: str
     problem: int  # its index in the task
@@ -43,20 +43,30 @@ class Record:
     prompt_hash: str  # of its prompts and generation options
     truncated: bool  # whether the beginning of a prompt was cut off to fit the context
     metrics: Metrics  # filter, metric, value
-    extracted: dict[str, str]  # by filter: what it took for the answer
-    answers: tuple[Answer, ...]  # one, unless the task asks for more
+    extracted: dict[str, str]  # by filter: the text that it extracted
+    answers: tuple[Completion, ...]  # one, unless the task asks for more
 
     @property
     def key(self) -> tuple[str, int, str]:
-        """What no other record of the file has in common with it."""
+        """Unique in a file."""
         return self.task, self.problem, self.policy
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Record:
+        """A record from its line; raises ValueError, TypeError, KeyError or AttributeError if it is none."""
+        answers = tuple(Completion(**{**a, "token_ids": tuple(a["token_ids"])}) for a in data["answers"])
+        record = cls(**{**data, "answers": answers})
+        metrics_are_objects = all(isinstance(metrics, dict) for metrics in record.metrics.values())
+        if not (isinstance(record.problem, int) and answers and metrics_are_objects):
+            raise ValueError
+        return record
 
 
 class RecordFile:
-    """The records of one evaluation, and their file if it has one, which is first written with the first new record.
+    """The records of one evaluation, and their file if it has one. The first new record creates or extends the file.
 
-    `settings` are what records depend on, `policies` those that they may be of, by label. A file may gain problems and
-    policies; its settings stay, and so does the policy of a label. A last line that is not whole is dropped.
+    `settings` are what all records depend on, `policies` the policies by label. A file may gain problems and policies;
+    its settings and the policy of a label never change. An incomplete last line is dropped.
 
     Raises:
         RequestError: the file cannot be read, is damaged, belongs to an evaluation with other settings, or another
@@ -69,14 +79,14 @@ class RecordFile:
         self.records: dict[tuple[str, int, str], Record] = {}
         self._path = path
         self._file: FileIO | None = None
-        header = {"format": FORMAT, "settings": dict(settings), "policies": dict(policies), "conditions": [conditions]}
-        lines = [] if path is None else _read(path)
+        header = {"format": FORMAT, "settings": settings, "policies": policies, "conditions": [conditions]}
+        lines = [] if path is None else _read_lines(path)
         if path is not None and lines:
-            header = _merged(path, _header(path, lines[0]), header)
+            header = _merged_header(path, lines[0], json.loads(json.dumps(header)))
         self._lines = [json.dumps(header)]  # what the file holds when it is opened
         for number, line in enumerate(lines[1:], 2):
             try:
-                record = _record(json.loads(line))
+                record = Record.from_json(json.loads(line))
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 if number == len(lines):  # the evaluation was killed while it wrote
                     break
@@ -85,29 +95,29 @@ class RecordFile:
             self._lines.append(line)
 
     def find(self, problem: Problem, policy: str) -> Record | None:
-        """The record of a problem under a policy, by its label.
+        """The record of a problem under the policy with this label.
 
         Raises:
-            RequestError: the record is of other prompts.
+            RequestError: the record was written with other prompts.
         """
         record = self.records.get((problem.task, problem.index, policy))
         if record is not None and record.prompt_hash != problem.prompt_hash:
-            what = f"{problem.task}, problem {problem.index}"
-            raise RequestError(f"{self._path} was written with other prompts or options ({what})", _OTHER_FILE)
+            name = f"{problem.task}, problem {problem.index}"
+            raise RequestError(f"{self._path} was written with other prompts or options ({name})", _OTHER_FILE)
         return record
 
     def append(self, record: Record) -> None:
         """Keep a record, and write it at once.
 
         Raises:
-            RequestError: it cannot be written; those before it are kept.
+            RequestError: it cannot be written; earlier records are kept.
         """
         self.records[record.key] = record
         if self._path is None:
             return
         try:
             if self._file is None:
-                _check_free(self._path)
+                _check_not_locked(self._path)
                 write_whole(self._path, "".join(f"{line}\n" for line in self._lines).encode())
                 self._file = self._path.open("ab", buffering=0)
                 fcntl.flock(self._file, fcntl.LOCK_EX)
@@ -116,7 +126,7 @@ class RecordFile:
                 rest = rest[self._file.write(rest) :]
         except OSError as error:
             reason = f"cannot write {self._path}: {error.strerror or error}"
-            raise RequestError(reason, "what was written before is kept; make room, and run the same again") from None
+            raise RequestError(reason, "earlier records are kept; make room, and run the same command again") from None
 
     def close(self) -> None:
         """Close the file."""
@@ -125,7 +135,7 @@ class RecordFile:
 
 
 def check_out(path: Path) -> None:
-    """Reject at once a file that could not be written later.
+    """Reject a file that could not be written later.
 
     Raises:
         RequestError: it is a folder or a device, or its folder cannot be written to.
@@ -135,18 +145,18 @@ def check_out(path: Path) -> None:
     check_writable(path.parent)
 
 
-def _read(path: Path) -> list[str]:
-    """The whole lines of a file; none if it is not there or empty."""
+def _read_lines(path: Path) -> list[str]:
+    """The complete lines of a file; none if it is missing or empty."""
     if not path.exists():
         return []
     text = read_text(path, _MAX_BYTES, RequestError)
-    _check_free(path)
+    _check_not_locked(path)
     if text and "\n" not in text:
-        raise _not_ours(path)
-    return text.split("\n")[:-1]  # what follows the last newline was not written to its end
+        raise _no_records(path)
+    return text.split("\n")[:-1]
 
 
-def _check_free(path: Path) -> None:
+def _check_not_locked(path: Path) -> None:
     """Reject a file that another process is writing."""
     if path.exists():
         try:
@@ -157,44 +167,26 @@ def _check_free(path: Path) -> None:
             raise RequestError(f"another evaluation is writing {path}", hint) from None
 
 
-def _header(path: Path, line: str) -> dict[str, Any]:
-    """The first line, checked."""
+def _merged_header(path: Path, line: str, header: dict[str, Any]) -> dict[str, Any]:
+    """The header of a file that is extended; rejects other settings, and another policy of the same label."""
     try:
-        header = json.loads(line)
+        stored = json.loads(line)
     except (ValueError, RecursionError):
-        raise _not_ours(path) from None
-    if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise _not_ours(path)
-    if not all(isinstance(header.get(key), dict) for key in ("settings", "policies")):
-        raise _not_ours(path)
-    return header
+        raise _no_records(path) from None
+    if not isinstance(stored, dict) or stored.get("format") != FORMAT:
+        raise _no_records(path)
+    if not all(isinstance(stored.get(key), dict) for key in ("settings", "policies")):
+        raise _no_records(path)
+    policies = {**header["policies"], **stored["policies"]}
+    for prefix, then, now in (("", stored["settings"], header["settings"]), ("policy ", policies, header["policies"])):
+        for name in now:
+            if then.get(name) != now[name]:
+                was = f"{prefix}{name} {shown(then.get(name))}"
+                raise RequestError(f"{path} was written with {was}, not {shown(now[name])}", _OTHER_FILE)
+    conditions = stored.get("conditions", [])
+    added = [entry for entry in header["conditions"] if entry not in conditions]
+    return {**stored, "policies": policies, "conditions": [*conditions, *added]}
 
 
-def _merged(path: Path, stored: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """The header of a file that goes on; rejects other settings, and another policy of the same label."""
-    for kind in ("settings", "policies"):
-        for name in given[kind].keys() & stored[kind].keys() if kind == "policies" else given[kind]:
-            then, now = stored[kind].get(name), given[kind][name]
-            if then != json.loads(json.dumps(now)):
-                what = name if kind == "settings" else f"policy {name}"
-                raise RequestError(f"{path} was written with {what} {shown(then)}, not {shown(now)}", _OTHER_FILE)
-    conditions = [*stored.get("conditions", []), *given["conditions"]]
-    different = [entry for index, entry in enumerate(conditions) if entry not in conditions[:index]]
-    return {**stored, "policies": {**stored["policies"], **given["policies"]}, "conditions": different}
-
-
-def _record(data: dict[str, Any]) -> Record:
-    """A record from its line; raises ValueError, TypeError or KeyError if it is none."""
-    answers = tuple(Answer(**{**a, "token_ids": tuple(a["token_ids"])}) for a in data.pop("answers"))
-    record = Record(**data, answers=answers)
-    if (
-        not isinstance(record.problem, int)
-        or not answers
-        or not all(isinstance(m, dict) for m in record.metrics.values())
-    ):
-        raise ValueError
-    return record
-
-
-def _not_ours(path: Path) -> RequestError:
+def _no_records(path: Path) -> RequestError:
     return RequestError(f"{path} exists and holds no records of an evaluation", _OTHER_FILE)

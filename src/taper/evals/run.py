@@ -1,11 +1,11 @@
-"""One evaluation: problems answered under each policy through one engine, scored and recorded one by one."""
+"""One evaluation: the model completes each problem under each policy, and every output is scored and recorded."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..calibration.store import current_conditions, numbers
 from ..engine import Request
@@ -13,15 +13,18 @@ from ..errors import RequestError, flag, whole_number
 from ..llm import LLM, Output
 from ..models.download import content_hash
 from ..policy import DepthPolicy
-from .records import Answer, Record, RecordFile
+from .records import Completion, Record, RecordFile
 from .tasks import EvalTask, Problem, Selection, quiet
 
-ReportProgress = Callable[[Record, int, bool], None]  # a record, how many there will be, and whether it was there
+if TYPE_CHECKING:
+    from .harness import TaperLM
+
+OnRecord = Callable[[Record, int, bool], None]  # a record, how many there will be, and whether the file had it
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What came out: the records that were asked for, and what they were made under."""
+    """The records that were asked for, and the settings that they depend on."""
 
     settings: Mapping[str, Any]
     selection: Selection
@@ -40,20 +43,20 @@ def evaluate(
     max_tokens: int | None = None,
     seed: int = 0,
     out: Path | None = None,
-    progress: ReportProgress | None = None,
+    progress: OnRecord | None = None,
 ) -> Evaluation:
-    """Answer and score the problems of tasks under several policies, as many at a time as the engine has slots.
+    """Complete and score the problems of tasks under several policies, as many at a time as the engine has slots.
 
     Args:
         llm: the model; its `max_batch_size` is the number of outputs at a time.
         selection: what `load_tasks` returned.
         policies: policies, names of shipped ones or files; "full" is full depth.
         limit: problems of each task, the first ones; default all.
-        indices: which problems of each task, instead.
+        indices: the indices of the problems of each task, instead of a limit.
         chat: ask by the model's chat template, with examples as earlier turns.
         max_tokens: most tokens of an output; default the task's own limit, or 256 where it has none.
         seed: of tasks that sample; a problem has the same seed under every policy.
-        out: a file for the records; those that it has already are not computed again.
+        out: a file for the records; records that it already has are not computed again.
         progress: called with each record, the number of records there will be, and whether it was in the file.
 
     Raises:
@@ -61,12 +64,14 @@ def evaluate(
         PolicyError: a policy is damaged or made for another model.
         ModelError: the model's output is not a number.
     """
+    from .harness import TaperLM  # lm-evaluation-harness takes seconds to import
+
     limit = None if limit is None else whole_number("limit", limit, 1)
     max_tokens = None if max_tokens is None else whole_number("max_tokens", max_tokens, 1)
     seed, chat = whole_number("seed", seed, 0), flag("chat", chat)
     if chat and not llm.tokenizer.chat_template:
         raise RequestError("this model has no chat template", "leave out --chat")
-    resolved = [llm.resolve_policy(**_chosen(policy)) for policy in policies]
+    resolved = [llm.resolve_policy(mode="full") if p == "full" else llm.resolve_policy(p) for p in policies]
     by_label = {policy.label: policy for policy in resolved}
     if not by_label or any(numbers(by_label[policy.label]) != numbers(policy) for policy in resolved):
         raise RequestError("policies are missing, or two have the same name", "give each its own name")
@@ -82,42 +87,44 @@ def evaluate(
         "max_tokens": max_tokens,
         "seed": seed,
     }
-    evaluator = _Evaluator(llm, chat, max_tokens, seed)
-    problems = [(task, problem) for task in selection.tasks for problem in evaluator.problems(task, limit, indices)]
-    records = RecordFile(out, settings, {label: numbers(policy) for label, policy in by_label.items()}, conditions)
+    lm = TaperLM(llm, mode="full", seed=seed)  # each request brings its own policy
+    render_chat = lm.apply_chat_template if chat else None
+    problems = [(task, problem) for task in selection.tasks for problem in task.problems(limit, render_chat, indices)]
+    file = RecordFile(out, settings, {label: numbers(policy) for label, policy in by_label.items()}, conditions)
     total = len(problems) * len(by_label)
     report = progress or (lambda record, total, was_there: None)
+    jobs = []
     try:
-        jobs = []
         for task, problem in problems:
-            missing = []
-            for label, policy in by_label.items():
-                if (record := records.find(problem, label)) is None:
-                    missing.append(policy)
-                else:
+            stored = {label: file.find(problem, label) for label in by_label}
+            for record in stored.values():
+                if record is not None:
                     report(record, total, True)
-            if missing:
+            if missing := [by_label[label] for label, record in stored.items() if record is None]:
                 jobs.append(_Job(task, problem, missing))
-        for record in evaluator.run(jobs):
-            records.append(record)
+        for record in _run(lm, jobs, max_tokens):
+            file.append(record)
             report(record, total, False)
     finally:
-        records.close()
-    wanted = [records.find(problem, label) for _, problem in problems for label in by_label]
-    return Evaluation(settings, selection, by_label, [record for record in wanted if record])
+        file.close()
+    keys = [(problem.task, problem.index, label) for _, problem in problems for label in by_label]
+    return Evaluation(settings, selection, by_label, [file.records[key] for key in keys])
 
 
 def prompt_ids(
     llm: LLM, task: EvalTask, indices: Collection[int], chat: bool = False, max_tokens: int | None = None
 ) -> dict[int, tuple[int, ...]]:
-    """The token ids of the prompts of some problems of a task, as `evaluate` asks them."""
-    evaluator = _Evaluator(llm, chat, max_tokens, seed=0)
-    return {problem.index: evaluator.prompt_ids(problem) for problem in evaluator.problems(task, None, indices)}
+    """The token ids of the first prompt of some problems of a task, as `evaluate` asks them, by index."""
+    from .harness import TaperLM
+
+    lm = TaperLM(llm, mode="full")
+    problems = task.problems(None, lm.apply_chat_template if chat else None, indices)
+    return {p.index: tuple(_requests(lm, p, lm.policy, max_tokens)[0].prompt_ids) for p in problems}
 
 
 @dataclass
 class _Job:
-    """A problem, the policies under which it is still to be answered, and the outputs that came so far."""
+    """A problem, the policies under which it is still to be completed, and the outputs under one of them so far."""
 
     task: EvalTask
     problem: Problem
@@ -126,71 +133,50 @@ class _Job:
     outputs: list[Output] = field(default_factory=list)
 
 
-class _Evaluator:
-    """The model as the harness sees it, and how it is asked."""
+def _run(lm: TaperLM, jobs: Sequence[_Job], max_tokens: int | None) -> Iterator[Record]:
+    """The records of some jobs, each as soon as its outputs have ended."""
+    from .harness import complete
 
-    def __init__(self, llm: LLM, chat: bool, max_tokens: int | None, seed: int) -> None:
-        from .harness import TaperLM  # the harness takes seconds to import
-
-        self._lm = TaperLM(llm, mode="full")  # each request brings its own policy
-        self._chat, self._seed = chat, seed
-        self._options = {} if max_tokens is None else {"max_gen_toks": max_tokens}
-
-    def problems(self, task: EvalTask, limit: int | None, indices: Collection[int] | None) -> list[Problem]:
-        """The problems of a task as this model is asked them."""
-        return task.problems(limit, self._lm.apply_chat_template if self._chat else None, indices)
-
-    def prompt_ids(self, problem: Problem) -> tuple[int, ...]:
-        """The token ids of a problem's first prompt."""
-        context, gen_kwargs = problem.requests[0].args[:2]
-        return tuple(self._lm.request(context, {**gen_kwargs, **self._options}, self._lm.policy, 0).prompt_ids)
-
-    def run(self, jobs: Sequence[_Job]) -> Iterator[Record]:
-        """The records of some jobs, as their problems are answered."""
-        from .harness import complete
-
-        with quiet():
-            chains = [[request for policy in job.policies for request in self._requests(job, policy)] for job in jobs]
-        for number, _, output in complete(self._lm.llm, chains):
-            job = jobs[number]
-            job.outputs.append(output)
-            wanted = len(job.problem.requests) * job.problem.repeats
-            if len(job.outputs) == wanted:  # those of a policy come one after the other
-                yield self._record(job, job.outputs)
-                job.outputs = []
-
-    def _requests(self, job: _Job, policy: DepthPolicy) -> list[Request]:
-        """What a problem asks of the engine under a policy: each request as often as the task wants."""
-        from .harness import request_seed
-
-        requests, cut_before = [], self._lm.num_truncated
-        for instance in job.problem.requests:
-            context, gen_kwargs = instance.args[:2]
-            for repeat in range(job.problem.repeats):
-                seed = request_seed(self._seed, instance, repeat)
-                requests.append(self._lm.request(context, {**gen_kwargs, **self._options}, policy, seed))
-        job.truncated = self._lm.num_truncated > cut_before
-        return requests
-
-    def _record(self, job: _Job, outputs: list[Output]) -> Record:
-        """A problem's outputs under one policy, scored."""
-        repeats, policy = job.problem.repeats, outputs[0].policy
-        texts = [output.text for output in outputs]
-        by_request = [texts[first : first + repeats] for first in range(0, len(texts), repeats)]
-        metrics, extracted = job.task.score(job.problem, by_request)
-        return Record(
-            task=job.task.name,
-            problem=job.problem.index,
-            mode="full" if policy.min_depth == policy.num_hidden_layers else "taper",
-            policy=policy.label,
-            prompt_hash=job.problem.prompt_hash,
-            truncated=job.truncated,
-            metrics=metrics,
-            extracted=extracted,
-            answers=tuple(Answer(o.text, tuple(o.token_ids), o.mean_depth, o.finish_reason) for o in outputs),
-        )
+    chains = []
+    with quiet():
+        for job in jobs:
+            truncated_before = lm.num_truncated
+            chains.append([r for policy in job.policies for r in _requests(lm, job.problem, policy, max_tokens)])
+            job.truncated = lm.num_truncated > truncated_before
+    for number, _, output in complete(lm.llm, chains):
+        job = jobs[number]
+        job.outputs.append(output)
+        if len(job.outputs) == len(job.problem.requests) * job.problem.repeats:  # the outputs of a policy are adjacent
+            yield _record(job)
+            job.outputs = []
 
 
-def _chosen(policy: DepthPolicy | str | Path) -> dict[str, Any]:
-    """The arguments of `LLM.resolve_policy`."""
-    return {"mode": "full"} if policy == "full" else {"policy": policy}
+def _requests(lm: TaperLM, problem: Problem, policy: DepthPolicy, max_tokens: int | None) -> list[Request]:
+    """The engine's requests for a problem under a policy: each of the problem's own, `repeats` times."""
+    options = {} if max_tokens is None else {"max_gen_toks": max_tokens}
+    requests = []
+    for instance in problem.requests:
+        context, gen_kwargs = instance.args[:2]
+        for repeat in range(problem.repeats):
+            seed = lm.request_seed(instance, repeat)
+            requests.append(lm.request(context, {**gen_kwargs, **options}, policy, seed))
+    return requests
+
+
+def _record(job: _Job) -> Record:
+    """A problem's outputs under one policy, scored."""
+    repeats, policy = job.problem.repeats, job.outputs[0].policy
+    texts = [output.text for output in job.outputs]
+    by_request = [texts[first : first + repeats] for first in range(0, len(texts), repeats)]
+    metrics, extracted = job.task.score(job.problem, by_request)
+    return Record(
+        task=job.task.name,
+        problem=job.problem.index,
+        mode="full" if policy.min_depth == policy.num_hidden_layers else "taper",
+        policy=policy.label,
+        prompt_hash=job.problem.prompt_hash,
+        truncated=job.truncated,
+        metrics=metrics,
+        extracted=extracted,
+        answers=tuple(Completion(o.text, tuple(o.token_ids), o.mean_depth, o.finish_reason) for o in job.outputs),
+    )

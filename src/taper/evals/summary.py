@@ -1,29 +1,29 @@
-"""From the records of an evaluation to figures: accuracy by task and policy, and each policy against full depth."""
+"""From the records of an evaluation to its metrics: accuracy by task and policy, and each policy against full depth."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..calibration.statistics import Estimate, PairedComparison, compare, wilson
-from ..calibration.summary import interval, to_plain
+from ..calibration.summary import to_plain
 from ..errors import RequestError, number, shown
 from .records import Record
 from .run import Evaluation
 from .tasks import EvalTask, Selection
 
 MARGIN = 0.01  # the loss of accuracy that the paper calls nearly none
-_LENIENT = "flexible-extract"  # the harness's name for the filter that finds answers in the most forms
+_LENIENT = "flexible-extract"  # the harness's name for the filter that accepts the most forms of an answer
 
 
 @dataclass(frozen=True)
 class Score:
-    """What one policy did on a task."""
+    """The metrics of one policy on a task."""
 
     mode: str  # "full" or "taper"
     policy: str
-    accuracy: Estimate | None  # with its Wilson interval; None: the task has no figure that is right or wrong
+    accuracy: Estimate | None  # with its Wilson interval; None: no metric of the task is right or wrong
     mean_depth: float  # over the tokens written, from step 1 on
     tokens: float  # of an output, mean
     cut_off: float  # share of outputs that ended at the limit of tokens, or of the context
@@ -32,18 +32,18 @@ class Score:
 
 @dataclass(frozen=True)
 class TaskSummary:
-    """What came out on a task, or on all tasks of a group together."""
+    """The scores on a task, or on all tasks of a group together."""
 
     name: str
     tasks: list[str]  # of the group; of a task, itself alone
     problems: int
-    figure: str  # what is right or wrong: the metric and the filter
+    metric: str = field(metadata={"json": "figure"})  # what is right or wrong: the metric and the filter; "": none is
     scores: list[Score]
 
 
 @dataclass(frozen=True)
-class Summary:
-    """What came out."""
+class EvalSummary:
+    """The scores on every task and group, and their settings."""
 
     settings: dict[str, Any]
     margin: float
@@ -67,50 +67,8 @@ def check_comparison(selection: Selection, margin: float, filter_name: str | Non
     return number("margin", margin, 0, 1, above=True, below=True)
 
 
-def summarise(evaluation: Evaluation, margin: float = MARGIN, filter_name: str | None = None) -> Summary:
-    """The figures of an evaluation.
-
-    Args:
-        evaluation: what `evaluate` returned.
-        margin: the loss of accuracy that is accepted, in (0, 1).
-        filter_name: the harness's filter whose figure is compared; default the most lenient one of each task.
-
-    Raises:
-        RequestError: the margin is not in (0, 1), or a task has no such filter.
-    """
-    selection, policies = evaluation.selection, list(evaluation.policies)
-    margin = check_comparison(selection, margin, filter_name)
-    by_task = {task.name: [r for r in evaluation.records if r.task == task.name] for task in selection.tasks}
-    filters = {task.name: chosen_filter(task, filter_name) for task in selection.tasks}
-    parts = {name: [name] for name in by_task} | selection.groups
-    results = []
-    for name, tasks in parts.items():
-        metrics = {task: _metric(by_task[task], filters[task]) for task in tasks}
-        figures = {f"{metric} under {filters[task]}" for task, metric in metrics.items() if metric}
-        solved = {
-            (record.task, record.problem, record.policy): record.metrics[filters[task]][metric] == 1
-            for task, metric in metrics.items()
-            if metric
-            for record in by_task[task]
-        }
-        if not all(metrics.values()):  # a task without such a figure would be missing in that of its group
-            solved = {}
-        records = [record for task in tasks for record in by_task[task]]
-        results.append(
-            TaskSummary(
-                name=name,
-                tasks=tasks,
-                problems=len({(record.task, record.problem) for record in records}),
-                figure=" or ".join(sorted(figures)) if solved else "",
-                scores=[_score(records, policy, solved, margin) for policy in policies],
-            )
-        )
-    num_truncated = len({(record.task, record.problem) for record in evaluation.records if record.truncated})
-    return Summary(dict(evaluation.settings), margin, num_truncated, selection.missing, results)
-
-
 def chosen_filter(task: EvalTask, filter_name: str | None) -> str:
-    """The filter whose figure is compared.
+    """The filter whose metric is compared.
 
     Raises:
         RequestError: the task has no such filter.
@@ -124,95 +82,69 @@ def chosen_filter(task: EvalTask, filter_name: str | None) -> str:
 
 
 def solved(record: Record, filter_name: str) -> bool | None:
-    """Whether a record is right, by its first metric that says so; None if none does."""
+    """Whether a record is right by the first metric that is right or wrong; None if no metric is."""
     metric = _metric([record], filter_name)
     return None if metric is None else record.metrics[filter_name][metric] == 1
 
 
+def summarise(evaluation: Evaluation, margin: float = MARGIN, filter_name: str | None = None) -> EvalSummary:
+    """The metrics of an evaluation.
+
+    Args:
+        evaluation: what `evaluate` returned.
+        margin: the loss of accuracy that is accepted, in (0, 1).
+        filter_name: the harness's filter whose metric is compared; default the most lenient one of each task.
+
+    Raises:
+        RequestError: the margin is not in (0, 1), or a task has no such filter.
+    """
+    selection, policies = evaluation.selection, list(evaluation.policies)
+    margin = check_comparison(selection, margin, filter_name)
+    filters = {task.name: chosen_filter(task, filter_name) for task in selection.tasks}
+    by_task = {name: [record for record in evaluation.records if record.task == name] for name in filters}
+    metrics = {name: metric for name in filters if (metric := _metric(by_task[name], filters[name]))}
+    results = []
+    for name, tasks in ({name: [name] for name in filters} | selection.groups).items():
+        records = [record for task in tasks for record in by_task[task]]
+        is_right: dict[tuple[str, int, str], bool] = {}
+        if all(task in metrics for task in tasks):  # a task without a metric would be missing in that of its group
+            is_right = {r.key: r.metrics[filters[r.task]][metrics[r.task]] == 1 for r in records}
+        compared = sorted({f"{metrics[task]} under {filters[task]}" for task in tasks}) if is_right else []
+        scores = [_score(records, policy, is_right, margin) for policy in policies]
+        num_problems = len({(record.task, record.problem) for record in records})
+        results.append(TaskSummary(name, tasks, num_problems, " or ".join(compared), scores))
+    num_truncated = len({(record.task, record.problem) for record in evaluation.records if record.truncated})
+    return EvalSummary(dict(evaluation.settings), margin, num_truncated, selection.missing, results)
+
+
 def _metric(records: Sequence[Record], filter_name: str) -> str | None:
-    """The first metric of a task that is right or wrong for every problem."""
+    """The first metric of a task that is right or wrong for every record, so 1 or 0."""
     for metric in records[0].metrics[filter_name]:
         if all(record.metrics[filter_name].get(metric) in (0.0, 1.0) for record in records):
             return metric
     return None
 
 
-def _score(records: Sequence[Record], policy: str, solved: dict[tuple[str, int, str], bool], margin: float) -> Score:
-    """One policy on some records, given which of all of them are right; none of them where no figure says so."""
+def _score(
+    records: Sequence[Record], policy: str, is_right: Mapping[tuple[str, int, str], bool], margin: float
+) -> Score:
+    """One policy on the problems of some records; `is_right` is empty if they have no common metric."""
     own = [record for record in records if record.policy == policy]
-    answers = [answer for record in own for answer in record.answers]
-    right = [solved[record.key] for record in own if solved]
-    full = [record.policy for record in records if record.mode == "full"]
+    full = next((record.policy for record in records if record.mode == "full"), None)
+    right = [is_right[record.key] for record in own if is_right]
     comparison = None
-    if solved and own[0].mode != "full" and full and len(own) > 1:  # a single problem tells nothing
-        comparison = compare([solved[record.task, record.problem, full[0]] for record in own], right, margin)
-    lengths = [len(answer.token_ids) for answer in answers]
-    steps = sum(max(0, length - 1) for length in lengths)  # step 0 always runs every layer
-    depths = sum(answer.mean_depth * max(0, length - 1) for answer, length in zip(answers, lengths, strict=True))
+    if right and own[0].mode != "full" and full is not None and len(own) > 1:  # one problem shows nothing
+        comparison = compare([is_right[record.task, record.problem, full] for record in own], right, margin)
+    outputs = [output for record in own for output in record.answers]
+    lengths = [len(output.token_ids) for output in outputs]
+    steps = [max(0, length - 1) for length in lengths]  # step 0 always runs every layer
+    depths = sum(output.mean_depth * count for output, count in zip(outputs, steps, strict=True))
     return Score(
         mode=own[0].mode,
         policy=policy,
-        accuracy=wilson(sum(right), len(right)) if solved else None,
-        mean_depth=depths / steps if steps else max(answer.mean_depth for answer in answers),
-        tokens=sum(lengths) / len(answers),
-        cut_off=sum(answer.finish_reason == "length" for answer in answers) / len(answers),
+        accuracy=wilson(sum(right), len(right)) if right else None,
+        mean_depth=depths / sum(steps) if any(steps) else max(output.mean_depth for output in outputs),
+        tokens=sum(lengths) / len(outputs),
+        cut_off=sum(output.finish_reason == "length" for output in outputs) / len(outputs),
         against_full=comparison,
     )
-
-
-_TITLES = ("", "solved, %", "mean depth", "tokens", "difference, points", "McNemar p", "")
-_MANY = 0.05  # share of outputs at the limit of tokens from which readers are told
-
-
-def as_text(summary: Summary) -> str:
-    """The tables, and what a reader should know before using them."""
-    lines: list[str] = []
-    for result in summary.results:
-        lines += [*_table(result, summary), ""]
-    return "\n".join([*lines, *_remarks(summary)])
-
-
-def _table(result: TaskSummary, summary: Summary) -> list[str]:
-    """A task's title and table."""
-    settings = summary.settings["tasks"][result.tasks[0]]
-    problems = "1 problem" if result.problems == 1 else f"{result.problems} problems"
-    facts = [problems, f"{settings['fewshot']}-shot{' chat' if summary.settings['chat'] else ''}"]
-    if len(result.tasks) > 1:
-        facts.insert(0, f"{len(result.tasks)} tasks together")
-    else:
-        facts.append(f"version {settings['version']}")
-    facts.append(result.figure or "no figure that is right or wrong; the records have its metrics")
-    margin = f"loss within {100 * summary.margin:g} {'point' if summary.margin == 0.01 else 'points'}"
-    rows = [(*_TITLES[:-1], margin), *(_row(score) for score in result.scores)]
-    if all(score.against_full is None for score in result.scores):
-        rows = [row[:4] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    table = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return [f"{result.name}: {', '.join(facts)}", *(f"  {line}" for line in table)]
-
-
-def _row(score: Score) -> tuple[str, ...]:
-    """A policy's line."""
-    name = "full" if score.mode == "full" else f"taper {score.policy}"
-    cells = (name, interval(score.accuracy, 100, digits=1), f"{score.mean_depth:.1f}", f"{score.tokens:.0f}")
-    compared = score.against_full
-    if compared is None:
-        return (*cells, "", "", "")
-    return (*cells, interval(compared.difference, 100, digits=1), f"{compared.p_value:.2g}", compared.conclusion)
-
-
-def _remarks(summary: Summary) -> list[str]:
-    """What a reader should know."""
-    remarks = ["Intervals are 95 %; the verdict is a one-sided test at the 5 % level."]
-    for result in summary.results:
-        if len(result.tasks) == 1 and any(score.cut_off > _MANY for score in result.scores):
-            shares = ", ".join(f"{score.cut_off:.0%} ({score.policy})" for score in result.scores)
-            remarks.append(
-                f"{result.name}: outputs that reached the limit of tokens, which --max-tokens raises: {shares}."
-            )
-    if summary.missing:
-        remarks.append(f"Not run, as the data folder has no data for them: {', '.join(summary.missing)}.")
-    if summary.num_truncated:
-        cut = f"{summary.num_truncated} prompts did" if summary.num_truncated > 1 else "1 prompt did"
-        remarks.append(f"{cut} not fit with the output and lost the beginning; --context raises the limit.")
-    return remarks

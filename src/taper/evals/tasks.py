@@ -1,7 +1,12 @@
-"""Tasks of lm-evaluation-harness: names to their problems, and outputs to their scores.
+"""Tasks of lm-evaluation-harness: from names to problems, and from outputs to scores. Knows no model.
 
-Prompts, filters and metrics are the harness's own. Knows no model. The harness takes seconds to import, so it is
-imported where it is used.
+Prompts, filters and metrics are the harness's own. Data comes from the Hugging Face hub or, for machines that cannot
+reach it, from a folder:
+
+    FOLDER/gsm8k/train.jsonl, FOLDER/gsm8k/test.jsonl    {"question": ..., "answer": ...} in each line
+    FOLDER/bbh/tasks/NAME.json                           {"examples": [{"input": ..., "target": ...}]}
+
+The harness takes seconds to import, so functions import it when they need it.
 """
 
 from __future__ import annotations
@@ -13,25 +18,30 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..calibration.problems import is_right
 from ..errors import RequestError, TaperError, shown
-from .data import SPLITS, SUFFIX, has_data, load_data, own_task
+from ..models.files import read_text
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
     from lm_eval.api.task import Task
     from lm_eval.tasks import TaskManager
 
-FEWSHOT_SEED = 1234  # the harness's default: the same examples as there
-_QUICK_FOLDERS = ("gsm8k", "bbh")  # the harness takes 10 seconds to read all of its task files
+FEWSHOT_SEED = 1234  # the harness's default, so the examples are the same as there
+_QUICK_FOLDERS = ("gsm8k", "bbh")  # the harness needs 10 seconds to read all of its task files
 _NAMES = re.compile(r"^['\"]?(?:task|group)['\"]?:\s*['\"]?([\w.-]+)", re.MULTILINE)
-Metrics = dict[str, dict[str, Any]]  # of a problem: filter, metric, value
+_GSM8K, _BBH = "openai/gsm8k", "SaylorTwift/bbh"  # the harness's names of the data sets
+_SPLITS = ("training_split", "validation_split", "fewshot_split", "test_split")
+_MAX_BYTES = 64 << 20  # the largest real data file has 4 MB
+_OWN_SUFFIX = ".jsonl"
+Metrics = dict[str, dict[str, Any]]  # of one problem: filter, metric, value
 RenderChat = Callable[..., str]
 
 
@@ -46,13 +56,13 @@ class Problem:
 
     @property
     def prompt_hash(self) -> str:
-        """What tells its prompts and generation options from others: 16 hex digits."""
+        """A hash of the prompts and the generation options: 16 hex digits."""
         text = json.dumps([request.args for request in self.requests], default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 class EvalTask:
-    """A generative task of the harness, ready to be asked and scored."""
+    """A generative task of the harness: its problems, and the scores of outputs."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
@@ -63,7 +73,7 @@ class EvalTask:
 
     @property
     def num_problems(self) -> int:
-        """How many there are."""
+        """The number of problems in the split that is asked."""
         return len(self._task.eval_docs)
 
     def problems(
@@ -72,7 +82,7 @@ class EvalTask:
         render_chat: RenderChat | None = None,
         indices: Collection[int] | None = None,
     ) -> list[Problem]:
-        """The first `limit` problems, or those with these indices; as conversations, if `render_chat` makes prompts.
+        """The first `limit` problems, or those with the given indices; as conversations, if `render_chat` is given.
 
         Raises:
             RequestError: the task has too few examples for its prompts, or asks for log-likelihoods.
@@ -95,27 +105,32 @@ class EvalTask:
         requests: dict[int, list[Instance]] = {}
         for request in self._task.instances:
             if request.request_type != "generate_until":
-                raise _scores_given_answers(self.name, request.request_type)
+                raise _generates_nothing(self.name, request.request_type)
             requests.setdefault(request.doc_id, []).append(request)
-        repeats, numbered = self._task.config.repeats, sorted(indices or ())  # it counts the chosen ones from 0
+        chosen = sorted(indices or ())  # the harness numbers them from 0
         return [
-            Problem(self.name, numbered[number] if numbered else number, tuple(asked), repeats)
-            for number, asked in requests.items()
+            Problem(self.name, chosen[doc_id] if chosen else doc_id, tuple(own), self._task.config.repeats)
+            for doc_id, own in requests.items()
         ]
 
     def score(self, problem: Problem, texts: Sequence[Sequence[str]]) -> tuple[Metrics, dict[str, str]]:
-        """Every metric under every filter, and what each took for the answer, by the outputs for each request."""
-        answered = [
+        """Every metric under every filter, and the text that each filter extracted.
+
+        Args:
+            problem: one of this task.
+            texts: the outputs of each of its requests.
+        """
+        instances = [
             replace(request, resps=list(outputs), filtered_resps={})
             for request, outputs in zip(problem.requests, texts, strict=True)
         ]
         for ensemble in self._task._filters:
-            ensemble.apply(answered)
+            ensemble.apply(instances)
         scores, extracted = {}, {}
         for name in self.filters:
-            filtered = [request.filtered_resps[name] for request in answered]
+            filtered = [instance.filtered_resps[name] for instance in instances]
             metrics = self._task.process_results(problem.requests[0].doc, filtered)
-            scores[name] = {metric: _plain(value) for metric, value in metrics.items()}
+            scores[name] = {metric: _to_json(value) for metric, value in metrics.items()}
             extracted[name] = str(filtered[0] if len(filtered) == 1 else filtered)
         return scores, extracted
 
@@ -133,7 +148,7 @@ class Selection:
 def load_tasks(
     names: Sequence[str], *, fewshot: int | None = None, data_dir: Path | None = None, split: str | None = None
 ) -> Selection:
-    """Tasks of the harness, where a group or tag stands for all of its tasks, and of your own, from files.
+    """Load tasks of the harness, where a group or tag stands for all of its tasks, and your own tasks from files.
 
     Args:
         names: tasks, groups and tags of the harness, and files of JSON lines (.jsonl) with "prompt" and "answer".
@@ -142,32 +157,28 @@ def load_tasks(
         split: ask the problems of this part of the data sets, such as "train"; default the one for testing.
 
     Raises:
-        RequestError: an unknown name, a task that does not generate or cannot be run here, `fewshot` for a task that is
+        RequestError: an unknown name, a task that generates nothing or cannot be run here, `fewshot` for a task that is
             defined without examples, a split that a task does not have, or data that is missing or damaged.
         TaperError: the harness is not installed.
     """
     with quiet():
-        own = [own_task(Path(name)) for name in names if name.endswith(SUFFIX)]
-        named = [name for name in names if not name.endswith(SUFFIX)]
+        own = [_own_task(Path(name)) for name in names if name.endswith(_OWN_SUFFIX)]
+        named = [name for name in names if not name.endswith(_OWN_SUFFIX)]
         manager = _manager(named)
-        leaves = {name: _leaves(manager, {"task": name}) for name in named}
+        members = {name: _members(manager, {"task": name}) for name in named}
         missing: list[str] = []
-        for name, members in leaves.items():
-            for member in members:
-                _check_generates(member)
+        for name, configs in members.items():
+            for config in configs:
+                _check_generates(config)
                 if split is not None:
-                    member["test_split"] = _checked_split(member, split)
+                    config["test_split"] = _checked_split(config, split)
             if data_dir is not None:
-                there = [member for member in members if has_data(member, data_dir)]
-                if not there:
-                    load_data(members[0], data_dir)  # says what is missing
-                missing += [member["task"] for member in members if member not in there]
-                leaves[name] = there
-        configs = [config for members in leaves.values() for config in members]
-        if data_dir is not None:
-            specs: Sequence[Any] = [_with_data(config, load_data(config, data_dir)) for config in configs]
-        else:
-            specs = named if split is None else configs
+                # If no member has data, the error about the first one says which file is missing.
+                present = [config for config in configs if _has_data(config, data_dir)] or configs[:1]
+                missing += [config["task"] for config in configs if config not in present]
+                members[name] = [{**config, "custom_dataset": _local_data(config, data_dir)} for config in present]
+        configs = [config for own_members in members.values() for config in own_members]
+        specs: Sequence[Any] = named if data_dir is None and split is None else configs
         try:
             loaded = manager.load([*specs, *own])["tasks"]
         except TaperError:
@@ -177,13 +188,16 @@ def load_tasks(
             hint = "check the connection, or give local data with --data-dir"
             raise RequestError(f"the tasks {', '.join(names)} cannot be loaded: {reason}", hint) from None
     for task in loaded.values():
-        _set_fewshot(task, fewshot)
-    groups = {name: [member["task"] for member in members] for name, members in leaves.items() if len(members) > 1}
+        default = task.config.num_fewshot
+        if fewshot and default == 0:
+            raise RequestError(f"task {task.config.task} is defined without examples", "leave out --fewshot, or give 0")
+        task.set_config("num_fewshot", (default or 0) if fewshot is None else fewshot)
+    groups = {name: [config["task"] for config in configs] for name, configs in members.items() if len(configs) > 1}
     return Selection([EvalTask(task) for task in loaded.values()], groups, missing, split)
 
 
 def _manager(names: Sequence[str]) -> TaskManager:
-    """The harness's index of tasks: the whole of it only if a name needs it."""
+    """The harness's index of tasks; the whole index, which is slow to build, only if a name needs it."""
     try:
         import lm_eval.tasks
     except ImportError:
@@ -193,10 +207,10 @@ def _manager(names: Sequence[str]) -> TaskManager:
     unknown = [name for name in names if name not in quick.task_index]
     if not unknown:
         return quick
-    texts = [path.read_text(errors="replace") for path in root.rglob("*.yaml")]
+    text = "\n".join(path.read_text(errors="replace") for path in root.rglob("*.yaml"))
     for name in unknown:
-        if not any(name in text for text in texts):
-            raise _unknown(name, {found for text in texts for found in _NAMES.findall(text)})
+        if name not in text:
+            raise _unknown(name, _NAMES.findall(text))
     whole = lm_eval.tasks.TaskManager()
     for name in unknown:
         if name not in whole.task_index:
@@ -204,14 +218,14 @@ def _manager(names: Sequence[str]) -> TaskManager:
     return whole
 
 
-def _unknown(name: str, known: Sequence[str] | set[str]) -> RequestError:
-    near = difflib.get_close_matches(name, sorted(known), n=3)
-    hint = f"did you mean {' or '.join(near)}?" if near else "see: python -m taper.evals ls tasks"
+def _unknown(name: str, known: Iterable[str]) -> RequestError:
+    close = difflib.get_close_matches(name, sorted(set(known)), n=3)
+    hint = f"did you mean {' or '.join(close)}?" if close else "see: python -m taper.evals ls tasks"
     return RequestError(f"there is no task {name!r} in lm-evaluation-harness", hint)
 
 
-def _leaves(manager: TaskManager, config: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The configurations of the tasks that a name stands for."""
+def _members(manager: TaskManager, config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The configurations of the tasks that a name stands for, those of nested groups included."""
     from lm_eval.tasks._index import Kind
     from lm_eval.tasks._yaml_loader import load_yaml
 
@@ -221,7 +235,7 @@ def _leaves(manager: TaskManager, config: Mapping[str, Any]) -> list[dict[str, A
     if entry.kind in (Kind.GROUP, Kind.TAG):
         members = sorted(entry.tags) if entry.kind is Kind.TAG else (entry.cfg or {}).get("task", [])
         named = [{"task": member} if isinstance(member, str) else member for member in members]
-        return [leaf for member in named if "task" in member for leaf in _leaves(manager, member)]
+        return [leaf for member in named if "task" in member for leaf in _members(manager, member)]
     return [{**load_yaml(entry.yaml_path, resolve_func=True), **config}]
 
 
@@ -229,7 +243,7 @@ def _check_generates(config: Mapping[str, Any]) -> None:
     """Reject what cannot be run, before its data is fetched."""
     name, kind = config["task"], config.get("output_type", "generate_until")
     if kind != "generate_until":
-        raise _scores_given_answers(name, kind)
+        raise _generates_nothing(name, kind)
     if config.get("unsafe_code"):
         raise RequestError(
             f"task {name} runs code that the model wrote",
@@ -239,15 +253,7 @@ def _check_generates(config: Mapping[str, Any]) -> None:
         raise RequestError(f"task {name} asks about pictures or sound, and only text is supported")
 
 
-def _checked_split(config: Mapping[str, Any], split: str) -> str:
-    """The split, if the task names it as one of its own."""
-    known = sorted({config[name] for name in SPLITS if config.get(name)})
-    if split not in known:
-        raise RequestError(f"task {config['task']} has no split {shown(split)}", f"it has {' and '.join(known)}")
-    return split
-
-
-def _scores_given_answers(name: str, kind: str) -> RequestError:
+def _generates_nothing(name: str, kind: str) -> RequestError:
     return RequestError(
         f"task {name} scores given answers by log-likelihood ({kind}): nothing is generated, so there is no step to "
         "run with fewer layers",
@@ -255,30 +261,107 @@ def _scores_given_answers(name: str, kind: str) -> RequestError:
     )
 
 
-def _with_data(config: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    """A task's configuration with its data set in place of the hub's; the rest of it stays."""
-    return {**config, "custom_dataset": lambda **_: data}
+def _splits(config: Mapping[str, Any]) -> list[str]:
+    return sorted({config[name] for name in _SPLITS if config.get(name)})
 
 
-def _set_fewshot(task: Task, fewshot: int | None) -> None:
-    own = task.config.num_fewshot
-    if fewshot and own == 0:
-        raise RequestError(f"task {task.config.task} is defined without examples", "leave out --fewshot, or give 0")
-    task.set_config("num_fewshot", (own or 0) if fewshot is None else fewshot)
+def _checked_split(config: Mapping[str, Any], split: str) -> str:
+    known = _splits(config)
+    if split not in known:
+        raise RequestError(f"task {config['task']} has no split {shown(split)}", f"it has {' and '.join(known)}")
+    return split
 
 
-def _plain(value: Any) -> Any:
-    """A value as JSON has it; None for what is not a number."""
+# Data from files
+
+
+def _data_files(config: Mapping[str, Any], folder: Path) -> dict[str, Path]:
+    """The file of each split of a task's data set."""
+    if config.get("dataset_path") == _GSM8K and config.get("dataset_name") == "main":
+        return {split: folder / "gsm8k" / f"{split}.jsonl" for split in _splits(config)}
+    if config.get("dataset_path") == _BBH:
+        return dict.fromkeys(_splits(config), folder / "bbh" / "tasks" / f"{config['dataset_name']}.json")
+    raise RequestError(
+        f"task {config['task']} belongs neither to GSM8K nor to BBH, and --data-dir holds only those",
+        "leave out --data-dir to load its data from the hub",
+    )
+
+
+def _has_data(config: Mapping[str, Any], folder: Path) -> bool:
+    return all(path.exists() for path in _data_files(config, folder).values())
+
+
+def _local_data(config: Mapping[str, Any], folder: Path) -> Callable[..., Any]:
+    """A task's data set from a folder, as the harness takes it."""
+    if not folder.is_dir():
+        raise RequestError(f"--data-dir {folder} is not a folder")
+    keys = ("question", "answer") if config.get("dataset_path") == _GSM8K else ("input", "target")
+    return _custom_dataset({split: _rows(path, keys) for split, path in _data_files(config, folder).items()})
+
+
+def _own_task(path: Path) -> dict[str, Any]:
+    """The configuration of the task in a file whose lines are `{"prompt": ..., "answer": ...}`."""
+    return {
+        "task": path.stem,
+        "output_type": "generate_until",
+        "test_split": "test",
+        "doc_to_text": "{{prompt}}",
+        "doc_to_target": "{{answer}}",
+        "custom_dataset": _custom_dataset({"test": _rows(path, ("prompt", "answer"), allow_empty=False)}),
+        "process_results": lambda doc, results: {"exact_match": float(is_right(results[0], doc["answer"]))},
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+        "generation_kwargs": {"until": [], "do_sample": False},
+        "num_fewshot": 0,
+        "metadata": {"version": "own"},
+    }
+
+
+def _custom_dataset(splits: Mapping[str, list[dict[str, str]]]) -> Callable[..., Any]:
+    from datasets import Dataset, DatasetDict
+
+    data = DatasetDict({split: Dataset.from_list(rows) for split, rows in splits.items()})
+    return lambda **_: data
+
+
+def _rows(path: Path, keys: tuple[str, str], allow_empty: bool = True) -> list[dict[str, str]]:
+    """The problems in a file of JSON lines or, if its name ends in .json, in its list of examples; two texts each."""
+    text = read_text(path, _MAX_BYTES, RequestError)
+    if path.suffix == ".json":
+        data = _parsed(text, str(path))
+        rows = data.get("examples") if isinstance(data, dict) else None
+        if not isinstance(rows, list):
+            raise RequestError(f'{path} needs a list of "examples"')
+    else:
+        lines = enumerate(text.split("\n"), 1)
+        rows = [_parsed(line, f"line {number} of {path}") for number, line in lines if line.strip()]
+    if not rows:
+        raise RequestError(f"{path} has no problems")
+    for number, row in enumerate(rows, 1):
+        texts = [row.get(key) for key in keys] if isinstance(row, dict) else [None]
+        if not all(isinstance(text, str) and (text or allow_empty) for text in texts):
+            raise RequestError(f'{path}: problem {number} needs the texts "{keys[0]}" and "{keys[1]}"')
+    return [{key: row[key] for key in keys} for row in rows]
+
+
+def _parsed(text: str, source: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{source} is not JSON: {error}") from None
+
+
+def _to_json(value: Any) -> Any:
+    """A metric's value as JSON has it; None for an infinite number and for NaN."""
     if isinstance(value, Real):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_to_json(item) for item in value]
     return value if value is None or isinstance(value, str) else str(value)
 
 
 @contextmanager
 def quiet() -> Generator[None, None, None]:
-    """Without the harness's bars, log lines and prints."""
+    """Without the harness's progress bars, log lines and prints."""
     logger = logging.getLogger("lm_eval")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
