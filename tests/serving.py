@@ -13,8 +13,8 @@ import uvicorn
 from tiny import TinyModel, policies
 
 from taper import LLM
-from taper.server.limits import Limits
-from taper.server.run import config, listen
+from taper.server.app import uvicorn_config
+from taper.server.limits import Limits, listen
 from taper.server.served import ServedModel
 
 LAYERS = 6
@@ -93,7 +93,7 @@ def serving(tiny: TinyModel, slots: int = 4, context: int = 256, template: str =
     known = {"full": llm.resolve_policy(mode="full"), **policies(LAYERS)}
     served = ServedModel(NAME, llm, known, "d3", chosen.max_n)
     listener = listen(chosen)
-    running = uvicorn.Server(config(served, chosen))
+    running = uvicorn.Server(uvicorn_config(served, chosen))
     thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     url = "http://{}:{}".format(*listener.getsockname())

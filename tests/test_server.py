@@ -12,7 +12,7 @@ from serving import NAME, TOOLS_TEMPLATE, chat_body, serving
 from tiny import policies
 
 from taper import SamplingParams
-from taper.server.completions import ToolCalls
+from taper.server.completions import ToolCallParser
 
 
 @pytest.fixture(scope="module")
@@ -320,12 +320,12 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
     ],
 )
 def test_calls_are_found_however_the_text_is_cut(text, said, count, size):
-    tools, got, calls = ToolCalls(), "", []
+    tools, got, calls = ToolCallParser(), "", []
     for place in range(0, len(text), size):
         more = tools.push(text[place : place + size], last=False)
         got, calls = got + more[0], calls + more[1]
     more = tools.push("", last=True)
-    assert (got + more[0], calls + more[1]) == (said, [("f", '{"a": 1}')] * count)
+    assert (got + more[0], calls + more[1]) == (said, [{"name": "f", "arguments": '{"a": 1}'}] * count)
 
 
 def say(server, text: str) -> None:
@@ -375,9 +375,9 @@ def test_health_and_readiness(server):
 
 def test_metrics_count_tokens_and_layers(server):
     names = (
-        "taper_output_tokens_total",
+        "taper_completion_tokens_total",
         "taper_layers_run_total",
-        "taper_layers_saved_total",
+        "taper_layers_skipped_total",
         "taper_mean_depth_count",
     )
     before = [server.metric(name) for name in names]

@@ -15,8 +15,8 @@ import pytest
 from serving import chat_body, serving
 
 from taper.errors import RequestError
-from taper.server import run
-from taper.server.limits import Limits
+from taper.server import limits
+from taper.server.limits import Limits, listen
 
 CHAT = "/v1/chat/completions"
 LONG = {"max_tokens": 900}
@@ -209,7 +209,7 @@ def ask_and_read_nothing(server, content: str, **fields) -> socket.socket:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_slot_long_before_the_end(server, stream):
-    names = ("taper_disconnects_total", "taper_output_tokens_total")
+    names = ("taper_disconnects_total", "taper_completion_tokens_total")
     before = [server.metric(name) for name in names]
     connection = ask_and_read_nothing(server, "leaving", stream=stream, **LONG)
     server.wait_for("taper_running_sequences", 1)
@@ -243,8 +243,8 @@ def test_idle_and_slow_connections_hold_nobody_up(server):
 
 
 def test_a_request_that_does_not_arrive_and_a_stream_that_is_not_read_end(tiny_llama, monkeypatch):
-    monkeypatch.setattr(run, "REQUEST_SECONDS", 0.3)
-    monkeypatch.setattr(run, "STALLED_SECONDS", 0.3)
+    monkeypatch.setattr(limits, "REQUEST_SECONDS", 0.3)
+    monkeypatch.setattr(limits, "STALLED_SECONDS", 0.3)
     with serving(tiny_llama) as server:
         for begun in (
             b"",
@@ -363,7 +363,7 @@ def test_a_taken_port_is_one_line():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         taken.listen()
         with pytest.raises(RequestError, match="cannot listen on"):
-            run.listen(Limits(port=taken.getsockname()[1])).listen()
+            listen(Limits(port=taken.getsockname()[1])).listen()
 
 
 def test_prompts_stay_out_of_the_log_unless_asked(tiny_llama, caplog):
