@@ -1,14 +1,15 @@
-"""A server of a tiny model in a thread of the test's own, and what to ask it."""
+"""A server of a tiny model in a thread of the test's own, and requests for it."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import httpx
+import pytest
 import uvicorn
 from tiny import TinyModel, policies
 
@@ -81,6 +82,12 @@ def chat_body(content: str = "tell me", **fields) -> dict:
         "max_tokens": 8,
         "taper": ours,
     } | fields
+
+
+def before_each_forward(server: Server, monkeypatch: pytest.MonkeyPatch, run: Callable[[], object]) -> None:
+    """Run something before each forward of the server's engine."""
+    backend, forward = server.llm.engine.backend, server.llm.engine.backend.forward
+    monkeypatch.setattr(backend, "forward", lambda batch: (run(), forward(batch))[1], raising=False)
 
 
 @contextmanager

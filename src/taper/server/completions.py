@@ -67,8 +67,8 @@ class CompletionResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Complete the requests and send the reply. Raises only while nothing was sent."""
         left = self._max_seconds - (time.perf_counter() - self._arrived)
-        with anyio.move_on_after(left) as limit, self._engine_loop.submit(self._requests, self._arrived) as job:
-            watch = asyncio.ensure_future(self._watch_for_disconnect(receive, limit))
+        with anyio.move_on_after(left) as deadline, self._engine_loop.submit(self._requests, self._arrived) as job:
+            watch = asyncio.ensure_future(self._watch_for_disconnect(receive, deadline))
             try:
                 if self._stream:
                     await self._send_stream(job, send)
@@ -77,16 +77,16 @@ class CompletionResponse(Response):
                     await Response(_json_bytes(reply), media_type="application/json")(scope, receive, send)
             finally:
                 watch.cancel()
-        if limit.cancelled_caught and self._disconnected:
+        if deadline.cancelled_caught and self._disconnected:
             self._metrics.count_disconnect()
-        elif limit.cancelled_caught:
+        elif deadline.cancelled_caught:
             await self._time_out(send)
 
-    async def _watch_for_disconnect(self, receive: Receive, limit: anyio.CancelScope) -> None:
+    async def _watch_for_disconnect(self, receive: Receive, completing: anyio.CancelScope) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
         self._disconnected = True
-        limit.cancel()
+        completing.cancel()
 
     async def _send_stream(self, job: Job, send: Send) -> None:
         """Send events as they come. If there is an error before the first, the reply is that error, not a stream."""
@@ -199,7 +199,7 @@ class Events(ABC):
         }
 
     def _stats(self, chunk: Chunk) -> Json:
-        """The depth of a chunk's token, unless it is a stop token; with the last chunk, those of the output too."""
+        """The depth of a chunk's token, unless that is a stop token; in the last chunk, the output's statistics too."""
         output, stats = chunk.output, Json()
         if output is None or self._num_chunks[chunk.index] == output.completion_tokens:
             stats["depth"] = chunk.depth

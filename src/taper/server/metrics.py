@@ -22,10 +22,14 @@ class Metrics:
         histogram = partial(prometheus.Histogram, buckets=_SECONDS, registry=registry)
         counter = partial(prometheus.Counter, registry=registry)
         self._ttft = histogram("taper_time_to_first_token_seconds", "From request to first token")
-        self._tpot = histogram("taper_time_per_output_token_seconds", "Mean time of a token after the first, by completion")
+        self._tpot = histogram(
+            "taper_time_per_output_token_seconds", "Mean time of a token after the first, by completion"
+        )
         self._step = histogram("taper_step_seconds", "A step of the engine")
         self._prompt_tokens = counter("taper_prompt_tokens", "Tokens of prompts")
-        self._cached_prompt_tokens = counter("taper_cached_prompt_tokens", "Tokens of prompts that were not computed again")
+        self._cached_prompt_tokens = counter(
+            "taper_cached_prompt_tokens", "Tokens of prompts that were not computed again"
+        )
         self._completion_tokens = counter("taper_completion_tokens", "Tokens of completions")
         self._layers_run = counter("taper_layers_run", "Layers run for tokens of completions")
         self._layers_skipped = counter("taper_layers_skipped", "Layers skipped for tokens of completions")
