@@ -301,6 +301,7 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
         (f"hi\n{CALL}\nbye\n", "hibye\n", 1),
         (f"{CALL}\n{CALL}\n", "", 2),
         ("a\n<tool_call>nonsense</tool_call>\nb", "a\n<tool_call>nonsense</tool_call>\nb", 0),
+        ('<tool_call>{"name": "\\ud800"}</tool_call>', '<tool_call>{"name": "\\ud800"}</tool_call>', 0),
         ('a\n<tool_call>{"name"', 'a\n<tool_call>{"name"', 0),
         ("a < b\n\n<tool", "a < b\n\n<tool", 0),
     ],

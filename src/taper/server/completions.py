@@ -174,8 +174,8 @@ class Events(ABC):
         choices = []
         for index, (*_, last) in enumerate(parts):
             stats = {name: value for name, value in last["taper"].items() if name != "depth"}
-            whole = self._join(parts[index])
-            choices.append({"index": index, **whole, "finish_reason": last["finish_reason"], "taper": stats})
+            joined = self._join(parts[index])
+            choices.append({"index": index, **joined, "finish_reason": last["finish_reason"], "taper": stats})
         return self._shared | {"object": self.reply_object, "choices": choices, "usage": self._usage()}
 
     @abstractmethod
@@ -279,8 +279,8 @@ class TextEvents(Events):
 
     def _join(self, parts: Sequence[Json]) -> Json:
         logprobs = [part["logprobs"] for part in parts if part["logprobs"] is not None]
-        joined = {name: [item for one in logprobs for item in one[name]] for name in (logprobs[0] if logprobs else ())}
-        return {"text": "".join(part["text"] for part in parts), "logprobs": joined or None}
+        joined = {name: [item for one in logprobs for item in one[name]] for name in logprobs[0]} if logprobs else None
+        return {"text": "".join(part["text"] for part in parts), "logprobs": joined}
 
 
 def _finish_reason(chunk: Chunk) -> str | None:
@@ -359,8 +359,10 @@ def _read_call(text: str) -> Json | None:
     try:
         call = json.loads(text)
         name, arguments = call["name"], call.get("arguments", {})
+        if not isinstance(name, str) or not isinstance(arguments, dict):
+            return None
+        arguments = json.dumps(arguments, ensure_ascii=False)
+        (name + arguments).encode()  # fails for half of a surrogate pair, which no reply can hold
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        return None
-    return {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+    return {"name": name, "arguments": arguments}

@@ -15,7 +15,7 @@ _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 
 
 class Metrics:
-    """Counters and gauges of one server, in a registry of its own. To the names of counters, `_total` is added."""
+    """Counters and gauges of one server, in a registry of its own; the library adds `_total` to counters' names."""
 
     def __init__(self) -> None:
         self._registry = registry = prometheus.CollectorRegistry()
