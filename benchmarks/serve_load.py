@@ -180,7 +180,7 @@ async def under_load(server: Server, cases: list[Case], seconds: float) -> dict[
         "counts": dict(load.counts),
         "wrong": load.wrong[:20],
         "stuck_sequences": int(busy),
-        "output_tokens": int(await metric(server.port, "taper_output_tokens_total")),
+        "output_tokens": int(await metric(server.port, "taper_completion_tokens_total")),
         "rss_mib": {
             "first_tenth": round(first),
             "last_tenth": round(last),

@@ -1,20 +1,21 @@
-"""A server of a tiny model in a thread of the test's own, and what to ask it."""
+"""A server of a tiny model in a thread of the test's own, and requests for it."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import httpx
+import pytest
 import uvicorn
 from tiny import TinyModel, policies
 
 from taper import LLM
-from taper.server.limits import Limits
-from taper.server.run import config, listen
+from taper.server.app import uvicorn_config
+from taper.server.limits import Limits, listen
 from taper.server.served import ServedModel
 
 LAYERS = 6
@@ -83,6 +84,12 @@ def chat_body(content: str = "tell me", **fields) -> dict:
     } | fields
 
 
+def before_each_forward(server: Server, monkeypatch: pytest.MonkeyPatch, run: Callable[[], object]) -> None:
+    """Run something before each forward of the server's engine."""
+    backend, forward = server.llm.engine.backend, server.llm.engine.backend.forward
+    monkeypatch.setattr(backend, "forward", lambda batch: (run(), forward(batch))[1], raising=False)
+
+
 @contextmanager
 def serving(tiny: TinyModel, slots: int = 4, context: int = 256, template: str = "", **limits) -> Iterator[Server]:
     """A server of a tiny model that has the policies of `tiny.policies`; "d3" is the default."""
@@ -93,7 +100,7 @@ def serving(tiny: TinyModel, slots: int = 4, context: int = 256, template: str =
     known = {"full": llm.resolve_policy(mode="full"), **policies(LAYERS)}
     served = ServedModel(NAME, llm, known, "d3", chosen.max_n)
     listener = listen(chosen)
-    running = uvicorn.Server(config(served, chosen))
+    running = uvicorn.Server(uvicorn_config(served, chosen))
     thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     url = "http://{}:{}".format(*listener.getsockname())

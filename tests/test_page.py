@@ -6,7 +6,7 @@ import shutil
 import time
 
 import pytest
-from serving import serving
+from serving import before_each_forward, serving
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
@@ -56,11 +56,11 @@ def wait_for_end(page) -> None:
 
 
 def script(server, text: str, monkeypatch) -> None:
-    """Make the model say a text, whatever it is asked."""
-    from test_server import say
+    """Make every completion this text."""
+    from test_server import force_text
 
     monkeypatch.setattr(server.served, "_token_filter", server.served._token_filter)
-    say(server, text)
+    force_text(server, text)
 
 
 def test_a_message_streams_with_tints_a_chart_and_figures(page, server):
@@ -124,10 +124,7 @@ def test_a_policy_can_be_chosen_and_says_what_it_costs(page, server):
 
 
 def test_stopping_keeps_what_there_is_and_frees_the_slot(page, server, monkeypatch):
-    forward = server.llm.engine.backend.forward
-    monkeypatch.setattr(
-        server.llm.engine.backend, "forward", lambda batch: time.sleep(0.02) or forward(batch), raising=False
-    )
+    before_each_forward(server, monkeypatch, lambda: time.sleep(0.02))
     script(server, "a long text " * 60, monkeypatch)
     for stop in (lambda: page.click("#stop"), lambda: page.keyboard.press("Escape")):
         ask(page, tokens=900)

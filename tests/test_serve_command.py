@@ -47,11 +47,11 @@ class Process:
         self.process.kill()
         self.process.communicate()
 
-    def wait_for(self, figure: str) -> None:
+    def wait_for(self, line: str) -> None:
         """Wait until /metrics has a line."""
         end = time.monotonic() + 30
-        while figure not in self.http.get("/metrics").text.splitlines():
-            assert time.monotonic() < end, figure
+        while line not in self.http.get("/metrics").text.splitlines():
+            assert time.monotonic() < end, line
             time.sleep(0.01)
 
     def chat(self, **fields) -> httpx.Response:
@@ -61,13 +61,13 @@ class Process:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_under_load_loses_no_accepted_answer(tiny_gguf, number):
+def test_a_signal_under_load_loses_no_accepted_request(tiny_gguf, number):
     with Process(tiny_gguf, "--context", "900", "--max-batch-size", "2") as server, ThreadPoolExecutor(8) as pool:
         asked = [pool.submit(server.chat, max_tokens=600, stream=i % 4 == 3) for i in range(8)]
         server.wait_for("taper_waiting_sequences 6.0")
         server.process.send_signal(number)
-        for i, each in enumerate(asked):
-            response = each.result()
+        for i, future in enumerate(asked):
+            response = future.result()
             assert response.status_code == 200
             if i % 4 == 3:
                 assert response.text.endswith("data: [DONE]\n\n")
@@ -98,10 +98,8 @@ def test_a_policy_file_is_served_under_its_name_and_is_the_default(tiny_gguf, tm
     with Process(tiny_gguf, "--policy", str(path), "--policy", "full", "--name", "other") as server:
         (model,) = server.http.get("/v1/models").json()["data"]
         assert model["id"] == "other"
-        assert {name: policy["default"] for name, policy in model["taper"]["policies"].items()} == {
-            "mine": True,
-            "full": False,
-        }
+        defaults = {name: policy["default"] for name, policy in model["taper"]["policies"].items()}
+        assert defaults == {"mine": True, "full": False}
         depths = server.chat(model="other", taper={"ignore_eos": True}).json()["choices"][0]["taper"]["depths"]
         assert depths == [6, 4, 4, 4, 4]
 

@@ -1,4 +1,4 @@
-"""The server's replies: OpenAI's fields do what they say, streamed and not, and depth is told."""
+"""The server's replies: OpenAI's fields do what they say, streamed and not, and depths are reported."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from serving import NAME, TOOLS_TEMPLATE, chat_body, serving
 from tiny import policies
 
-from taper import SamplingParams
-from taper.server.completions import ToolCalls
+from taper import LLM, SamplingParams
+from taper.server.completions import ToolCallParser
 
 
 @pytest.fixture(scope="module")
@@ -29,12 +29,18 @@ def events(response) -> list[dict]:
     return [json.loads(part.removeprefix("data: ")) for part in parts]
 
 
-def reference(server, prompt, policy="d3", raw=False, **options):
+@pytest.fixture(scope="module")
+def other_llm(server):
+    """The same model on an engine that nobody else uses."""
+    return LLM(server.llm.model, dtype="f32", threads=1, context=256, max_batch_size=1)
+
+
+def reference(server, prompt, policy="d3", raw=False, llm=None, **options):
     params = SamplingParams(**{"max_tokens": 8, "ignore_eos": True, **options})
-    return server.llm.generate(prompt, params, policy=server.served.policies[policy], raw=raw)
+    return (llm or server.llm).generate(prompt, params, policy=server.served.policies[policy], raw=raw)
 
 
-def test_a_chat_completion_is_what_the_model_says_and_tells_its_depths(server):
+def test_a_chat_completion_has_the_models_text_and_its_depths(server):
     reply = server.chat("one").json()
     expected = reference(server, "one")
     (choice,) = reply["choices"]
@@ -103,8 +109,8 @@ def test_prompts_of_one_request_are_counted_once_and_computed_once(server):
 
 def test_a_later_turn_reuses_the_earlier_ones(server):
     messages = [{"role": "user", "content": "a first turn that is long enough to matter"}]
-    answer = server.chat(messages=messages, taper={"mode": "full"}).json()["choices"][0]["message"]
-    messages += [answer, {"role": "user", "content": "go on"}]
+    reply = server.chat(messages=messages, taper={"mode": "full"}).json()["choices"][0]["message"]
+    messages += [reply, {"role": "user", "content": "go on"}]
     usage = server.chat(messages=messages).json()["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] > usage["prompt_tokens"] // 2
 
@@ -168,7 +174,7 @@ def test_mode_full_runs_every_layer(server):
     assert set(server.chat("nine", taper={"mode": "full"}).json()["choices"][0]["taper"]["depths"]) == {6}
 
 
-def test_sixty_four_random_concurrent_requests_give_the_ids_that_each_gives_alone(server):
+def test_sixty_four_random_concurrent_requests_give_the_ids_that_they_give_alone(server, other_llm):
     """Lengths, policies, streaming and clients that leave, on four slots. A byte is a token of this model."""
     rng = np.random.default_rng(3)
     names = list(server.served.policies)
@@ -202,19 +208,9 @@ def test_sixty_four_random_concurrent_requests_give_the_ids_that_each_gives_alon
     for (content, fields, fate), text in zip(asked, got, strict=True):
         options = {key: fields[key] for key in ("max_tokens", "temperature", "seed") if key in fields}
         expected = server.chat(content, **fields).json()["choices"][0]["message"]["content"]
-        alone = reference_elsewhere(server, content, fields["taper"]["policy"], **options)
+        alone = reference(server, content, fields["taper"]["policy"], llm=other_llm, **options).text
         assert expected == alone
         assert text == alone if fate >= 0.2 else alone.startswith(text)
-
-
-def reference_elsewhere(server, content, policy, **options) -> str:
-    """The same on an engine that nobody else uses."""
-    if not hasattr(server, "other"):
-        from taper import LLM
-
-        server.other = LLM(server.llm.model, dtype="f32", threads=1, context=256, max_batch_size=1)
-    params = SamplingParams(ignore_eos=True, **options)
-    return server.other.generate(content, params, policy=server.served.policies[policy]).text
 
 
 # JSON and tools
@@ -233,9 +229,9 @@ ENDS = {"ignore_eos": False}
 
 @pytest.mark.parametrize("temperature", [0, 1.5])
 def test_a_schema_is_kept_even_by_a_random_model(server, temperature):
-    wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
-    fields = {"response_format": wanted, "temperature": temperature, "seed": 1, "max_tokens": 60, "n": 3, "taper": ENDS}
-    for choice in server.chat("ten", **fields).json()["choices"]:
+    response_format = {"type": "json_schema", "json_schema": {"name": "output", "schema": SCHEMA, "strict": True}}
+    fields = {"temperature": temperature, "seed": 1, "max_tokens": 60, "n": 3, "taper": ENDS}
+    for choice in server.chat("ten", response_format=response_format, **fields).json()["choices"]:
         value = json.loads(choice["message"]["content"])
         assert set(value) == {"ok", "kind"}
         assert value["kind"] in ("a", "b")
@@ -243,14 +239,14 @@ def test_a_schema_is_kept_even_by_a_random_model(server, temperature):
         assert len(choice["taper"]["depths"]) > 10
 
 
-def test_schemas_that_cannot_be_kept_are_refused(server):
-    wanted = {"type": "json_object"}
-    assert "would never end" in server.chat(response_format=wanted).json()["error"]["message"]  # with ignore_eos
-    for schema, said in [({"type": "nonsense"}, "nonsense"), ({"not": {}}, "not"), ({"$ref": "http://x/y"}, "x/y")]:
-        wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
-        response = server.chat(response_format=wanted, taper=ENDS)
-        assert response.status_code == 400
-        assert said in response.json()["error"]["message"]
+@pytest.mark.parametrize(
+    ("schema", "said"), [({"type": "nonsense"}, "nonsense"), ({"not": {}}, "not"), ({"$ref": "http://x/y"}, "x/y")]
+)
+def test_schemas_that_cannot_be_kept_are_refused(server, schema, said):
+    response_format = {"type": "json_schema", "json_schema": {"name": "output", "schema": schema}}
+    response = server.chat(response_format=response_format, taper=ENDS)
+    assert response.status_code == 400
+    assert said in response.json()["error"]["message"]
 
 
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
@@ -266,38 +262,28 @@ def test_a_template_without_tools_refuses_them(server):
 def test_tools_reach_the_template_and_calls_come_back(tiny_llama):
     """A random model calls no tool of itself, so each of its tokens is forced, as the call has no token twice."""
     with serving(tiny_llama, template=TOOLS_TEMPLATE, context=1000) as server:
+        function = {"name": "weather", "arguments": '{"at": "sea"}'}
         history = [
             {"role": "user", "content": "hi"},
             {
                 "role": "assistant",
                 "content": None,
-                "tool_calls": [
-                    {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"at": "sea"}'}}
-                ],
+                "tool_calls": [{"id": "1", "type": "function", "function": function}],
             },
             {"role": "tool", "tool_call_id": "1", "content": "mild"},
         ]
         plain = server.http.post("/tokenize", json={"messages": history}).json()["count"]
         usage = server.chat(messages=history, tools=[TOOL]).json()["usage"]
-        assert (
-            usage["prompt_tokens"] == plain + len("system\n<tools></tools> <tool_call>\n") + len(json.dumps(TOOL)) + 2
-        )  # control tokens
-        bad = [
-            history[0],
-            {
-                **history[1],
-                "tool_calls": [{**history[1]["tool_calls"][0], "function": {"name": "w", "arguments": "["}}],
-            },
-        ]
-        assert "not a JSON object" in server.chat(messages=bad).json()["error"]["message"]
-        say(server, '\n<tool_call>\n{"name": "weather", "arguments": {"at": "sea"}}\n</tool_call>')
+        control_tokens = 2
+        added = len("system\n<tools></tools> <tool_call>\n") + len(json.dumps(TOOL)) + control_tokens
+        assert usage["prompt_tokens"] == plain + added
+        history[1]["tool_calls"][0]["function"]["arguments"] = "["
+        assert "not a JSON object" in server.chat(messages=history).json()["error"]["message"]
+        force_text(server, '\n<tool_call>\n{"name": "weather", "arguments": {"at": "sea"}}\n</tool_call>')
         reply = server.chat(tools=[TOOL], max_tokens=100, taper=ENDS).json()["choices"][0]
         (call,) = reply["message"]["tool_calls"]
-        assert (call["function"], reply["finish_reason"]) == (
-            {"name": "weather", "arguments": '{"at": "sea"}'},
-            "tool_calls",
-        )
-        assert reply["message"]["content"] is None
+        assert call["function"] == {"name": "weather", "arguments": '{"at": "sea"}'}
+        assert (reply["message"]["content"], reply["finish_reason"]) == (None, "tool_calls")
         chunks = events(server.chat(tools=[TOOL], max_tokens=100, taper=ENDS, stream=True))
         calls = [call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", [])]
         assert [(call["index"], call["function"]["name"]) for call in calls] == [(0, "weather")]
@@ -315,21 +301,21 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
         (f"hi\n{CALL}\nbye\n", "hibye\n", 1),
         (f"{CALL}\n{CALL}\n", "", 2),
         ("a\n<tool_call>nonsense</tool_call>\nb", "a\n<tool_call>nonsense</tool_call>\nb", 0),
+        ('<tool_call>{"name": "\\ud800"}</tool_call>', '<tool_call>{"name": "\\ud800"}</tool_call>', 0),
         ('a\n<tool_call>{"name"', 'a\n<tool_call>{"name"', 0),
         ("a < b\n\n<tool", "a < b\n\n<tool", 0),
     ],
 )
 def test_calls_are_found_however_the_text_is_cut(text, said, count, size):
-    tools, got, calls = ToolCalls(), "", []
-    for place in range(0, len(text), size):
-        more = tools.push(text[place : place + size], last=False)
-        got, calls = got + more[0], calls + more[1]
-    more = tools.push("", last=True)
-    assert (got + more[0], calls + more[1]) == (said, [("f", '{"a": 1}')] * count)
+    parser, content, calls = ToolCallParser(), "", []
+    for start in range(0, len(text) + size, size):
+        more, complete = parser.push(text[start : start + size], last=start >= len(text))
+        content, calls = content + more, calls + complete
+    assert (content, calls) == (said, [{"name": "f", "arguments": '{"a": 1}'}] * count)
 
 
-def say(server, text: str) -> None:
-    """Make the model say a text, whatever it is asked, and then end."""
+def force_text(server, text: str) -> None:
+    """Make every completion this text, and then end."""
     ids = [*server.llm.encode(text, raw=True), *server.llm.tokenizer.eos_token_ids]
 
     class Script:
@@ -374,17 +360,19 @@ def test_health_and_readiness(server):
 
 
 def test_metrics_count_tokens_and_layers(server):
-    names = (
-        "taper_output_tokens_total",
-        "taper_layers_run_total",
-        "taper_layers_saved_total",
-        "taper_mean_depth_count",
-    )
+    names = [f"taper_{name}" for name in ("completion_tokens_total", "layers_run_total", "layers_skipped_total")]
+    names += ["taper_mean_depth_count", 'taper_completions_total{finish_reason="length"}']
     before = [server.metric(name) for name in names]
     reply = server.chat("eleven", taper={"policy": "static"}).json()["choices"][0]["taper"]
     run = sum(reply["depths"])
     after = [server.metric(name) for name in names]
-    assert [b - a for a, b in zip(before, after, strict=True)] == [8, run, 6 * 8 - run, 1]
+    assert [b - a for a, b in zip(before, after, strict=True)] == [8, run, 6 * 8 - run, 1, 1]
+    earlier_names = (
+        "taper_output_tokens_total",
+        "taper_layers_saved_total",
+        'taper_outputs_total{finish_reason="length"}',
+    )
+    assert [server.metric(name) for name in earlier_names] == [after[0], after[2], after[4]]
     assert server.metric("taper_slots") == 4
     assert 0 < server.metric("taper_kv_cache_tokens") <= server.metric("taper_kv_cache_capacity_tokens") == 4 * 256
 
@@ -419,26 +407,20 @@ def test_the_openai_client_parses_json_of_a_schema(server):
     from openai import OpenAI
     from pydantic import BaseModel
 
-    class Verdict(BaseModel):
+    class Health(BaseModel):
         ok: bool
 
     client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     messages = [{"role": "user", "content": "one"}]
-    reply = client.chat.completions.parse(model=NAME, messages=messages, response_format=Verdict, max_tokens=50)
+    reply = client.chat.completions.parse(model=NAME, messages=messages, response_format=Health, max_tokens=50)
     assert isinstance(reply.choices[0].message.parsed.ok, bool)
 
 
 def test_langchain_works_unchanged(server):
     from langchain_openai import ChatOpenAI
 
-    chat = ChatOpenAI(
-        model=NAME,
-        base_url=f"{server.url}/v1",
-        api_key="none",
-        temperature=0,
-        max_tokens=8,
-        extra_body={"taper": {"ignore_eos": True}},
-    )
+    options = {"temperature": 0, "max_tokens": 8, "extra_body": {"taper": {"ignore_eos": True}}}
+    chat = ChatOpenAI(model=NAME, base_url=f"{server.url}/v1", api_key="none", **options)
     expected = reference(server, "one")
     reply = chat.invoke("one")
     assert reply.content == expected.text
@@ -457,16 +439,9 @@ def test_llm_works_unchanged(server, tmp_path):
     )
     command = [sys.executable, "-m", "llm", "-m", "taper", "--key", "none", "--no-log"]
     options = ["-o", "temperature", "0", "-o", "max_tokens", "8"]
-    for how in ([], ["--no-stream"]):
-        done = subprocess.run(
-            [*command, *options, *how, "one"],
-            env=os.environ | {"LLM_USER_PATH": str(tmp_path)},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert done.returncode == 0, done.stderr
-        assert (
-            done.stdout.strip()
-            == server.chat("one", taper={"ignore_eos": False}).json()["choices"][0]["message"]["content"].strip()
-        )
+    expected = reference(server, "one", ignore_eos=False).text.strip()
+    env = os.environ | {"LLM_USER_PATH": str(tmp_path)}
+    for more in ([], ["--no-stream"]):
+        run = [*command, *options, *more, "one"]
+        done = subprocess.run(run, env=env, capture_output=True, text=True, timeout=120)
+        assert (done.returncode, done.stdout.strip()) == (0, expected), done.stderr

@@ -1,4 +1,4 @@
-"""A request that is bad, slow, too large or gone is told so, or forgotten, and never touches another."""
+"""A request that is wrong, slow, too large or abandoned ends with a clear error, and never touches another."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from contextlib import suppress
 
 import httpx
 import pytest
-from serving import chat_body, serving
+from serving import before_each_forward, chat_body, serving
 
 from taper.errors import RequestError
-from taper.server import run
-from taper.server.limits import Limits
+from taper.server import limits
+from taper.server.limits import Limits, listen
 
 CHAT = "/v1/chat/completions"
 LONG = {"max_tokens": 900}
@@ -75,6 +75,12 @@ def check_refused(response: httpx.Response, *statuses: int) -> dict:
         ({"taper": {"policy": "/etc/passwd"}}, None, "must be one of"),
         ({"taper": {"mode": "full", "policy": "d3"}}, None, "takes no policy"),
         ({"response_format": {"type": "xml"}}, "response_format", ""),
+        ({"response_format": {"type": "json_object"}}, None, "would never end"),  # with ignore_eos
+        (
+            {"response_format": {"type": "json_object"}, "tools": [{"type": "function", "function": {"name": "f"}}]},
+            None,
+            "exclude each other",
+        ),
         ({"messages": [{"role": "user", "content": "x" * 5000}]}, None, "context"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, None, "Unicode"),
     ],
@@ -137,7 +143,7 @@ def hostile_bodies() -> list[bytes]:
     return bodies
 
 
-def test_three_hundred_hostile_bodies_are_each_refused_in_openais_shape(server):
+def test_three_hundred_hostile_bodies_are_refused_in_openais_shape(server):
     for body in hostile_bodies():
         for path in (CHAT, "/v1/completions"):
             response = server.http.post(path, content=body, headers={"content-type": "application/json"})
@@ -186,7 +192,7 @@ def test_a_full_queue_is_refused_at_once_and_those_accepted_are_served(tiny_llam
         assert server.is_idle()
 
 
-def test_a_newcomer_is_served_before_a_long_answer_ends(server):
+def test_a_newcomer_is_served_before_a_long_output_ends(server):
     with ThreadPoolExecutor(1) as pool:
         long = pool.submit(server.chat, "long", **LONG)
         time.sleep(0.05)
@@ -199,7 +205,7 @@ def test_a_newcomer_is_served_before_a_long_answer_ends(server):
 
 
 def ask_and_read_nothing(server, content: str, **fields) -> socket.socket:
-    """A connection that has sent a request and read nothing of the answer."""
+    """A connection that has sent a request and read nothing of the reply."""
     body = json.dumps(chat_body(content, **fields)).encode()
     head = ["POST /v1/chat/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
     connection = socket.create_connection(server.address, timeout=20)
@@ -209,7 +215,7 @@ def ask_and_read_nothing(server, content: str, **fields) -> socket.socket:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_slot_long_before_the_end(server, stream):
-    names = ("taper_disconnects_total", "taper_output_tokens_total")
+    names = ("taper_disconnects_total", "taper_completion_tokens_total")
     before = [server.metric(name) for name in names]
     connection = ask_and_read_nothing(server, "leaving", stream=stream, **LONG)
     server.wait_for("taper_running_sequences", 1)
@@ -243,8 +249,8 @@ def test_idle_and_slow_connections_hold_nobody_up(server):
 
 
 def test_a_request_that_does_not_arrive_and_a_stream_that_is_not_read_end(tiny_llama, monkeypatch):
-    monkeypatch.setattr(run, "REQUEST_SECONDS", 0.3)
-    monkeypatch.setattr(run, "STALLED_SECONDS", 0.3)
+    monkeypatch.setattr(limits, "REQUEST_SECONDS", 0.3)
+    monkeypatch.setattr(limits, "STALLED_SECONDS", 0.3)
     with serving(tiny_llama) as server:
         for begun in (
             b"",
@@ -263,10 +269,7 @@ def test_a_request_that_does_not_arrive_and_a_stream_that_is_not_read_end(tiny_l
 
 def test_a_request_that_takes_too_long_ends_with_an_error(tiny_llama, monkeypatch):
     with serving(tiny_llama, context=1000, max_seconds=0.3) as server:
-        forward = server.llm.engine.backend.forward
-        monkeypatch.setattr(  # a fast machine makes 900 tokens in time
-            server.llm.engine.backend, "forward", lambda batch: time.sleep(0.01) or forward(batch), raising=False
-        )
+        before_each_forward(server, monkeypatch, lambda: time.sleep(0.01))  # a fast machine makes 900 tokens in time
         check = server.chat("slow", max_tokens=900)
         assert check.status_code == 504
         assert check.json()["error"]["code"] == "timeout"
@@ -279,19 +282,17 @@ def test_a_request_that_takes_too_long_ends_with_an_error(tiny_llama, monkeypatc
 # A bug in the engine
 
 
-def test_a_failing_step_is_told_to_those_that_ran_and_the_next_is_served(server, monkeypatch, caplog):
-    forward = server.llm.engine.backend.forward
-
-    def broken(batch):
+def test_a_failing_step_fails_the_requests_that_ran_and_the_next_is_served(server, monkeypatch, caplog):
+    def fail():
         raise MemoryError("no room")
 
-    monkeypatch.setattr(server.llm.engine.backend, "forward", broken, raising=False)
+    before_each_forward(server, monkeypatch, fail)
     response = server.chat("one")
     assert response.status_code == 500
     assert response.json()["error"]["message"] == "the server failed; its log says why"
     assert "no room" in caplog.text
     assert "tell me" not in caplog.text
-    monkeypatch.setattr(server.llm.engine.backend, "forward", forward)
+    monkeypatch.undo()
     assert server.chat("one").status_code == 200
     assert server.llm.engine.num_free_slots == 4
 
@@ -302,13 +303,8 @@ def test_a_failing_step_is_told_to_those_that_ran_and_the_next_is_served(server,
 def test_a_key_is_asked_of_all_but_the_page_and_probes(tiny_llama):
     with serving(tiny_llama, api_key="secret") as server:
         assert server.chat("one").status_code == 200
-        for header in (
-            {},
-            {"authorization": "Bearer wrong"},
-            {"authorization": "secret"},
-            {"authorization": "Bearer"},
-        ):
-            stranger = httpx.Client(base_url=server.url, headers=header)
+        for sent in (None, "Bearer wrong", "secret", "Bearer"):
+            stranger = httpx.Client(base_url=server.url, headers={"authorization": sent} if sent else {})
             for path in ("/v1/models", "/metrics", "/openapi.json"):
                 check_refused(stranger.get(path), 401)
             check_refused(stranger.post(CHAT, json=chat_body()), 401)
@@ -363,7 +359,7 @@ def test_a_taken_port_is_one_line():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         taken.listen()
         with pytest.raises(RequestError, match="cannot listen on"):
-            run.listen(Limits(port=taken.getsockname()[1])).listen()
+            listen(Limits(port=taken.getsockname()[1])).listen()
 
 
 def test_prompts_stay_out_of_the_log_unless_asked(tiny_llama, caplog):
@@ -378,13 +374,8 @@ def test_prompts_stay_out_of_the_log_unless_asked(tiny_llama, caplog):
 
 
 def test_the_thread_of_the_engine_is_the_only_one_that_computes(server, monkeypatch):
-    threads, forward = set(), server.llm.engine.backend.forward
-    monkeypatch.setattr(
-        server.llm.engine.backend,
-        "forward",
-        lambda batch: threads.add(threading.current_thread().name) or forward(batch),
-        raising=False,
-    )
+    threads = set()
+    before_each_forward(server, monkeypatch, lambda: threads.add(threading.current_thread().name))
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda i: server.chat(f"number {i}"), range(8)))
     assert threads == {"taper-engine"}

@@ -31,26 +31,26 @@ _FULL = "full"
 def serve(policies: tuple[str, ...], name: str | None, max_batch_size: int, **options: Any) -> None:
     """Serve a model with OpenAI's API, and a page to try it."""
     try:
-        from ..server import run
-        from ..server.limits import Limits
+        from ..server.app import serve as run_server
+        from ..server.limits import Limits, listen
         from ..server.served import ServedModel
     except ImportError as error:
         raise TaperError(f"taper serve needs {error.name}", 'pip install "taper-llm[serve]"') from None
     model = {key: options.pop(key) for key in ("model", "device", "dtype", "context", "threads", "no_repack")}
     limits = Limits(**options | {"api_key": options["api_key"] or ""})
-    listener = run.listen(limits)  # before the model takes its time
+    listener = listen(limits)  # before the model is loaded, which takes time
     llm = load(model, max_batch_size=max_batch_size)
     known = llm.shipped_policies() | {_FULL: llm.resolve_policy(mode=_FULL)}
     chosen = {}
     for policy in policies:
-        found = known.get(policy) or llm.resolve_policy(policy)
-        chosen[policy if policy in known else found.name or Path(policy).stem] = found
+        resolved = known.get(policy) or llm.resolve_policy(policy)
+        chosen[policy if policy in known else resolved.name or Path(policy).stem] = resolved
     default = next(iter(chosen)) if chosen else llm.resolve_policy().name
     served = ServedModel(name or _name(llm.model), llm, known | chosen, default, limits.max_n)
     host, port = listener.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    say(f"serving {served.name} at http://{shown}:{port}/ with policy {default}; Ctrl-C stops it")
-    run.serve(served, limits, listener)
+    address = f"[{host}]" if ":" in host else host
+    say(f"serving {served.name} at http://{address}:{port}/ with policy {default}; Ctrl-C stops it")
+    run_server(served, limits, listener)
 
 
 def _name(model: str) -> str:

@@ -1,42 +1,141 @@
-"""Chunks of outputs as OpenAI's events, and the JSON replies that these events add up to."""
+"""How completions reach their client: chunks become OpenAI's events, and events are streamed or folded into JSON."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
-from pydantic import BaseModel
+import anyio
+from pydantic_core import to_json
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
+from ..engine import Request
 from ..errors import RequestError
 from ..llm import Chunk, Output
 from ..models.tokenizer import Tokenizer
-from ..sampling import TokenLogprobs
-from .protocol import (
-    ChatChoice,
-    ChatChunk,
-    ChatChunkChoice,
-    ChatCompletion,
-    ChatLogprobs,
-    ChatMessage,
-    Delta,
-    Depths,
-    FunctionReply,
-    LikelyToken,
-    PromptTokensDetails,
-    TextChoice,
-    TextCompletion,
-    TextLogprobs,
-    TokenLogprob,
-    ToolCallReply,
-    Usage,
-)
+from .engine_loop import EngineLoop, Job
+from .metrics import Metrics
+from .protocol import ApiError, CompletionFields, to_api_error
+
+Json = dict[str, Any]
+
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),  # a proxy must pass each event on at once
+]
 
 
-class Events:
-    """Makes the events of one request out of its chunks.
+class CompletionResponse(Response):
+    """The completions of one HTTP request. They end when the client leaves.
+
+    Args:
+        engine_loop: completes the requests.
+        requests: for the engine.
+        events: turns their chunks into events.
+        body: says whether to stream, and whether with the usage.
+        arrived: when the HTTP request arrived, by `time.perf_counter`.
+        max_seconds: how long it may take from then on.
+        metrics: counts clients that leave, and streams that fail.
+    """
+
+    def __init__(
+        self,
+        engine_loop: EngineLoop,
+        requests: Sequence[Request],
+        events: Events,
+        body: CompletionFields,
+        *,
+        arrived: float,
+        max_seconds: float,
+        metrics: Metrics,
+    ) -> None:
+        super().__init__()
+        self._engine_loop, self._requests, self._events = engine_loop, requests, events
+        self._stream = bool(body.stream)
+        self._include_usage = body.stream_options is not None and body.stream_options.include_usage
+        self._arrived, self._max_seconds, self._metrics = arrived, max_seconds, metrics
+        self._started = self._disconnected = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Complete the requests and send the reply. Raises only while nothing was sent."""
+        left = self._max_seconds - (time.perf_counter() - self._arrived)
+        with anyio.move_on_after(left) as deadline, self._engine_loop.submit(self._requests, self._arrived) as job:
+            watch = asyncio.ensure_future(self._watch_for_disconnect(receive, deadline))
+            try:
+                if self._stream:
+                    await self._send_stream(job, send)
+                else:
+                    reply = self._events.fold([self._events.event(chunk) async for chunk in job])
+                    await Response(_json_bytes(reply), media_type="application/json")(scope, receive, send)
+            finally:
+                watch.cancel()
+        if deadline.cancelled_caught and self._disconnected:
+            self._metrics.count_disconnect()
+        elif deadline.cancelled_caught:
+            await self._time_out(send)
+
+    async def _watch_for_disconnect(self, receive: Receive, completing: anyio.CancelScope) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._disconnected = True
+        completing.cancel()
+
+    async def _send_stream(self, job: Job, send: Send) -> None:
+        """Send events as they come. If there is an error before the first, the reply is that error, not a stream."""
+        try:
+            async for event in self._encoded(job):
+                if not self._started:
+                    self._started = True
+                    await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        except Exception as error:
+            if not self._started:
+                raise
+            await self._end_with_error(to_api_error(error), send)
+        else:
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _encoded(self, job: Job) -> AsyncIterator[bytes]:
+        async for chunk in job:
+            event = self._events.event(chunk)
+            if self._include_usage:
+                event["usage"] = None  # as in OpenAI's streams, until the last event
+            yield _server_sent(event)
+        if self._include_usage:
+            yield _server_sent(self._events.usage_event())
+        yield b"data: [DONE]\n\n"
+
+    async def _time_out(self, send: Send) -> None:
+        error = ApiError(504, f"the request took more than {self._max_seconds:g} seconds", code="timeout")
+        if not self._started:
+            raise error
+        with suppress(Exception), anyio.move_on_after(1):  # the client may have stopped reading
+            await self._end_with_error(error, send)
+
+    async def _end_with_error(self, error: ApiError, send: Send) -> None:
+        """End a stream with an error. It began with status 200, so the error is counted here."""
+        self._metrics.count_error(error.status_code)
+        await send({"type": "http.response.body", "body": _server_sent(error.reply().model_dump()), "more_body": False})
+
+
+def _json_bytes(reply: Json) -> bytes:
+    return to_json(reply, inf_nan_mode="null")
+
+
+def _server_sent(event: Json) -> bytes:
+    return b"data: " + _json_bytes(event) + b"\n\n"
+
+
+class Events(ABC):
+    """Turns the chunks of one request into events, and all its events into the JSON reply.
 
     Args:
         model: the name that clients know.
@@ -45,51 +144,67 @@ class Events:
         n: outputs of each prompt.
     """
 
-    prefix = ""  # of the request's id
+    id_prefix: str
+    event_object: str
+    reply_object: str
 
-    def __init__(self, model: str, tokenizer: Tokenizer, count: int, n: int = 1) -> None:
+    def __init__(self, model: str, tokenizer: Tokenizer, count: int, n: int) -> None:
         self._tokenizer, self._n = tokenizer, n
-        self._head: dict[str, Any] = {
-            "id": f"{self.prefix}-{uuid.uuid4().hex}",
-            "created": int(time.time()),
-            "model": model,
-        }
+        self._shared = {"id": f"{self.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self._outputs: list[Output | None] = [None] * count
         self._num_chunks = [0] * count
 
-    def of(self, chunk: Chunk) -> ChatChunk | TextCompletion:
+    def event(self, chunk: Chunk) -> Json:
         """The event of a chunk."""
-        raise NotImplementedError
+        self._outputs[chunk.index] = chunk.output
+        self._num_chunks[chunk.index] += 1
+        choice = {"index": chunk.index, **self._part(chunk), "taper": self._stats(chunk)}
+        return self._shared | {"object": self.event_object, "choices": [choice]}
 
-    def usage_event(self) -> BaseModel:
+    def usage_event(self) -> Json:
         """The event with the usage, once all outputs have finished."""
-        raise NotImplementedError
+        return self._shared | {"object": self.event_object, "choices": [], "usage": self._usage()}
 
-    def fold(self, events: Sequence[Any]) -> BaseModel:
-        """The reply that all events of a request add up to."""
-        raise NotImplementedError
+    def fold(self, events: Iterable[Json]) -> Json:
+        """The reply that all events of the request add up to."""
+        parts: list[list[Json]] = [[] for _ in self._outputs]
+        for event in events:
+            (choice,) = event["choices"]
+            parts[choice["index"]].append(choice)
+        choices = []
+        for index, (*_, last) in enumerate(parts):
+            stats = {name: value for name, value in last["taper"].items() if name != "depth"}
+            joined = self._join(parts[index])
+            choices.append({"index": index, **joined, "finish_reason": last["finish_reason"], "taper": stats})
+        return self._shared | {"object": self.reply_object, "choices": choices, "usage": self._usage()}
 
-    def _usage(self) -> Usage:
+    @abstractmethod
+    def _part(self, chunk: Chunk) -> Json:
+        """The text of a chunk with its log-probabilities, and the finish reason, null before the last chunk."""
+
+    @abstractmethod
+    def _join(self, parts: Sequence[Json]) -> Json:
+        """The text and the log-probabilities of one output's events."""
+
+    def _usage(self) -> Json:
         outputs = [output for output in self._outputs if output is not None]
-        prompts = outputs[:: self._n]  # each counts once
+        prompts = outputs[:: self._n]  # each prompt counts once
         prompt_tokens = sum(output.prompt_tokens for output in prompts)
         completion_tokens = sum(output.completion_tokens for output in outputs)
-        return Usage(
-            prompt_tokens=prompt_tokens,
-            completion_tokens=completion_tokens,
-            total_tokens=prompt_tokens + completion_tokens,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(output.cached_tokens for output in prompts)),
-        )
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(output.cached_tokens for output in prompts)},
+        }
 
-    def _depths(self, chunk: Chunk) -> Depths:
-        """The depth of a chunk's token, unless it is the stop token; and what the last chunk tells of its output."""
-        self._outputs[chunk.index] = output = chunk.output
-        self._num_chunks[chunk.index] += 1
-        fields: dict[str, Any] = {}
+    def _stats(self, chunk: Chunk) -> Json:
+        """The depth of a chunk's token, unless that is a stop token; in the last chunk, the output's statistics too."""
+        output, stats = chunk.output, Json()
         if output is None or self._num_chunks[chunk.index] == output.completion_tokens:
-            fields["depth"] = chunk.depth
+            stats["depth"] = chunk.depth
         if output is not None:
-            fields |= {
+            stats |= {
                 "policy": output.policy.label,
                 "num_hidden_layers": output.policy.num_hidden_layers,
                 "mean_depth": output.mean_depth,
@@ -97,151 +212,90 @@ class Events:
                 "ttft_s": output.ttft_s,
                 "tokens_per_second": output.tokens_per_second,
             }
-        return Depths(**fields)
-
-    def _likely(self, token_id: int, logprob: float) -> dict[str, Any]:
-        text = self._tokenizer.decode([token_id])
-        return {
-            "token": text,
-            "logprob": logprob,
-            "bytes": None if "\ufffd" in text else list(text.encode()),
-        }
+        return stats
 
 
 class ChatEvents(Events):
-    """Of a chat completion; text becomes tool calls if the request has tools."""
+    """Events of a chat completion; if the request has tools, calls are taken out of the text."""
 
-    prefix = "chatcmpl"
+    id_prefix, event_object, reply_object = "chatcmpl", "chat.completion.chunk", "chat.completion"
 
-    def __init__(self, *args: Any, tools: bool = False, **more: Any) -> None:
-        super().__init__(*args, **more)
-        self._tools = [ToolCalls() if tools else None for _ in self._outputs]
+    def __init__(self, model: str, tokenizer: Tokenizer, count: int, tools: bool) -> None:
+        super().__init__(model, tokenizer, count, n=count)
+        self._parsers = [ToolCallParser() if tools else None for _ in range(count)]
 
-    def of(self, chunk: Chunk) -> ChatChunk:
-        """The event of a chunk."""
-        index, is_last = chunk.index, chunk.output is not None
-        delta = Delta(content=chunk.text)
-        finish_reason: Any = chunk.output.finish_reason if chunk.output else None
-        if (tools := self._tools[index]) is not None:
-            first = tools.count
-            delta.content, calls = tools.push(chunk.text, is_last)
+    def _part(self, chunk: Chunk) -> Json:
+        delta: Json = {"role": "assistant"} if self._num_chunks[chunk.index] == 1 else {}
+        delta["content"], finish_reason = chunk.text, _finish_reason(chunk)
+        if (parser := self._parsers[chunk.index]) is not None:
+            index = parser.num_calls
+            delta["content"], calls = parser.push(chunk.text, last=chunk.output is not None)
             if calls:
-                delta.tool_calls = [_call(first + number, *call) for number, call in enumerate(calls)]
-            if is_last and tools.count and finish_reason == "stop":
+                delta["tool_calls"] = [_tool_call(call) | {"index": index + i} for i, call in enumerate(calls)]
+            if parser.num_calls and finish_reason == "stop":
                 finish_reason = "tool_calls"
-        if not self._num_chunks[index]:
-            delta.role = "assistant"
-        choice = ChatChunkChoice(index=index, delta=delta, finish_reason=finish_reason, taper=self._depths(chunk))
+        part: Json = {"delta": delta, "finish_reason": finish_reason}
         if chunk.logprobs is not None:
-            choice.logprobs = ChatLogprobs(content=[self._logprob(chunk.token_id, chunk.logprobs)], refusal=None)
-        return ChatChunk(object="chat.completion.chunk", choices=[choice], **self._head)
+            top = [self._logprob(*pair) for pair in chunk.logprobs.top.items()]
+            token = self._logprob(chunk.token_id, chunk.logprobs.logprob) | {"top_logprobs": top}
+            part["logprobs"] = {"content": [token], "refusal": None}
+        return part
 
-    def usage_event(self) -> ChatChunk:
-        """The event with the usage."""
-        return ChatChunk(object="chat.completion.chunk", choices=[], usage=self._usage(), **self._head)
+    def _join(self, parts: Sequence[Json]) -> Json:
+        content = "".join(part["delta"]["content"] for part in parts)
+        calls = [call for part in parts for call in part["delta"].get("tool_calls", [])]
+        logprobs = [token for part in parts if "logprobs" in part for token in part["logprobs"]["content"]]
+        message: Json = {"role": "assistant", "content": content or None if calls else content, "refusal": None}
+        if calls:
+            message["tool_calls"] = [{name: call[name] for name in call if name != "index"} for call in calls]
+        return {"message": message, "logprobs": {"content": logprobs, "refusal": None} if logprobs else None}
 
-    def fold(self, events: Sequence[ChatChunk]) -> ChatCompletion:
-        """The reply that all events add up to."""
-        choices = []
-        for index in range(len(self._outputs)):
-            parts = [event.choices[0] for event in events if event.choices[0].index == index]
-            calls = [call for part in parts for call in part.delta.tool_calls or []]
-            content = "".join(part.delta.content or "" for part in parts)
-            message = ChatMessage(role="assistant", content=content or None if calls else content, refusal=None)
-            if calls:
-                message.tool_calls = [
-                    ToolCallReply(id=call.id, type=call.type, function=call.function) for call in calls
-                ]
-            logprobs = [token for part in parts if part.logprobs for token in part.logprobs.content]
-            choices.append(
-                ChatChoice(
-                    index=index,
-                    message=message,
-                    logprobs=ChatLogprobs(content=logprobs, refusal=None) if logprobs else None,
-                    finish_reason=parts[-1].finish_reason or "stop",
-                    taper=_summary(parts[-1].taper),
-                )
-            )
-        return ChatCompletion(object="chat.completion", choices=choices, usage=self._usage(), **self._head)
-
-    def _logprob(self, token_id: int, logprobs: TokenLogprobs) -> TokenLogprob:
-        top = [LikelyToken(**self._likely(*pair)) for pair in logprobs.top.items()]
-        return TokenLogprob(**self._likely(token_id, logprobs.logprob), top_logprobs=top)
+    def _logprob(self, token_id: int, logprob: float) -> Json:
+        text = self._tokenizer.decode([token_id])
+        return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
 
 
 class TextEvents(Events):
-    """Of a text completion."""
+    """Events of a text completion."""
 
-    prefix = "cmpl"
+    id_prefix, event_object, reply_object = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
-        self._offsets = [0] * len(self._outputs)
+    def __init__(self, model: str, tokenizer: Tokenizer, count: int, n: int) -> None:
+        super().__init__(model, tokenizer, count, n)
+        self._offsets = [0] * count
 
-    def of(self, chunk: Chunk) -> TextCompletion:
-        """The event of a chunk."""
-        finish_reason: Any = chunk.output.finish_reason if chunk.output else None
-        choice = TextChoice(
-            index=chunk.index,
-            text=chunk.text,
-            logprobs=None if chunk.logprobs is None else self._logprobs(chunk, chunk.logprobs),
-            finish_reason=finish_reason,
-            taper=self._depths(chunk),
-        )
-        return TextCompletion(object="text_completion", choices=[choice], **self._head)
+    def _part(self, chunk: Chunk) -> Json:
+        part: Json = {"text": chunk.text, "logprobs": None, "finish_reason": _finish_reason(chunk)}
+        if chunk.logprobs is not None:
+            token, offset = self._tokenizer.decode([chunk.token_id]), self._offsets[chunk.index]
+            self._offsets[chunk.index] += len(token)
+            part["logprobs"] = {
+                "tokens": [token],
+                "token_logprobs": [chunk.logprobs.logprob],
+                "top_logprobs": [{self._tokenizer.decode([id_]): value for id_, value in chunk.logprobs.top.items()}],
+                "text_offset": [offset],
+            }
+        return part
 
-    def usage_event(self) -> TextCompletion:
-        """The event with the usage."""
-        return TextCompletion(object="text_completion", choices=[], usage=self._usage(), **self._head)
-
-    def fold(self, events: Sequence[TextCompletion]) -> TextCompletion:
-        """The reply that all events add up to."""
-        choices = []
-        for index in range(len(self._outputs)):
-            parts = [event.choices[0] for event in events if event.choices[0].index == index]
-            choices.append(
-                TextChoice(
-                    index=index,
-                    text="".join(part.text for part in parts),
-                    logprobs=_join(part.logprobs for part in parts if part.logprobs),
-                    finish_reason=parts[-1].finish_reason,
-                    taper=_summary(parts[-1].taper),
-                )
-            )
-        return TextCompletion(object="text_completion", choices=choices, usage=self._usage(), **self._head)
-
-    def _logprobs(self, chunk: Chunk, logprobs: TokenLogprobs) -> TextLogprobs:
-        token = self._tokenizer.decode([chunk.token_id])
-        offset, self._offsets[chunk.index] = self._offsets[chunk.index], self._offsets[chunk.index] + len(token)
-        top = {self._tokenizer.decode([token_id]): logprob for token_id, logprob in logprobs.top.items()}
-        return TextLogprobs(tokens=[token], token_logprobs=[logprobs.logprob], top_logprobs=[top], text_offset=[offset])
+    def _join(self, parts: Sequence[Json]) -> Json:
+        logprobs = [part["logprobs"] for part in parts if part["logprobs"] is not None]
+        joined = {name: [item for one in logprobs for item in one[name]] for name in logprobs[0]} if logprobs else None
+        return {"text": "".join(part["text"] for part in parts), "logprobs": joined}
 
 
-def _call(index: int, name: str, arguments: str) -> ToolCallReply:
-    function = FunctionReply(name=name, arguments=arguments)
-    return ToolCallReply(index=index, id=f"call_{uuid.uuid4().hex[:24]}", type="function", function=function)
+def _finish_reason(chunk: Chunk) -> str | None:
+    return chunk.output.finish_reason if chunk.output else None
 
 
-def _summary(last: Depths | None) -> Depths:
-    """What the last chunk tells of its output, without the depth of its own token."""
-    assert last is not None
-    return Depths(**last.model_dump(exclude_unset=True, exclude={"depth"}))
-
-
-def _join(parts: Iterable[TextLogprobs]) -> TextLogprobs | None:
-    """Log-probabilities of tokens, one after another."""
-    lists = list(parts)
-    if not lists:
-        return None
-    names = TextLogprobs.model_fields
-    return TextLogprobs(**{name: [item for part in lists for item in getattr(part, name)] for name in names})
+def _tool_call(function: Json) -> Json:
+    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
 def check_tools(tokenizer: Tokenizer) -> None:
-    """Check that a model's chat template takes tools, and in the form that is read here.
+    """Check that a model's chat template takes tools, and asks for calls in the form that `ToolCallParser` reads.
 
     Raises:
         RequestError: it does not.
@@ -249,62 +303,66 @@ def check_tools(tokenizer: Tokenizer) -> None:
     if not tokenizer.takes_tools:
         raise RequestError("this model's chat template takes no tools", "leave out tools, or serve another model")
     if _OPEN not in tokenizer.chat_template:
-        raise RequestError(f"this model's chat template asks for tool calls in another form than {_OPEN}")
+        raise RequestError(f"this model's chat template does not use {_OPEN} for tool calls", "leave out tools")
 
 
-class ToolCalls:
-    """Separates the text of one completion, as it comes, into what is said and calls."""
+class ToolCallParser:
+    """Separates the growing text of one completion into content and tool calls."""
 
     def __init__(self) -> None:
-        self._held = ""
-        self._after_call = False  # nothing was said since
-        self.count = 0
+        self._held = ""  # text that may belong to a call
+        self._after_call = False  # without content since
+        self.num_calls = 0
 
-    def push(self, text: str, last: bool) -> tuple[str, list[tuple[str, str]]]:
-        """The text that is certain to be no call, and the calls that have ended: name and arguments as JSON text.
+    def push(self, text: str, last: bool) -> tuple[str, list[Json]]:
+        """The content that is certain to be no part of a call, and the calls that are complete.
 
-        With the `last` text, what is left of a call that never ended is given out as the text that it is.
+        With the `last` text, a call that is not complete becomes content.
         """
         self._held += text
         if self._after_call:
             self._held = self._held.lstrip("\n")
-        said, calls = "", []
-        while (begin := self._held.find(_OPEN)) >= 0:
-            end = self._held.find(_CLOSE, begin)
+        content, calls = "", list[Json]()
+        while (start := self._held.find(_OPEN)) >= 0:
+            end = self._held.find(_CLOSE, start)
             if end < 0:
                 break
-            call = _read_call(self._held[begin + len(_OPEN) : end])
+            call = _read_call(self._held[start + len(_OPEN) : end])
             end += len(_CLOSE)
-            said += self._held[:begin].rstrip("\n") if call else self._held[:end]
-            calls += [call] if call else []
-            self._held = self._held[end:].lstrip("\n") if call else self._held[end:]
+            if call is None:
+                content, self._held = content + self._held[:end], self._held[end:]
+            else:
+                content, self._held = content + self._held[:start].rstrip("\n"), self._held[end:].lstrip("\n")
+                calls.append(call)
             self._after_call = call is not None
         if last:
             certain = len(self._held)
-        elif begin >= 0:  # a call that has not ended, and the line breaks before it
-            certain = len(self._held[:begin].rstrip("\n"))
+        elif start >= 0:  # a call that is not complete, and the line breaks before it
+            certain = len(self._held[:start].rstrip("\n"))
         else:
             certain = len(self._held) - self._overlap()
-        said, self._held = said + self._held[:certain], self._held[certain:]
+        content, self._held = content + self._held[:certain], self._held[certain:]
         self._after_call &= not certain
-        self.count += len(calls)
-        return said, calls
+        self.num_calls += len(calls)
+        return content, calls
 
     def _overlap(self) -> int:
-        """How many last characters may be the beginning of a call, with the line breaks before it."""
+        """How many trailing characters may be the start of a call, with the line breaks before it."""
         text = self._held
         size = next((size for size in range(len(_OPEN) - 1, 0, -1) if text.endswith(_OPEN[:size])), 0)
         before = text[: len(text) - size]
         return size + len(before) - len(before.rstrip("\n"))
 
 
-def _read_call(text: str) -> tuple[str, str] | None:
-    """Name and arguments of a call; None if it is not one."""
+def _read_call(text: str) -> Json | None:
+    """A function call from its JSON, with `arguments` as text; None if it is not one."""
     try:
         call = json.loads(text)
         name, arguments = call["name"], call.get("arguments", {})
+        if not isinstance(name, str) or not isinstance(arguments, dict):
+            return None
+        arguments = json.dumps(arguments, ensure_ascii=False)
+        (name + arguments).encode()  # fails for half of a surrogate pair, which no reply can hold
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        return None
-    return name, json.dumps(arguments, ensure_ascii=False)
+    return {"name": name, "arguments": arguments}

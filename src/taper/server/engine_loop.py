@@ -1,7 +1,7 @@
-"""The engine's thread: everything that touches the engine happens in it, between two steps.
+"""The engine's thread: it alone uses the engine, and runs commands between two steps.
 
-asyncio hands it commands through a queue and gets chunks through `call_soon_threadsafe`. A client that reads slowly
-leaves its chunks waiting, at most `max_tokens` of them; the engine does not wait for it.
+asyncio sends it commands through a queue and receives chunks through `call_soon_threadsafe`. The chunks of a client
+that reads slowly wait in its job, at most `max_tokens` for each output; the engine does not wait for it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from ..errors import TaperError
 from ..llm import LLM, Chunk, Stream
 from ..policy import DepthPolicy
 from ..sampling import SamplingParams
-from .limits import ApiError, queue_full
 from .metrics import Metrics
+from .protocol import ApiError
 
 log = logging.getLogger(__name__)
-_Event = Chunk | Exception
+RETRY_AFTER = "1"  # seconds; after a step or two there is room in the queue again
+_Result = Chunk | Exception
 
 
 class Job:
@@ -39,20 +40,16 @@ class Job:
         self.requests, self.arrived = requests, arrived
         self.stream: Stream | None = None  # the engine thread's
         self.cancelled = False  # set by asyncio, read by the engine thread
-        self._events: asyncio.Queue[_Event] = asyncio.Queue()
+        self.results: asyncio.Queue[_Result] = asyncio.Queue()  # filled and read in asyncio's thread
         self._unfinished = len(requests)
-
-    def put(self, event: _Event) -> None:
-        """Take what the engine made; in asyncio's thread."""
-        self._events.put_nowait(event)
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:
         while self._unfinished:
-            event = await self._events.get()
-            if isinstance(event, Exception):
-                raise event
-            self._unfinished -= event.output is not None
-            yield event
+            result = await self.results.get()
+            if isinstance(result, Exception):
+                raise result
+            self._unfinished -= result.output is not None
+            yield result
 
 
 class EngineLoop:
@@ -60,14 +57,14 @@ class EngineLoop:
 
     Args:
         llm: its engine is used by this thread alone from `start` on.
-        metrics: what is counted.
-        max_waiting: sequences that may wait for a slot; more are refused.
+        metrics: counts what the engine does.
+        max_waiting: sequences that may wait for a slot; more are rejected.
     """
 
     def __init__(self, llm: LLM, metrics: Metrics, max_waiting: int) -> None:
         self._llm, self._engine, self._metrics = llm, llm.engine, metrics
-        self._most = llm.engine.backend.num_slots + max_waiting
-        self._in_flight = 0  # sequences; asyncio's
+        self._max_in_flight = llm.engine.backend.num_slots + max_waiting
+        self._in_flight = 0  # sequences; used by asyncio's thread alone
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._jobs: dict[int, Job] = {}  # by sequence id
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -76,13 +73,13 @@ class EngineLoop:
         metrics.watch(self._engine)
 
     async def start(self) -> None:
-        """Start the thread, and wait until it has run a few tokens; its outputs go to the running event loop."""
+        """Start the thread, and wait until it has run a few tokens. Chunks go to the event loop that runs now."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
         await asyncio.wrap_future(self._warm)
 
     def stop(self) -> None:
-        """End the thread after the present step, and whatever still runs in it."""
+        """End the thread after its current step; jobs that still run end with an error."""
         self._commands.put(None)
         self._thread.join()
 
@@ -96,25 +93,26 @@ class EngineLoop:
             raise ApiError(503, "the engine has ended; restart the server", code="engine_ended")
 
     def check_room(self, count: int) -> None:
-        """Reject so many more sequences if that is more than may run and wait.
+        """Check that so many more sequences may run or wait.
 
         Raises:
-            ApiError: it is, or the engine has ended.
+            ApiError: that would be too many, or the engine has ended.
         """
         self.check_alive()
-        if self._in_flight + count > self._most:
-            raise queue_full()
+        if self._in_flight + count > self._max_in_flight:
+            message, retry = "too many requests are waiting; try again later", {"Retry-After": RETRY_AFTER}
+            raise ApiError(429, message, code="queue_full", headers=retry)
 
     @contextmanager
     def submit(self, requests: Sequence[Request], arrived: float) -> Iterator[Job]:
-        """Let the engine complete requests; on leaving, what has not finished is aborted before the next step.
+        """Let the engine complete requests. On leaving, those that have not finished end before the next step.
 
         Args:
-            requests: for the same client.
-            arrived: when they came, by `time.perf_counter`.
+            requests: of one client.
+            arrived: when they arrived, by `time.perf_counter`.
 
         Raises:
-            ApiError: too many wait already.
+            ApiError: too many are waiting already.
         """
         self.check_room(len(requests))
         job = Job(requests, arrived)
@@ -127,7 +125,7 @@ class EngineLoop:
             self._in_flight -= len(requests)
             self._commands.put(lambda: self._abort(job))
 
-    # From here on: in the engine's thread.
+    # All that follows runs in the engine's thread.
 
     def _run(self) -> None:
         try:
@@ -136,23 +134,21 @@ class EngineLoop:
             self._warm.set_exception(error)
             return
         self._warm.set_result(None)
-        while self._obey():
+        while self._run_commands():
             try:
                 self._step()
-            except Exception as error:  # a bug; those that ran are lost, and whoever comes next is served
+            except Exception as error:  # a bug: what ran is lost, later requests are served
                 log.exception("a step of the engine failed")
-                for job in {id(job): job for job in self._jobs.values()}.values():
-                    self._end(job, RuntimeError(f"the engine failed: {type(error).__name__}"))
-        for job in list(self._jobs.values()):
-            self._end(job, RuntimeError("the server stopped"))
+                self._end_all(RuntimeError(f"the engine failed: {type(error).__name__}"))
+        self._end_all(RuntimeError("the server stopped"))
 
     def _warm_up(self) -> None:
-        """A few tokens, so that the first client does not wait for what is set up once."""
+        """Run a few tokens, so that the first client does not wait for what is set up once."""
         policy = DepthPolicy.full(self._llm.config.num_hidden_layers)
         self._engine.complete([Request([0], SamplingParams(max_tokens=2, ignore_eos=True), policy)])
 
-    def _obey(self) -> bool:
-        """Carry out the commands that came, and wait for one if there is nothing else to do; False to stop."""
+    def _run_commands(self) -> bool:
+        """Run the commands that are queued, and wait for one if there are no jobs; False to stop."""
         while not self._jobs or not self._commands.empty():
             command = self._commands.get()
             if command is None:
@@ -166,9 +162,9 @@ class EngineLoop:
         try:
             job.stream = Stream(self._engine, self._llm.tokenizer, job.requests, job.arrived)
         except TaperError as error:
-            self._send([(job, error)])
-            return
-        self._jobs |= dict.fromkeys(job.stream.sequence_ids, job)
+            self._end(job, error)
+        else:
+            self._jobs |= dict.fromkeys(job.stream.sequence_ids, job)
 
     def _abort(self, job: Job) -> None:
         if job.stream is not None:
@@ -180,9 +176,13 @@ class EngineLoop:
         self._abort(job)
         self._send([(job, error)])
 
+    def _end_all(self, error: Exception) -> None:
+        for job in set(self._jobs.values()):
+            self._end(job, error)
+
     def _step(self) -> None:
-        """One step of the engine; each chunk goes to its job."""
-        started, events = time.perf_counter(), []
+        """Run one step of the engine and send each chunk to its job."""
+        started, results = time.perf_counter(), []
         for step in self._engine.step():
             job = self._jobs.get(step.sequence_id)
             if job is None or job.stream is None:  # an earlier output of this step ended it
@@ -194,18 +194,18 @@ class EngineLoop:
                 continue
             if chunk.output is not None:
                 del self._jobs[step.sequence_id]
-            events.append((job, chunk))
-        # Before they are sent: who has a reply finds it counted.
-        self._metrics.count_step([chunk for _, chunk in events], time.perf_counter() - started)
-        self._send(events)
+            results.append((job, chunk))
+        # Counted before they are sent, so that a client with a reply finds it in the metrics.
+        self._metrics.count_step([chunk for _, chunk in results], time.perf_counter() - started)
+        self._send(results)
 
-    def _send(self, events: Sequence[tuple[Job, _Event]]) -> None:
-        """Hand events to asyncio, all at once; a loop that has ended wants none."""
+    def _send(self, results: Sequence[tuple[Job, _Result]]) -> None:
+        """Send results to their jobs in asyncio's thread, unless its loop has ended."""
         assert self._loop is not None
-        if events and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(_deliver, events)
+        if results and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(_deliver, results)
 
 
-def _deliver(events: Sequence[tuple[Job, _Event]]) -> None:
-    for job, event in events:
-        job.put(event)
+def _deliver(results: Sequence[tuple[Job, _Result]]) -> None:
+    for job, result in results:
+        job.results.put_nowait(result)

@@ -1,23 +1,28 @@
-"""What the server lets in: options of `taper serve`, and the checks that come before a request is read."""
+"""What the server lets in: where it listens, who may use it, how much they may send and how long they may take.
+
+`Limits` are the options of `taper serve`. The socket, the connection and the gate enforce them before the app has read
+a request's body; `EngineLoop` limits how many requests wait, and `CompletionResponse` how long one takes.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import ipaddress
-from collections.abc import Mapping, Sequence
+import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from fastapi.exceptions import RequestValidationError
+import h11
+from starlette import types
 from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ..errors import ModelError, RequestError, TaperError, number, printable, shown, whole_number
-from .protocol import ErrorFields, ErrorReply
+from ..errors import RequestError, number, whole_number
+from .protocol import ApiError
 
-PUBLIC_PATHS = ("/", "/health", "/ready")  # and the files of the page: they hold no secrets and show no data
+REQUEST_SECONDS = 30  # for a whole request to arrive
+STALLED_SECONDS = 60  # during which a client reads nothing of what was sent
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,7 @@ class Limits:
         max_n: outputs of one request.
         max_body_bytes: of a request.
         max_seconds: of a request, from its arrival to its last token; and how long a shutdown waits for those running.
-        log_prompts: write prompts and outputs to the log.
+        log_prompts: write the bodies of requests, prompts included, to the log.
 
     Raises:
         RequestError: a value out of its range, or other machines would reach a server without a key.
@@ -66,10 +71,10 @@ class Limits:
     @property
     def is_local(self) -> bool:
         """Whether only this machine reaches it."""
-        return is_loopback(self.host)
+        return _is_loopback(self.host)
 
 
-def is_loopback(host: str) -> bool:
+def _is_loopback(host: str) -> bool:
     """Whether a host is this machine itself."""
     if host == "localhost" or host.endswith(".localhost"):
         return True
@@ -79,54 +84,115 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def listen(limits: Limits) -> socket.socket:
+    """A socket at the host and port.
+
+    Raises:
+        RequestError: the address is taken, not this machine's, or not an address.
+    """
+    family = socket.AF_INET6 if ":" in limits.host else socket.AF_INET
+    # asyncio sends small parts of a reply at once only on sockets that name TCP; others wait for acknowledgements.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((limits.host, limits.port))
+    except OSError as error:
+        listener.close()
+        reason = error.strerror or str(error)
+        raise RequestError(f"cannot listen on {limits.host} port {limits.port}: {reason}", "choose another") from None
+    return listener
+
+
+class TimedConnection(H11Protocol):
+    """uvicorn's connection; it ends if a request does not arrive, or its reply is not read, in time."""
+
+    _arriving: asyncio.TimerHandle | None = None
+    _stalled: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._time_arrival()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for timer in (self._arriving, self._stalled):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._time_arrival()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stalled = self.loop.call_later(STALLED_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stalled is not None:
+            self._stalled.cancel()
+
+    def _time_arrival(self) -> None:
+        """Limit the time until a request has arrived; from then on `max_seconds` counts."""
+        if self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
+            self._arriving = self._arriving or self.loop.call_later(REQUEST_SECONDS, self.transport.abort)
+        elif self._arriving is not None:
+            self._arriving.cancel()
+            self._arriving = None
+
+
 class Gate:
-    """Lets a request through to the app, or answers it: by its key, its host and its size.
+    """Passes a request on to the app, or rejects it for its key, its host or its size.
+
+    Args:
+        app: the application behind it.
+        limits: the key, and the size of a body.
+        public_paths: paths that need no key.
 
     Without a key, requests for names that are not this machine's are rejected: a web page whose own name was made to
     point here could otherwise use the server with its visitors' browsers (DNS rebinding).
     """
 
-    def __init__(self, app: ASGIApp, limits: Limits, public_paths: Sequence[str]) -> None:
-        self._app, self._limits, self._public = app, limits, frozenset(public_paths)
+    def __init__(self, app: types.ASGIApp, limits: Limits, public_paths: Sequence[str]) -> None:
+        self._app, self._limits, self._public_paths = app, limits, frozenset(public_paths)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: types.Scope, receive: types.Receive, send: types.Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         try:
             self._check(scope)
         except ApiError as error:
-            await response(error)(scope, receive, send)
+            await error.response()(scope, receive, send)
             return
         await self._app(scope, self._measured(receive), send)
 
-    def _check(self, scope: Scope) -> None:
+    def _check(self, scope: types.Scope) -> None:
         headers, limits = Headers(scope=scope), self._limits
         if limits.api_key:
-            sent = headers.get("authorization", "").encode()
-            right = hmac.compare_digest(sent, f"Bearer {limits.api_key}".encode())
-            if not right and scope["path"] not in self._public:
+            sent, expected = headers.get("authorization", ""), f"Bearer {limits.api_key}"
+            if not hmac.compare_digest(sent.encode(), expected.encode()) and scope["path"] not in self._public_paths:
                 raise ApiError(
                     401,
                     "the API key is missing or wrong; send it as: Authorization: Bearer KEY",
                     code="invalid_api_key",
                     headers={"WWW-Authenticate": "Bearer"},
                 )
-        elif limits.is_local and not is_loopback(_without_port(headers.get("host", ""))):
+        elif limits.is_local and not _is_loopback(_without_port(headers.get("host", ""))):
             raise ApiError(403, "this server answers to names of this machine only", code="wrong_host")
         length = headers.get("content-length", "0")
         if length.isdigit() and int(length[:20]) > limits.max_body_bytes:
             raise self._too_large()
 
-    def _measured(self, receive: Receive) -> Receive:
+    def _measured(self, receive: types.Receive) -> types.Receive:
         """The messages of a request, until its body is too large."""
-        received = 0
+        num_bytes = 0
 
-        async def measured() -> Message:
-            nonlocal received
+        async def measured() -> types.Message:
+            nonlocal num_bytes
             message = await receive()
-            received += len(message.get("body", b""))
-            if received > self._limits.max_body_bytes:
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._limits.max_body_bytes:
                 raise self._too_large()
             return message
 
@@ -141,95 +207,3 @@ def _without_port(host: str) -> str:
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0]
-
-
-RETRY_AFTER = 1  # seconds; a place in the queue is free again after a step or two
-_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-_MAX_PARAM = 100  # characters
-
-
-class ApiError(HTTPException):
-    """A request that is refused, with its HTTP status."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(status, message, headers)
-        self.param, self.code = param, code
-
-
-def queue_full() -> ApiError:
-    """The error when more requests wait than the server lets."""
-    headers = {"Retry-After": str(RETRY_AFTER)}
-    return ApiError(429, "too many requests are waiting; try again later", code="queue_full", headers=headers)
-
-
-def to_api_error(error: Exception) -> ApiError:
-    """What a client is told of an error; of a bug of ours, only that there was one."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, HTTPException):
-        return ApiError(error.status_code, str(error.detail), headers=error.headers)
-    if isinstance(error, RequestValidationError):
-        return _validation_error(error)
-    if isinstance(error, TaperError) and not isinstance(error, ModelError):
-        return ApiError(400, str(error))
-    if isinstance(error, ModelError):
-        return ApiError(500, str(error), code="model_error")
-    # The exception goes on to the web server, which then closes the connection.
-    headers = {"Connection": "close"}
-    return ApiError(500, "the server failed; its log says why", code="internal_error", headers=headers)
-
-
-def body(error: ApiError) -> ErrorReply:
-    """An error as OpenAI's JSON."""
-    kind = _TYPES.get(error.status_code, "invalid_request_error" if error.status_code < 500 else "server_error")
-    message = printable(str(error.detail))
-    return ErrorReply(error=ErrorFields(message=message, type=kind, param=error.param, code=error.code))
-
-
-def response(error: Exception) -> JSONResponse:
-    """An error as a response."""
-    refused = to_api_error(error)
-    return JSONResponse(body(refused).model_dump(), refused.status_code, refused.headers)
-
-
-def _validation_error(error: RequestValidationError) -> ApiError:
-    """The first thing that is wrong with a body: where, what and what was given."""
-    problems = error.errors()
-    first = problems[0]
-    if first["type"] == "json_invalid":
-        reason = first.get("ctx", {}).get("error", "")
-        return ApiError(400, f"the body is not JSON: {reason} (at character {first['loc'][1]})", code="invalid_json")
-    if isinstance(error.body, bytes) or error.body is None:
-        return ApiError(400, "send the request as JSON, with Content-Type: application/json", code="no_json")
-    # Of a value that may be of several types, what is wrong with the type that it has.
-    same_field = [problem for problem in problems if problem["loc"][:2] == first["loc"][:2]]
-    worst = next((problem for problem in same_field if not problem["type"].endswith("_type")), first)
-    param = _param(worst["loc"][1:], error.body)
-    if worst["type"] == "extra_forbidden":
-        return ApiError(400, f"unknown field {param!r}", param=param, code="unknown_field")
-    if worst["type"] == "missing":
-        return ApiError(400, f"field {param!r} is missing", param=param, code="missing_field")
-    message = worst["msg"][0].lower() + worst["msg"][1:]
-    given = shown(worst["input"])
-    return ApiError(
-        400, f"{param or 'the body'}: {message} (given: {given})", param=param or None, code="invalid_value"
-    )
-
-
-def _param(place: Sequence[int | str], value: Any) -> str:
-    """A place in a body, as names and indices; pydantic puts names of its own types in between."""
-    names: list[str] = []
-    for position, part in enumerate(place):
-        is_there = part in value if isinstance(value, dict) else isinstance(value, list) and isinstance(part, int)
-        if is_there or (isinstance(value, dict) and position == len(place) - 1):
-            names.append(str(part))
-            value = value.get(part) if isinstance(value, dict) else value[int(part)]
-    return printable(".".join(names))[:_MAX_PARAM]

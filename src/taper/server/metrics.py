@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary, generate_latest
+import prometheus_client as prometheus
+from prometheus_client.core import CounterMetricFamily, Metric
 
 from ..engine import Engine
 from ..llm import Chunk
@@ -13,32 +15,32 @@ _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 
 
 class Metrics:
-    """Counters and gauges of one server, in a registry of its own."""
+    """Counters and gauges of one server, in a registry of its own; the library adds `_total` to counters' names."""
 
     def __init__(self) -> None:
-        registry = self._registry = CollectorRegistry()
-        self._ttft = Histogram(
-            "taper_time_to_first_token_seconds", "From request to first token", buckets=_SECONDS, registry=registry
+        self._registry = registry = prometheus.CollectorRegistry()
+        histogram = partial(prometheus.Histogram, buckets=_SECONDS, registry=registry)
+        counter = partial(prometheus.Counter, registry=registry)
+        self._ttft = histogram("taper_time_to_first_token_seconds", "From request to first token")
+        self._tpot = histogram(
+            "taper_time_per_output_token_seconds", "Mean time of a token after the first, by completion"
         )
-        self._tpot = Histogram(
-            "taper_time_per_output_token_seconds",
-            "Mean time of a token after the first, by output",
-            buckets=_SECONDS,
-            registry=registry,
+        self._step = histogram("taper_step_seconds", "A step of the engine")
+        self._prompt_tokens = counter("taper_prompt_tokens", "Tokens of prompts")
+        self._cached_prompt_tokens = counter(
+            "taper_cached_prompt_tokens", "Tokens of prompts that were not computed again"
         )
-        self._step = Histogram("taper_step_seconds", "A step of the engine", buckets=_SECONDS, registry=registry)
-        self._prompt_tokens = Counter("taper_prompt_tokens", "Tokens of prompts", registry=registry)
-        self._cached_tokens = Counter(
-            "taper_cached_prompt_tokens", "Tokens of prompts that were not computed again", registry=registry
-        )
-        self._tokens = Counter("taper_output_tokens", "Tokens of outputs", registry=registry)
-        self._layers_run = Counter("taper_layers_run", "Layers run for tokens of outputs", registry=registry)
-        self._layers_saved = Counter("taper_layers_saved", "Layers skipped for tokens of outputs", registry=registry)
-        self._depth = Summary("taper_mean_depth", "Mean depth, by output", registry=registry)
-        self._outputs = Counter("taper_outputs", "Finished outputs", ["finish_reason"], registry=registry)
-        self._requests = Counter("taper_requests", "HTTP requests", ["path", "status"], registry=registry)
-        self._errors = Counter("taper_errors", "HTTP requests that failed", ["status"], registry=registry)
-        self._disconnects = Counter("taper_disconnects", "Clients that left before the end", registry=registry)
+        self._completion_tokens = counter("taper_completion_tokens", "Tokens of completions")
+        self._layers_run = counter("taper_layers_run", "Layers run for tokens of completions")
+        self._layers_skipped = counter("taper_layers_skipped", "Layers skipped for tokens of completions")
+        self._mean_depth = prometheus.Summary("taper_mean_depth", "Mean depth, by completion", registry=registry)
+        self._completions = counter("taper_completions", "Finished completions", ["finish_reason"])
+        self._requests = counter("taper_requests", "HTTP requests", ["path", "status"])
+        self._errors = counter("taper_errors", "HTTP requests that failed", ["status"])
+        self._disconnects = counter("taper_disconnects", "Clients that left before the end")
+        registry.register(_Alias("taper_output_tokens", self._completion_tokens))
+        registry.register(_Alias("taper_layers_saved", self._layers_skipped))
+        registry.register(_Alias("taper_outputs", self._completions))
 
     def watch(self, engine: Engine) -> None:
         """Show what an engine does at the moment."""
@@ -57,20 +59,20 @@ class Metrics:
             "taper_kv_cache_capacity_tokens": ("Its size", lambda: len(slots.sequences) * context),
         }
         for name, (text, value) in gauges.items():
-            Gauge(name, text, registry=self._registry).set_function(value)
+            prometheus.Gauge(name, text, registry=self._registry).set_function(value)
 
     def count_step(self, chunks: Sequence[Chunk], seconds: float) -> None:
-        """Count a step of the engine and what came out, stop tokens included."""
-        layers, run = self._num_hidden_layers, sum(chunk.depth for chunk in chunks)
+        """Count a step of the engine and the chunks it made, stop tokens included."""
+        layers_run = sum(chunk.depth for chunk in chunks)
         self._step.observe(seconds)
-        self._tokens.inc(len(chunks))
-        self._layers_run.inc(run)
-        self._layers_saved.inc(layers * len(chunks) - run)
+        self._completion_tokens.inc(len(chunks))
+        self._layers_run.inc(layers_run)
+        self._layers_skipped.inc(self._num_hidden_layers * len(chunks) - layers_run)
         for output in (chunk.output for chunk in chunks if chunk.output is not None):
-            self._outputs.labels(output.finish_reason).inc()
+            self._completions.labels(output.finish_reason).inc()
             self._prompt_tokens.inc(output.prompt_tokens)
-            self._cached_tokens.inc(output.cached_tokens)
-            self._depth.observe(output.mean_depth)
+            self._cached_prompt_tokens.inc(output.cached_tokens)
+            self._mean_depth.observe(output.mean_depth)
             self._ttft.observe(output.ttft_s)
             if output.tokens_per_second:
                 self._tpot.observe(1 / output.tokens_per_second)
@@ -82,7 +84,7 @@ class Metrics:
             self.count_error(status)
 
     def count_error(self, status: int) -> None:
-        """Count a request that failed, or a stream that ended with an error after it had begun with 200."""
+        """Count a request that failed, or a stream that had begun with status 200 and ended with an error."""
         self._errors.labels(str(status)).inc()
 
     def count_disconnect(self) -> None:
@@ -91,5 +93,19 @@ class Metrics:
 
     def text(self) -> bytes:
         """All of it, in Prometheus' text format."""
-        text: bytes = generate_latest(self._registry)
+        text: bytes = prometheus.generate_latest(self._registry)
         return text
+
+
+class _Alias:
+    """Shows a counter under its earlier name too, for one version."""
+
+    def __init__(self, old_name: str, counter: prometheus.Counter) -> None:
+        self._old_name, self._counter = old_name, counter
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._counter.collect():
+            alias = CounterMetricFamily(self._old_name, f"Old name of {metric.name}_total")
+            for sample in metric.samples:
+                alias.samples.append(sample._replace(name=sample.name.replace(metric.name, self._old_name)))
+            yield alias

@@ -1,31 +1,44 @@
-"""What clients may send: OpenAI's requests, and Taper's own fields under `taper`. Any other field is rejected.
+"""OpenAI's API as Taper speaks it: the requests that it accepts, its replies and its errors.
 
-Ranges of values are checked where they are used, by `SamplingParams` and the engine.
+Whatever is wrong with a request's body alone is rejected here: unknown fields, wrong types, lists that are too long,
+fields that contradict each other. `ServedModel` rejects what needs the model to be judged, `SamplingParams` values
+out of their ranges.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+from ..errors import ModelError, RequestError, TaperError, printable, shown
 
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 1000
 MAX_BIASED_TOKENS = 1024
 MAX_TOOLS = 128
+MAX_PARAM_CHARACTERS = 100  # of a field's name in an error
 
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+# Requests
 
 
 class Strict(BaseModel):
-    """No unknown field, and no value of another type that could be converted."""
+    """Rejects unknown fields, and values whose type would have to be converted."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class WithoutEffect(Strict):
-    """Fields that OpenAI documents and that change nothing here: there are no accounts, tiers or stored data.
+class IgnoredFields(Strict):
+    """Fields of OpenAI's that have no effect here: there are no accounts, tiers or stored data.
 
-    Prompts that begin alike share their computation in any case.
+    Prompts with a common prefix share its computation in any case.
     """
 
     user: str | None = None
@@ -38,12 +51,12 @@ class WithoutEffect(Strict):
     prompt_cache_options: dict[str, Any] | None = None
 
 
-class TaperOptions(Strict):
-    """Taper's own fields of a request: depth, and what OpenAI's sampling lacks."""
+class TaperFields(Strict):
+    """Taper's own fields of a request: depth, and sampling parameters that OpenAI lacks."""
 
     policy: str | None = None
     mode: Literal["full", "taper"] | None = None
-    think: bool | None = None  # of chats
+    think: bool | None = None  # chats only
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
@@ -55,11 +68,11 @@ class StreamOptions(Strict):
     """What else an event stream carries."""
 
     include_usage: bool = False
-    include_obfuscation: bool | None = None  # changes nothing here: chunks are not padded
+    include_obfuscation: bool | None = None  # no effect: events are not padded
 
 
-class CompletionOptions(WithoutEffect):
-    """What both kinds of requests share."""
+class CompletionFields(IgnoredFields):
+    """The fields that chat and text completions share."""
 
     model: str
     max_tokens: int | None = None
@@ -73,10 +86,19 @@ class CompletionOptions(WithoutEffect):
     n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    taper: TaperOptions = TaperOptions()
+    taper: TaperFields = TaperFields()
+
+    @model_validator(mode="after")
+    def _check_shared_fields(self) -> CompletionFields:
+        for key in self.logit_bias or ():
+            if not (key.isascii() and key.isdigit() and len(key) < 10):
+                raise RequestError(f"{key!r} in logit_bias is not a token id")
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options goes with stream", "set stream to true, or leave it out")
+        return self
 
 
-class CompletionRequest(CompletionOptions):
+class CompletionRequest(CompletionFields):
     """POST /v1/completions: text or token ids, one prompt or several."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
@@ -84,6 +106,12 @@ class CompletionRequest(CompletionOptions):
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None
     suffix: Literal[""] | None = None
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> CompletionRequest:
+        if self.taper.think is not None:
+            raise RequestError("taper.think goes with chats, not with texts", "leave it out")
+        return self
 
 
 class TextPart(Strict):
@@ -93,7 +121,7 @@ class TextPart(Strict):
     text: str
 
 
-class CalledFunction(Strict):
+class FunctionCall(Strict):
     """The function of a tool call; `arguments` is JSON text."""
 
     name: str
@@ -101,15 +129,15 @@ class CalledFunction(Strict):
 
 
 class ToolCall(Strict):
-    """A tool call that the model made in an earlier turn."""
+    """A tool call of the model's, in a reply or sent back as part of an earlier turn."""
 
     id: str
     type: Literal["function"] = "function"
-    function: CalledFunction
+    function: FunctionCall
 
 
-class Message(Strict):
-    """A message of a conversation. The last four fields are those that clients send back of a reply, empty here."""
+class RequestMessage(Strict):
+    """A message of a conversation. The last four fields, always empty, are there as clients send replies back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
@@ -120,6 +148,34 @@ class Message(Strict):
     audio: None = None
     function_call: None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates take it: content is text, arguments of tool calls are objects.
+
+        Raises:
+            RequestError: the arguments of a tool call are not a JSON object.
+        """
+        content = self.content or ""
+        message: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": content if isinstance(content, str) else "".join(part.text for part in content),
+        }
+        message |= self.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
+        if self.tool_calls:
+            message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
+            for call in message["tool_calls"]:
+                call["function"]["arguments"] = _read_arguments(call["function"]["arguments"])
+        return message
+
+
+def _read_arguments(text: str) -> dict[str, Any]:
+    try:
+        arguments = json.loads(text)
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise RequestError("the arguments of a tool call are not a JSON object", "send back what the model called")
+    return arguments
 
 
 class Function(Strict):
@@ -138,20 +194,14 @@ class Tool(Strict):
     function: Function
 
 
-class PlainText(Strict):
-    """Any text, the default."""
+class PlainFormat(Strict):
+    """Any text, the default, or any JSON object."""
 
-    type: Literal["text"]
-
-
-class JsonObject(Strict):
-    """Any JSON object."""
-
-    type: Literal["json_object"]
+    type: Literal["text", "json_object"]
 
 
 class NamedSchema(Strict):
-    """A JSON schema. It is always kept, `strict` or not."""
+    """A JSON schema. Every output keeps it, whether `strict` or not."""
 
     name: str
     description: str | None = None
@@ -159,25 +209,50 @@ class NamedSchema(Strict):
     strict: bool | None = None
 
 
-class JsonSchema(Strict):
+class SchemaFormat(Strict):
     """JSON that keeps a schema."""
 
     type: Literal["json_schema"]
     json_schema: NamedSchema
 
 
-class ChatRequest(CompletionOptions):
+class ChatRequest(CompletionFields):
     """POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[RequestMessage] = Field(min_length=1)
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    response_format: Annotated[PlainText | JsonObject | JsonSchema, Field(discriminator="type")] | None = None
+    response_format: Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")] | None = None
     tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: Literal[True] | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
+
+    @property
+    def usable_tools(self) -> list[Tool]:
+        """The tools that the model may call in this request."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def json_schema(self) -> dict[str, Any] | None:
+        """The JSON schema that outputs must keep; None for any text."""
+        if isinstance(self.response_format, SchemaFormat):
+            return self.response_format.json_schema.schema_
+        is_text = self.response_format is None or self.response_format.type == "text"
+        return None if is_text else {"type": "object"}
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError("top_logprobs goes with logprobs", "set logprobs to true")
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise RequestError("max_tokens and max_completion_tokens are two names of one limit", "give one of the two")
+        if self.json_schema is not None and self.usable_tools:
+            raise RequestError("tools and response_format exclude each other", "leave out one of the two")
+        if self.json_schema is not None and self.taper.ignore_eos:
+            raise RequestError("with ignore_eos, JSON would never end", "leave out ignore_eos or response_format")
+        return self
 
 
 class TokenizeRequest(Strict):
@@ -185,26 +260,31 @@ class TokenizeRequest(Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(default=None, min_length=1)
+    messages: list[RequestMessage] | None = Field(default=None, min_length=1)
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise RequestError("give prompt or messages, one of the two")
+        return self
 
 
-FinishReason = Literal["stop", "length", "tool_calls"]
+# Replies, as the OpenAPI document describes them. `Events` makes those of completions.
 
 
-class Depths(BaseModel):
-    """Taper's figures: `depth` of the token of a chunk; the others come with the last chunk, and in JSON replies."""
+class TaperStats(BaseModel):
+    """What Taper says of an output."""
 
-    depth: int | None = None
-    policy: str | None = None
-    num_hidden_layers: int | None = None
-    mean_depth: float | None = None
-    depths: list[int] | None = None
-    ttft_s: float | None = None
-    tokens_per_second: float | None = None
+    policy: str
+    num_hidden_layers: int
+    mean_depth: float
+    depths: list[int]
+    ttft_s: float
+    tokens_per_second: float
 
 
 class PromptTokensDetails(BaseModel):
-    """Tokens of the prompt that were not computed again, as an earlier prompt began with them."""
+    """How many tokens of the prompt an earlier one had in common with it, so that they were not computed again."""
 
     cached_tokens: int
 
@@ -218,18 +298,18 @@ class Usage(BaseModel):
     prompt_tokens_details: PromptTokensDetails
 
 
-class LikelyToken(BaseModel):
-    """A token and its log-probability; without bytes if it holds only part of a character."""
+class TopLogprob(BaseModel):
+    """A token and its log-probability; `bytes` is null if the token is only a part of a character."""
 
     token: str
     logprob: float
     bytes: list[int] | None
 
 
-class TokenLogprob(LikelyToken):
-    """The token that was chosen, and the likeliest ones."""
+class TokenLogprob(TopLogprob):
+    """The sampled token, and the most probable ones."""
 
-    top_logprobs: list[LikelyToken]
+    top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(BaseModel):
@@ -248,68 +328,33 @@ class TextLogprobs(BaseModel):
     text_offset: list[int]
 
 
-class FunctionReply(BaseModel):
-    """A function that the model calls; `arguments` is JSON text."""
-
-    name: str
-    arguments: str
-
-
-class ToolCallReply(BaseModel):
-    """A tool call, whole; `index` is there in chunks."""
-
-    index: int | None = None
-    id: str
-    type: Literal["function"] = "function"
-    function: FunctionReply
-
-
-class Delta(BaseModel):
-    """What a chunk adds to a message."""
-
-    role: Literal["assistant"] | None = None
-    content: str | None = None
-    tool_calls: list[ToolCallReply] | None = None
-
-
-class ChatChunkChoice(BaseModel):
-    """A choice's part in a chunk."""
-
-    index: int
-    delta: Delta
-    logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason | None
-    taper: Depths | None = None
-
-
-class ChatChunk(BaseModel):
-    """An event of a chat completion's stream."""
-
-    id: str
-    object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
-    choices: list[ChatChunkChoice]
-    usage: Usage | None = None
-
-
-class ChatMessage(BaseModel):
-    """The model's message."""
+class ReplyMessage(BaseModel):
+    """A message of the model's."""
 
     role: Literal["assistant"]
     content: str | None
     refusal: None
-    tool_calls: list[ToolCallReply] | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(BaseModel):
-    """One of `n` messages."""
+    """One of the `n` messages."""
 
     index: int
-    message: ChatMessage
+    message: ReplyMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
-    taper: Depths
+    taper: TaperStats
+
+
+class TextChoice(BaseModel):
+    """One of the texts."""
+
+    index: int
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: FinishReason
+    taper: TaperStats
 
 
 class ChatCompletion(BaseModel):
@@ -323,29 +368,19 @@ class ChatCompletion(BaseModel):
     usage: Usage
 
 
-class TextChoice(BaseModel):
-    """One of the texts, or a chunk's part of it."""
-
-    index: int
-    text: str
-    logprobs: TextLogprobs | None
-    finish_reason: FinishReason | None
-    taper: Depths | None = None
-
-
 class TextCompletion(BaseModel):
-    """The reply of /v1/completions, and an event of its stream."""
+    """The reply of /v1/completions; an event of its stream has the same form."""
 
     id: str
     object: Literal["text_completion"]
     created: int
     model: str
     choices: list[TextChoice]
-    usage: Usage | None = None
+    usage: Usage
 
 
 class PolicyInfo(BaseModel):
-    """A policy that requests may name, and what was measured of it on held-out prompts, each with its interval."""
+    """A policy that requests may name. `speedup` and `agreement` are an estimate and the ends of its interval."""
 
     min_depth: int
     default: bool
@@ -389,6 +424,9 @@ class Tokens(BaseModel):
     max_model_len: int
 
 
+# Errors
+
+
 class ErrorFields(BaseModel):
     """What is wrong, and with which field."""
 
@@ -399,6 +437,83 @@ class ErrorFields(BaseModel):
 
 
 class ErrorReply(BaseModel):
-    """The reply to a request that is refused, or that fails."""
+    """The reply to a request that is rejected, or that fails."""
 
     error: ErrorFields
+
+
+class ApiError(HTTPException):
+    """A request that is rejected or has failed, with its HTTP status."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, message, headers)
+        self.param, self.code = param, code
+
+    def reply(self) -> ErrorReply:
+        """The error as OpenAI's JSON."""
+        types = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+        default = "invalid_request_error" if self.status_code < 500 else "server_error"
+        type_, message = types.get(self.status_code, default), printable(str(self.detail))
+        return ErrorReply(error=ErrorFields(message=message, type=type_, param=self.param, code=self.code))
+
+    def response(self) -> JSONResponse:
+        """The error as a response."""
+        return JSONResponse(self.reply().model_dump(), self.status_code, self.headers)
+
+
+def to_api_error(error: Exception) -> ApiError:
+    """An error as clients see it; of a bug of ours they learn only that there was one."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, HTTPException):
+        return ApiError(error.status_code, str(error.detail), headers=error.headers)
+    if isinstance(error, RequestValidationError):
+        return _validation_error(error)
+    if isinstance(error, ModelError):
+        return ApiError(500, str(error), code="model_error")
+    if isinstance(error, TaperError):
+        return ApiError(400, str(error))
+    # The web server raises the exception again, and then closes the connection.
+    headers = {"Connection": "close"}
+    return ApiError(500, "the server failed; its log says why", code="internal_error", headers=headers)
+
+
+def _validation_error(error: RequestValidationError) -> ApiError:
+    """The first mistake in a body: where it is, what is wrong, and the value."""
+    problems = error.errors()
+    first = problems[0]
+    if first["type"] == "json_invalid":
+        reason = first.get("ctx", {}).get("error", "")
+        return ApiError(400, f"the body is not JSON: {reason} (at character {first['loc'][1]})", code="invalid_json")
+    if isinstance(error.body, bytes) or error.body is None:
+        return ApiError(400, "send the request as JSON, with Content-Type: application/json", code="no_json")
+    # A value of a union has a problem for each type; the one that is not about the type is of the type it has.
+    same_field = [problem for problem in problems if problem["loc"][:2] == first["loc"][:2]]
+    problem = next((problem for problem in same_field if not problem["type"].endswith("_type")), first)
+    param = _param(problem["loc"][1:], error.body)
+    if problem["type"] == "extra_forbidden":
+        return ApiError(400, f"unknown field {param!r}", param=param, code="unknown_field")
+    if problem["type"] == "missing":
+        return ApiError(400, f"field {param!r} is missing", param=param, code="missing_field")
+    rule = problem["msg"][0].lower() + problem["msg"][1:]
+    message = f"{param or 'the body'}: {rule} (given: {shown(problem['input'])})"
+    return ApiError(400, message, param=param or None, code="invalid_value")
+
+
+def _param(location: Sequence[int | str], value: Any) -> str:
+    """A location in a body as names and indices, without the names of types that pydantic puts in between."""
+    names: list[str] = []
+    for depth, part in enumerate(location):
+        is_there = part in value if isinstance(value, dict) else isinstance(value, list) and isinstance(part, int)
+        if is_there or (isinstance(value, dict) and depth == len(location) - 1):
+            names.append(str(part))
+            value = value.get(part) if isinstance(value, dict) else value[int(part)]
+    return printable(".".join(names))[:MAX_PARAM_CHARACTERS]
