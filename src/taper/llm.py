@@ -367,8 +367,12 @@ class Stream(Iterator[Chunk]):
 
     @property
     def sequence_ids(self) -> list[int]:
-        """Those that have not finished."""
-        return [output.sequence.id for output in self._outputs if not output.has_ended]
+        """Those from which more chunks will come."""
+        return [
+            output.sequence.id
+            for output in self._outputs
+            if not output.has_ended and output.sequence.finish_reason != "abort"
+        ]
 
     def take(self, step: StepOutput) -> Chunk:
         """The chunk that a step of one of these sequences makes, whoever ran it.
