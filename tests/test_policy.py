@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from taper.calibration.summary import Provenance
 from taper.errors import PolicyError
 from taper.models.download import DEFAULT_MODEL
 from taper.models.policies import find_policy, load_policy, shipped_policies
@@ -257,10 +256,9 @@ def test_names_without_a_policy_are_rejected(name):
 @pytest.mark.parametrize("model", shipped_policies())
 def test_shipped_policies_carry_their_speed_and_their_loss(model):
     shipped = shipped_policies()[model]
-    provenance = {policy.name: Provenance.from_json(policy.provenance) for policy in shipped}
-    predicted = {name: origin.speedup.predicted for name, origin in provenance.items()}
+    predicted = {policy.name: policy.provenance["speedup"]["predicted"] for policy in shipped}
     assert predicted == pytest.approx({"gentle": 1.05, "balanced": 1.10, "fast": 1.20}, abs=0.01)
     for policy in shipped:
         assert policy.model is not None
-        value, low, high = provenance[policy.name].held_out.tapered_steps.agreement
+        value, low, high = policy.provenance["held_out"]["tapered steps"]["agreement"]
         assert 0 < low <= value <= high < 1

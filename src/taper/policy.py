@@ -3,8 +3,8 @@
 A policy is a schedule (the depth of each step) and a skip order (which layers run at a depth): plain data with a
 versioned JSON form that every engine reads alike. Knows nothing of models, tensors or sampling; standard library only.
 
-Nesting, which every key-value cache relies on, is kept here: depth never rises with the step and `skip_order` is fixed,
-so the layers retained at a step are a subset of those retained at any earlier step.
+Nesting, on which every key-value cache relies, is guaranteed here: depth never rises with the step and `skip_order` is
+fixed, so the layers retained at a step are a subset of those retained at any earlier step.
 """
 
 from __future__ import annotations
@@ -21,6 +21,81 @@ from typing import Any
 from .errors import PolicyError, as_tuple, number, one_of, shown, unique_keys, whole_number
 
 FORMAT_VERSION = 1
+MAX_LAYERS = 4096
+
+# The parameters of each curve besides `min_depth`; others are rejected.
+CURVES = {"power": ("alpha", "start"), "linear": ("start", "span"), "constant": ("start",)}
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The depth of each step.
+
+    With L = `num_hidden_layers`, the forward that predicts the token of step i runs L layers at step 0, and then
+
+    - power, D3 (arXiv 2503.08524): max(min_depth, floor(L * alpha ** max(0, i - start)))
+    - linear, SkipDecode (arXiv 2307.02628):
+      max(min_depth, floor(L - (L - min_depth) * min(1, max(0, i - start) / span)))
+    - constant: min_depth for every i >= max(1, start)
+
+    Args:
+        num_hidden_layers: layers of the model, L.
+        curve: "power", "linear" or "constant".
+        min_depth: the smallest depth, from 1 to L.
+        alpha: decay of the power curve, in (0, 1].
+        start: the step up to which depth stays at L.
+        span: steps over which the linear curve falls.
+
+    Raises:
+        PolicyError: a number is out of range, or does not belong to the curve.
+    """
+
+    num_hidden_layers: int
+    curve: str
+    min_depth: int
+    alpha: float | None = None
+    start: int = 0
+    span: int | None = None
+
+    def __post_init__(self) -> None:
+        checked: dict[str, Any] = {
+            "num_hidden_layers": whole_number("num_hidden_layers", self.num_hidden_layers, 1, MAX_LAYERS, PolicyError),
+            "curve": one_of("curve", self.curve, CURVES, PolicyError),
+            "start": whole_number("start", self.start, 0, error=PolicyError),
+        }
+        checked["min_depth"] = whole_number("min_depth", self.min_depth, 1, checked["num_hidden_layers"], PolicyError)
+        for key in ("alpha", "span"):
+            if (getattr(self, key) is not None) != (key in CURVES[self.curve]):
+                needs = "needs" if key in CURVES[self.curve] else "has no"
+                raise PolicyError(f"a {self.curve} curve {needs} {key}; got {key} = {shown(getattr(self, key))}")
+        if self.alpha is not None:
+            checked["alpha"] = number("alpha", self.alpha, 0, 1, PolicyError, above=True)
+        if self.span is not None:
+            checked["span"] = whole_number("span", self.span, 1, error=PolicyError)
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+
+    def depth(self, step: int) -> int:
+        """Layers run by the forward that predicts the token of `step`; step 0 is the prefill, at full depth."""
+        if step < 0:
+            raise ValueError(f"step is {step}; steps count from 0")
+        layers, after = self.num_hidden_layers, max(0, step - self.start)
+        if step == 0:
+            return layers
+        if self.curve == "constant":
+            return self.min_depth if step >= self.start else layers
+        if self.curve == "linear":
+            assert self.span is not None
+            fall = (layers - self.min_depth) * min(1.0, after / self.span)
+            return max(self.min_depth, math.floor(layers - fall))
+        assert self.alpha is not None
+        return max(self.min_depth, math.floor(layers * self.alpha**after))
+
+    def mean_depth(self, max_tokens: int) -> float:
+        """Mean depth over steps 1 to max_tokens - 1; L if there is no such step."""
+        if max_tokens < 2:
+            return float(self.num_hidden_layers)
+        return sum(self.depth(step) for step in range(1, max_tokens)) / (max_tokens - 1)
 
 
 @dataclass(frozen=True)
@@ -35,7 +110,7 @@ class ModelIdentity:
 
 @dataclass(frozen=True)
 class DepthPolicy:
-    """A schedule, and the order in which it gives up layers.
+    """A schedule, and the order in which layers are skipped.
 
     Args:
         schedule: the depth of each step; its `min_depth` is at least L - len(skip_order).
@@ -91,14 +166,14 @@ class DepthPolicy:
     def middle_first(
         cls, num_hidden_layers: int, alpha: float, start: int = 0, min_depth: int | None = None
     ) -> DepthPolicy:
-        """D3 with head and tail core and the middle skipped first: our reading of the paper's choice of layers."""
+        """D3 that always runs head and tail and skips the middle first: our reading of the paper's choice of layers."""
         return cls.d3(num_hidden_layers, alpha, start, min_depth, middle_first_order(num_hidden_layers))
 
     @classmethod
     def skipdecode(
         cls, num_hidden_layers: int, min_depth: int, span: int, start: int = 0, warmup_layers: int = 1
     ) -> DepthPolicy:
-        """SkipDecode (arXiv 2307.02628): linear decay; after a warm-up of first layers, the lower ones go first."""
+        """SkipDecode (arXiv 2307.02628): linear decay; after a warm-up of first layers, lower layers are skipped first."""
         last = _check_layers(num_hidden_layers) - 1
         order = tuple(range(whole_number("warmup_layers", warmup_layers, 0, last, PolicyError), last))
         return cls(Schedule(num_hidden_layers, "linear", min_depth, start=start, span=span), order)
@@ -110,7 +185,7 @@ class DepthPolicy:
 
     @classmethod
     def static(cls, num_hidden_layers: int, depth: int, skip_order: Iterable[int]) -> DepthPolicy:
-        """The same retained layers for every token after the first, as static pruning would have it."""
+        """The same retained layers for every token after the first, as in static pruning."""
         return cls(Schedule(num_hidden_layers, "constant", depth), as_tuple("skip_order", skip_order, PolicyError))
 
     @property
@@ -125,7 +200,7 @@ class DepthPolicy:
 
     @property
     def label(self) -> str:
-        """What to call it in a line of text: its name, else its numbers."""
+        """What to call it in a line of text: its name, or else its numbers."""
         numbers = (f"{key}={getattr(self.schedule, key)}" for key in (*CURVES[self.schedule.curve], "min_depth"))
         return self.name or " ".join([self.schedule.curve, *numbers])
 
@@ -284,80 +359,3 @@ def _read_identity(data: object) -> ModelIdentity:
 
 def _no_constant(text: str) -> float:
     raise ValueError(f"{text} is not a number")
-
-
-MAX_LAYERS = 4096
-
-# The numbers of each curve besides `min_depth`; any other is rejected.
-CURVES = {"power": ("alpha", "start"), "linear": ("start", "span"), "constant": ("start",)}
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """The depth of each step.
-
-    With L = `num_hidden_layers`, the forward that predicts the token of step i runs L layers at step 0, and then
-
-    - power, D3 (arXiv 2503.08524): max(min_depth, floor(L * alpha ** max(0, i - start)))
-    - linear, SkipDecode (arXiv 2307.02628):
-      max(min_depth, floor(L - (L - min_depth) * min(1, max(0, i - start) / span)))
-    - constant: min_depth for every i >= max(1, start)
-
-    Args:
-        num_hidden_layers: layers of the model, L.
-        curve: "power", "linear" or "constant".
-        min_depth: the smallest depth, from 1 to L.
-        alpha: decay of the power curve, in (0, 1].
-        start: the step up to which depth stays at L.
-        span: steps over which the linear curve falls.
-
-    Raises:
-        PolicyError: a number is out of range, or does not belong to the curve.
-    """
-
-    num_hidden_layers: int
-    curve: str
-    min_depth: int
-    alpha: float | None = None
-    start: int = 0
-    span: int | None = None
-
-    def __post_init__(self) -> None:
-        checked: dict[str, Any] = {
-            "num_hidden_layers": whole_number("num_hidden_layers", self.num_hidden_layers, 1, MAX_LAYERS, PolicyError),
-            "curve": one_of("curve", self.curve, CURVES, PolicyError),
-            "start": whole_number("start", self.start, 0, error=PolicyError),
-        }
-        checked["min_depth"] = whole_number("min_depth", self.min_depth, 1, checked["num_hidden_layers"], PolicyError)
-        for key in ("alpha", "span"):
-            if (getattr(self, key) is not None) != (key in CURVES[self.curve]):
-                needs = "needs" if key in CURVES[self.curve] else "has no"
-                raise PolicyError(f"a {self.curve} curve {needs} {key}; got {key} = {shown(getattr(self, key))}")
-        if self.alpha is not None:
-            checked["alpha"] = number("alpha", self.alpha, 0, 1, PolicyError, above=True)
-        if self.span is not None:
-            checked["span"] = whole_number("span", self.span, 1, error=PolicyError)
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
-
-    def depth(self, step: int) -> int:
-        """Layers run by the forward that predicts the token of `step`; step 0 is the prefill, at full depth."""
-        if step < 0:
-            raise ValueError(f"step is {step}; steps count from 0")
-        layers, after = self.num_hidden_layers, max(0, step - self.start)
-        if step == 0:
-            return layers
-        if self.curve == "constant":
-            return self.min_depth if step >= self.start else layers
-        if self.curve == "linear":
-            assert self.span is not None
-            fall = (layers - self.min_depth) * min(1.0, after / self.span)
-            return max(self.min_depth, math.floor(layers - fall))
-        assert self.alpha is not None
-        return max(self.min_depth, math.floor(layers * self.alpha**after))
-
-    def mean_depth(self, max_tokens: int) -> float:
-        """Mean depth over steps 1 to max_tokens - 1; L if there is no such step."""
-        if max_tokens < 2:
-            return float(self.num_hidden_layers)
-        return sum(self.depth(step) for step in range(1, max_tokens)) / (max_tokens - 1)

@@ -17,25 +17,25 @@ NOT_A_NUMBER = -1  # instead of a token id
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the tokens of a completion are chosen and when it ends. Temperature 0, the default, is greedy.
+    """How the tokens of a completion are chosen, and when it ends. Temperature 0, the default, is greedy.
 
-    The bias and penalties come first, then temperature, top_k, top_p and min_p, each on what the one before left.
+    The bias and the penalties come first, then temperature, top_k, top_p and min_p, in this order.
 
     Args:
         max_tokens: most tokens of a completion, from 1.
         temperature: 0 for greedy, else divides the logits.
-        top_k: keep the k likeliest tokens; 0 keeps all.
-        top_p: keep the likeliest tokens whose probabilities reach this sum, in (0, 1].
-        min_p: keep tokens at least this fraction as likely as the likeliest, in [0, 1].
+        top_k: keep the k most probable tokens; 0 keeps all.
+        top_p: keep the most probable tokens whose probabilities reach this sum, in (0, 1].
+        min_p: keep tokens that have at least this fraction of the highest probability, in [0, 1].
         repetition_penalty: divides positive and multiplies negative logits of tokens in prompt and completion; above 0.
-        presence_penalty: taken from the logits of tokens in the completion, in [-2, 2].
-        frequency_penalty: taken from them once for each time they occur, in [-2, 2].
+        presence_penalty: subtracted from the logits of tokens in the completion, in [-2, 2].
+        frequency_penalty: subtracted from them once for each time they occur, in [-2, 2].
         logit_bias: added to the logits of these token ids, each in [-100, 100]; None for none.
         seed: makes sampling repeatable.
         stop: a text or texts that end the completion, and are not part of it; None for none.
         stop_token_ids: ids that end the completion, besides the model's own; None for none.
         ignore_eos: go on past the model's own stop ids.
-        logprobs: report log-probabilities of the chosen token and of this many likeliest ones, 0 to 20.
+        logprobs: report log-probabilities of the chosen token and of this many most probable ones, 0 to 20.
 
     Raises:
         RequestError: a value out of its range.
@@ -88,12 +88,12 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token of the model's own logits is all that is asked for."""
+        """Whether the argmax of the model's own logits is all that is asked for."""
         return self.temperature == 0 and self.logprobs is None and not (self.has_penalties or self.logit_bias)
 
     @property
     def has_penalties(self) -> bool:
-        """Whether logits depend on the tokens so far."""
+        """Whether logits depend on the tokens before."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
@@ -102,7 +102,7 @@ class TokenLogprobs:
     """Log-probabilities (natural) of one step, the model's own: before penalties and temperature."""
 
     logprob: float
-    top: dict[int, float]  # likeliest token ids, best first
+    top: dict[int, float]  # the most probable token ids, the first one first
 
 
 def sample(
@@ -112,19 +112,19 @@ def sample(
     completion_ids: Sequence[int],
     rng: np.random.Generator,
 ) -> int:
-    """The next token, by its logits float32 [vocab_size]; `NOT_A_NUMBER` if the largest is not a finite number.
+    """The next token, from logits float32 [vocab_size]; `NOT_A_NUMBER` if the largest is not a finite number.
 
-    The tokens so far are for the penalties, `rng` for temperatures above 0.
+    The tokens before are for the penalties, `rng` is for temperatures above 0.
     """
     if params.logit_bias:
         logits = logits.copy()
         logits[list(params.logit_bias)] += np.array(list(params.logit_bias.values()), np.float32)
     logits = _penalise(logits, params, prompt_ids, completion_ids)
-    likeliest = int(logits.argmax())  # the first NaN, if there is one
-    if not np.isfinite(logits[likeliest]):
+    argmax = int(logits.argmax())  # the first NaN, if there is one
+    if not np.isfinite(logits[argmax]):
         return NOT_A_NUMBER
     if params.temperature == 0:
-        return likeliest
+        return argmax
     ids: np.ndarray = np.arange(len(logits))
     if 0 < params.top_k < len(logits):
         ids = np.argpartition(logits, -params.top_k)[-params.top_k :]
@@ -154,7 +154,7 @@ def check_token_ids(token_ids: Iterable[int], vocab_size: int) -> None:
 
 
 def token_logprobs(logits: np.ndarray, token_id: int, top: int) -> TokenLogprobs:
-    """Log-probabilities of a chosen token and of the `top` likeliest ones, from logits float32 [vocab_size]."""
+    """Log-probabilities of a token and of the `top` most probable ones, from logits float32 [vocab_size]."""
     scores = logits.astype(np.float64)
     scores -= scores.max()
     scores -= math.log(np.exp(scores).sum())
@@ -171,7 +171,7 @@ def _penalise(
     if params.repetition_penalty != 1:
         seen = np.unique(np.concatenate([prompt_ids, completion_ids]).astype(np.int64))
         values = logits[seen]
-        with np.errstate(over="ignore", divide="ignore"):  # `sample` looks for what is not a number
+        with np.errstate(over="ignore", divide="ignore"):  # `sample` checks for what is not a number
             logits[seen] = np.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
     if completion_ids:
         used, counts = np.unique(np.asarray(completion_ids, dtype=np.int64), return_counts=True)

@@ -36,7 +36,7 @@ class TokenBatch:
     slots: np.ndarray  # int32 [N], which sequence of the key-value cache
     num_active: tuple[int, ...]  # [num_hidden_layers], each 0 to N
     logits_rows: tuple[int, ...] = ()  # the tokens whose logits come back, in this order
-    greedy_rows: tuple[int, ...] = ()  # the tokens whose likeliest next token comes back, in this order
+    greedy_rows: tuple[int, ...] = ()  # the tokens whose argmax comes back, in this order
     output_hidden_states: tuple[int, ...] = ()  # layers before which hidden states come back; L: after the last
     first_layer: int = 0  # above 0: begin from `hidden_states`
     hidden_states: np.ndarray | None = None  # float32 [N, hidden_size], what enters `first_layer`

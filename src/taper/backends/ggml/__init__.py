@@ -26,7 +26,7 @@ from .cache import KeyValueCache
 from .compute import InterruptibleCompute
 from .graph import Graph, GraphKey, Model
 from .tensors import TensorContext
-from .weights import ReportProgress, Weights
+from .weights import LoadProgress, Weights
 
 MAX_GRAPHS = 64
 
@@ -50,7 +50,7 @@ class GgmlBackend:
         kv_dtype: str = "f16",
         threads: int | None = None,
         repack: bool = True,
-        progress: ReportProgress | None = None,
+        progress: LoadProgress | None = None,
     ) -> None:
         self.num_slots, self.context_length = num_slots, context_length
         self._constants = TensorContext(config.num_hidden_layers)
@@ -90,7 +90,7 @@ class GgmlBackend:
         )
         graph = self._graph(key)
         self._fill(graph, key, batch)
-        if not self._compute.compute(graph.pointer):  # again, to its end: signals may come faster than it ends
+        if not self._compute.compute(graph.pointer):  # interrupted by a signal whose handler returned: run to the end
             self._fill(graph, key, batch)
             self._compute.compute(graph.pointer, interruptible=False)
         wanted = len(batch.logits_rows)
@@ -151,7 +151,7 @@ class GgmlBackend:
 
 
 def _greedy(logits: np.ndarray) -> np.ndarray:
-    """The likeliest token of each row, -1 where its logit is not a finite number: int64 [rows]."""
+    """The argmax of each row, -1 where its logit is not a finite number: int64 [rows]."""
     ids: np.ndarray = logits.argmax(-1)  # the first NaN, if there is one
     for row, token_id in enumerate(ids.tolist()):
         if not math.isfinite(logits[row, token_id]):

@@ -26,8 +26,9 @@ class RepackedMatrices:
     Args:
         matrices: type and shape of each, by name.
         read: the bytes of one, in its type; called on several threads.
-        let_go: called with the name of each that will be repacked: its pages of a mapped file can go until it is read.
-        repacked: called with the name of each that has been repacked.
+        release: called with the name of each matrix that will be repacked: its pages of a mapped file are not needed
+            until it is read.
+        on_repacked: called with the name of each matrix that has been repacked.
         threads: matrices to repack at a time.
     """
 
@@ -35,12 +36,12 @@ class RepackedMatrices:
         self,
         matrices: dict[str, Kind],
         read: Callable[[str], np.ndarray],
-        let_go: Callable[[str], None],
-        repacked: Callable[[str], None],
+        release: Callable[[str], None],
+        on_repacked: Callable[[str], None],
         threads: int,
     ) -> None:
-        self._read, self._let_go, self._repacked, self._threads = read, let_go, repacked, threads
-        ggml.ggml_log_set(_SILENT, None)  # it has a line for each matrix
+        self._read, self._release, self._on_repacked, self._threads = read, release, on_repacked, threads
+        ggml.ggml_log_set(_SILENT, None)  # it logs a line for each matrix
         self.tensors: dict[str, Any] = {}
         self._held: list[tuple[TensorContext, Any]] = []  # contexts and the buffers of their tensors
         for buffer_type in repacking_buffer_types():
@@ -56,23 +57,23 @@ class RepackedMatrices:
         context = TensorContext(len(matrices))
         new = {name: context.new(WEIGHT_TYPES[dtype][0], shape) for name, (dtype, shape) in matrices.items()}
         buffer = ggml.ggml_backend_alloc_ctx_tensors_from_buft(context.pointer, buffer_type)
-        if not buffer:  # none was taken, or there is no memory for a copy: they stay where they are
+        if not buffer:  # there is no memory for a copy: they stay where they are
             return
         self._held.append((context, buffer))
 
         def copy(name: str) -> str:
             data = self._read(name)
             ggml.ggml_backend_tensor_set(new[name], data.ctypes.data, 0, data.nbytes)
-            give_back(data)
+            release_pages(data)
             return name
 
         for name in matrices:
-            self._let_go(name)
-        # The largest first, while the copies are few: beside the file there is never much more than one of them.
+            self._release(name)
+        # The largest first, while there are few copies: so the peak of memory is little above the size of the file.
         largest_first = sorted(matrices, key=lambda name: -math.prod(matrices[name][1]))
         with ThreadPoolExecutor(self._threads) as pool:
             for name in pool.map(copy, largest_first):
-                self._repacked(name)
+                self._on_repacked(name)
         self.tensors |= new
 
 
@@ -87,8 +88,8 @@ def _takes(buffer_type: Any, dtype: str, shape: tuple[int, ...]) -> bool:
     return takes
 
 
-def give_back(data: np.ndarray) -> None:
-    """Let go of the pages of a mapped file; they come back from it if anybody reads them."""
+def release_pages(data: np.ndarray) -> None:
+    """Release the pages of a mapped file; they are read from it again if they are needed."""
     base: Any = data
     while isinstance(base, np.ndarray | memoryview):
         base = base.base if isinstance(base, np.ndarray) else base.obj

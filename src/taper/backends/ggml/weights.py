@@ -16,22 +16,36 @@ import numpy as np
 
 from ...errors import QUANTISED_DTYPES, ModelError, RequestError, TaperWarning
 from ...models.tensors import WEIGHT_TYPES, Tensor, row_bytes
-from .repack import RepackedMatrices, give_back
+from .repack import RepackedMatrices, release_pages
 from .tensors import ALIGNMENT, TensorContext, aligned
 
-ReportProgress = Callable[[float], None]  # told what part is loaded, 0 to 1
+LoadProgress = Callable[[float], None]  # called with the part of the weights that is loaded, 0 to 1
+
+UNQUANTISED = ("F32", "F16", "BF16")
+# What takes the place of a type whose blocks do not fit, as in llama-quantize; F16 where that does not fit either.
+_FALLBACKS = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}
+
+CHUNK = 1 << 20  # weights converted at a time: 4 MB of f32 for each thread
+
+# From this magnitude on, values become infinite: the values themselves, or the scale of a block, which is f16.
+# IQ4_NL, Q4_K and Q6_K fit their scales to the block, so theirs are a little lower than need be.
+_INFINITE = 65520.0  # in f16
+_TOO_LARGE = {"F16": _INFINITE, "BF16": 3.3961775e38} | {
+    dtype: factor * _INFINITE
+    for dtype, factor in {"Q8_0": 127, "Q6_K": 4000, "Q5_0": 16, "Q4_K": 60, "IQ4_NL": 112, "Q4_0": 8}.items()
+}
 
 
 class Weights:
-    """Tensors by our names. What a tensor is used for, its role, decides how it is stored.
+    """Tensors by our names. The role of a tensor, which is what it is used for, decides how it is stored.
 
     `quantization`: type of most matrices. `num_bytes`: of each tensor, as stored. `beyond_f16`: bf16 weights have
-    values that f16 does not, and what is computed from them will too.
+    values outside the range of f16, so activations may have such values too.
 
     Args:
         tensors: the model's weights.
-        dtype: what to convert matrices and tables to, one of `DTYPES`; None uses them as they are, but bf16 as f16,
-            which is quicker, if all values fit.
+        dtype: the type to convert matrices and tables to, one of `DTYPES`; None uses them as they are, but bf16 as
+            f16, which is faster, if all values fit.
         repack: copy matrices into the layout that this processor multiplies fastest, if their type has one.
         threads: to convert and copy them with.
         progress: called with the part that is loaded.
@@ -47,7 +61,7 @@ class Weights:
         dtype: str | None,
         repack: bool = False,
         threads: int = 1,
-        progress: ReportProgress | None = None,
+        progress: LoadProgress | None = None,
     ) -> None:
         types, self.beyond_f16 = stored_types(tensors, dtype), False
         load = partial(self._load, tensors, repack=repack, threads=threads, progress=progress or (lambda part: None))
@@ -74,9 +88,9 @@ class Weights:
         return self._tensors.get(name)
 
     def _load(
-        self, tensors: dict[str, Tensor], types: dict[str, str], repack: bool, threads: int, progress: ReportProgress
+        self, tensors: dict[str, Tensor], types: dict[str, str], repack: bool, threads: int, progress: LoadProgress
     ) -> None:
-        """Tensor by tensor, so that what is converted is in memory once more only until it is repacked."""
+        """Load tensor by tensor, so that converted weights are in memory twice only until they are repacked."""
         total, done = sum(math.prod(tensor.shape) for tensor in tensors.values()), 0
 
         def loaded(name: str) -> None:
@@ -89,13 +103,13 @@ class Weights:
             def read(name: str) -> np.ndarray:
                 return _as_type(name, tensors[name], types[name], pool)
 
-            def let_go(name: str) -> None:
-                give_back(tensors[name].data)
+            def release(name: str) -> None:
+                release_pages(tensors[name].data)
 
             matrices = {name: (types[name], t.shape) for name, t in tensors.items() if role(name, t) == "matrix"}
-            # Copies, made while the file is in memory: a touch of one would bring back what lies around it.
+            # Copied while the file is in memory: reading one later would bring back the pages around it.
             vectors = {name: read(name) for name, tensor in tensors.items() if len(tensor.shape) == 1}
-            self._repacked = RepackedMatrices(matrices if repack else {}, read, let_go, loaded, threads)
+            self._repacked = RepackedMatrices(matrices if repack else {}, read, release, loaded, threads)
             rest = {name: tensor.shape for name, tensor in tensors.items() if name not in self._repacked.tensors}
             self._context = TensorContext(len(rest))
             self._tensors = dict(self._repacked.tensors)
@@ -106,14 +120,14 @@ class Weights:
 
 
 def _as_type(name: str, tensor: Tensor, dtype: str, pool: Executor) -> np.ndarray:
-    """The bytes of a tensor as a type: where they lie, if it is a matrix of that type and aligned; else a copy."""
+    """The bytes of a tensor in a type: in place if it is an aligned matrix of that type, else a copy."""
     if dtype != tensor.dtype:
         try:
             data = convert(tensor, dtype, pool)
         except OutOfRangeError as error:
             message = f"tensor {name} has the value {error.args[0]:g}, which {dtype.lower()} cannot hold"
             raise ModelError(message, "leave out --dtype, or use --dtype f32") from None
-        give_back(tensor.data)
+        release_pages(tensor.data)
         return data
     if tensor.data.ctypes.data % ALIGNMENT == 0 and len(tensor.shape) > 1:
         return tensor.data
@@ -122,14 +136,9 @@ def _as_type(name: str, tensor: Tensor, dtype: str, pool: Executor) -> np.ndarra
     return data
 
 
-UNQUANTISED = ("F32", "F16", "BF16")
-# What takes the place of a type whose blocks do not fit, as in llama-quantize; F16 where that does not fit either.
-_FALLBACKS = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}
-
-
 def role(name: str, tensor: Tensor) -> str:
-    """What a tensor is used for: "matrix" (multiplied), "table" (rows are looked up) or "vector" (norms, biases, and
-    routers, which are as small)."""
+    """What a tensor is used for: "matrix" (multiplied), "table" (rows are looked up) or "vector" (norms and biases;
+    routers too, as they are small)."""
     if len(tensor.shape) == 1 or name.endswith(".router"):
         return "vector"
     return "table" if name == "embed_tokens" else "matrix"
@@ -140,8 +149,8 @@ def stored_types(tensors: dict[str, Tensor], dtype: str | None, bf16: str = "F16
 
     Args:
         tensors: the model's weights, by our names.
-        dtype: what matrices and tables become; None leaves them as they are, but for bf16.
-        bf16: what becomes of bf16 where `dtype` is None.
+        dtype: the type of matrices and tables; None leaves them as they are, except for bf16.
+        bf16: the type that replaces bf16 if `dtype` is None.
 
     Raises:
         RequestError: `dtype` would quantise weights that are quantised already.
@@ -158,7 +167,7 @@ def stored_types(tensors: dict[str, Tensor], dtype: str | None, bf16: str = "F16
         elif tensor.dtype == dtype.upper():
             types[name] = tensor.dtype
         else:
-            types[name] = _that_fits(_asked(name, tensors, dtype), tensor)
+            types[name] = _fitting_type(_llama_quantize_type(name, tensors, dtype), tensor)
             if tensor.dtype not in (*UNQUANTISED, types[name]):
                 raise RequestError(
                     f"dtype {dtype} is for f32, f16 and bf16 weights; {name} is {tensor.dtype.lower()} already, and "
@@ -169,11 +178,11 @@ def stored_types(tensors: dict[str, Tensor], dtype: str | None, bf16: str = "F16
 
 
 def fallbacks(tensors: dict[str, Tensor], dtype: str, types: dict[str, str]) -> str:
-    """Which matrices do not run in the quantised type that was asked for, one line; "" if all do that should."""
+    """One line about matrices that do not run in the quantised type that was asked for; "" if there are none."""
     replaced = Counter(
         types[name].lower()
         for name, tensor in tensors.items()
-        if role(name, tensor) != "vector" and _asked(name, tensors, dtype) == dtype.upper() != types[name]
+        if role(name, tensor) != "vector" and _llama_quantize_type(name, tensors, dtype) == dtype.upper() != types[name]
     )
     if not replaced:
         return ""
@@ -187,14 +196,14 @@ def most_common(tensors: dict[str, Tensor], types: dict[str, str]) -> str:
     return Counter(types[name] for name, t in tensors.items() if role(name, t) != "vector").most_common(1)[0][0]
 
 
-def _asked(name: str, tensors: dict[str, Tensor], dtype: str) -> str:
-    """The type that llama-quantize would choose for a matrix of any width: more bits for the one that makes logits."""
+def _llama_quantize_type(name: str, tensors: dict[str, Tensor], dtype: str) -> str:
+    """The type that llama-quantize would choose for a matrix of any width; the output head gets more bits."""
     makes_logits = name == ("lm_head" if "lm_head" in tensors else "embed_tokens")
     return "Q6_K" if makes_logits and dtype != "q8_0" else dtype.upper()
 
 
-def _that_fits(dtype: str, tensor: Tensor) -> str:
-    """The type, or what takes its place where rows are not a whole number of its blocks."""
+def _fitting_type(dtype: str, tensor: Tensor) -> str:
+    """The type, or the one that replaces it if rows are not a whole number of its blocks."""
     for candidate in (dtype, _FALLBACKS.get(dtype, "F16")):
         if tensor.shape[-1] % _block(candidate) == 0:
             return candidate
@@ -206,31 +215,20 @@ def _block(dtype: str) -> int:
     return WEIGHT_TYPES[dtype][1]
 
 
-CHUNK = 1 << 20  # weights converted at a time: 4 MB of f32 for each thread
-
-# From this size on, values become infinite: those of the type itself, or else the scale of a block, which is f16.
-# IQ4_NL, Q4_K and Q6_K fit their scales to the block, so theirs are a little lower than need be.
-_INFINITE = 65520.0  # in f16
-_TOO_LARGE = {"F16": _INFINITE, "BF16": 3.3961775e38} | {
-    dtype: factor * _INFINITE
-    for dtype, factor in {"Q8_0": 127, "Q6_K": 4000, "Q5_0": 16, "Q4_K": 60, "IQ4_NL": 112, "Q4_0": 8}.items()
-}
-
-
 class OutOfRangeError(ValueError):
-    """A value that a type cannot hold; it is the only argument."""
+    """A value is outside the range of a type; the value is the only argument."""
 
 
 def convert(tensor: Tensor, dtype: str, pool: Executor | None = None) -> np.ndarray:
     """The bytes of a tensor as another of ggml's types; uint8 [bytes], aligned.
 
     Args:
-        tensor: what to convert.
+        tensor: the tensor.
         dtype: a name in `WEIGHT_TYPES` whose blocks fit the rows.
         pool: threads that share the rows; None converts on this one.
 
     Raises:
-        OutOfRangeError: a value that the type cannot hold.
+        OutOfRangeError: a value is outside the range of the type.
     """
     columns = tensor.shape[-1]
     rows = int(np.prod(tensor.shape[:-1], dtype=np.int64))

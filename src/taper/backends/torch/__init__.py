@@ -25,6 +25,10 @@ __all__ = ["TorchBackend", "check_device"]
 
 FIRST_BUCKET = 256  # cells that attention reads; doubled until a step's positions fit
 MAX_GRAPHS = 512
+DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+
+# Tokens, positions and slots, int64 [N] each.
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class TorchBackend:
@@ -76,8 +80,8 @@ class TorchBackend:
         with torch.inference_mode():
             logits, hidden_states = self._forward(batch)
             wanted = len(batch.logits_rows)
-            likeliest, ids = logits[wanted:].max(-1)  # a NaN, if there is one
-            greedy = torch.where(likeliest.isfinite(), ids, -1)
+            highest, ids = logits[wanted:].max(-1)  # a NaN, if there is one
+            greedy = torch.where(highest.isfinite(), ids, -1)
             return ForwardOutput(
                 logits=logits[:wanted].float().cpu().numpy(),
                 greedy_ids=greedy.cpu().numpy(),
@@ -219,10 +223,6 @@ def _scaled(x: torch.Tensor, scale: float) -> torch.Tensor:
     return x if scale == 1.0 else x * scale
 
 
-# Tokens, positions and slots, int64 [N] each.
-Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
 @dataclass(frozen=True)
 class CapturedStep:
     """A CUDA graph of one decode step, with the memory it reads and writes."""
@@ -259,9 +259,6 @@ class CapturedStep:
             static.copy_(new)
         self.graph.replay()
         return self.logits
-
-
-DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 
 def check_device(device: str) -> None:
