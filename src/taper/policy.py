@@ -173,7 +173,7 @@ class DepthPolicy:
     def skipdecode(
         cls, num_hidden_layers: int, min_depth: int, span: int, start: int = 0, warmup_layers: int = 1
     ) -> DepthPolicy:
-        """SkipDecode (arXiv 2307.02628): linear decay; after a warm-up of first layers, lower layers are skipped first."""
+        """SkipDecode (arXiv 2307.02628): linear decay; lower layers are skipped first, after a few warm-up layers."""
         last = _check_layers(num_hidden_layers) - 1
         order = tuple(range(whole_number("warmup_layers", warmup_layers, 0, last, PolicyError), last))
         return cls(Schedule(num_hidden_layers, "linear", min_depth, start=start, span=span), order)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import RequestError, TaperError
-from ..models.files import check_writable, write_whole
-from .common import load, model_options, say, stages
+from ..errors import RequestError
+from ..models.files import write_whole
+from .common import check_file, check_report, load, model_options, say, stages
 
 if TYPE_CHECKING:
     from ..calibration.run import Calibration
@@ -78,9 +78,7 @@ def calibrate(out: Path, as_json: bool, **options: Any) -> None:
     if options["baselines"]:
         raise RequestError("--baselines is gone", "taper reproduce MODEL --baselines compares methods on tasks")
     _check_options(options)
-    check_writable(out.parent)
-    if out.exists() and not out.is_file():  # it would be replaced, a device too
-        raise RequestError(f"--out {out} is a folder or a device", "name a file")
+    check_file("--out", out)
     policy = _to_prompts(out, as_json, options) if options["task"] is None else _to_task(out, as_json, options)
     if policy is None:
         sys.exit(_NOT_MET)
@@ -111,7 +109,7 @@ def _to_prompts(out: Path, as_json: bool, options: dict[str, Any]) -> DepthPolic
     Budget(**{name: options[name] for name in _LIMITS})  # reports a mistake before the model loads
     prompts = builtin_prompts() if options["prompts"] is None else read_prompts(options["prompts"])
     if options["report"] is not None:
-        _check_report(options["report"])
+        check_report("--report", options["report"])
     llm = load(options, max_batch_size=batch_size(len(prompts), options["device"]))
     names = (*_LIMITS, "answer_tokens", "seed", "name")
     with stages() as progress:
@@ -164,17 +162,6 @@ def _print(result: Calibration) -> None:
         notes.insert(0, "No word problems: full depth solves too few of them, or the context is too short.")
     if notes:
         click.echo("\n" + "\n".join(notes))
-
-
-def _check_report(folder: Path) -> None:
-    """Reject a report that could not be written before the work begins."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise TaperError("--report needs matplotlib", 'pip install "taper-llm[report]"') from None
-    if folder.exists() and not folder.is_dir():
-        raise RequestError(f"--report {folder} is not a folder")
-    check_writable(folder)
 
 
 def _to_task(out: Path, as_json: bool, options: dict[str, Any]) -> DepthPolicy | None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import DEVICES, DTYPES
+from ..errors import DEVICES, DTYPES, RequestError, TaperError
+from ..models.files import check_writable
 
 if TYPE_CHECKING:
     from ..llm import LLM
@@ -58,7 +60,35 @@ def load(options: dict[str, Any], **more: Any) -> LLM:
 
 
 def say(line: str) -> None:
+    """Print a line on standard error."""
     print(line, file=sys.stderr)
+
+
+def check_file(option: str, path: Path) -> None:
+    """Reject a file that could not be written, before the work.
+
+    Raises:
+        RequestError: it is a folder or a device, or its folder cannot be written to.
+    """
+    if path.exists() and not path.is_file():  # it would be replaced, a device too
+        raise RequestError(f"{option} {path} is a folder or a device", "name a file")
+    check_writable(path.parent)
+
+
+def check_report(option: str, folder: Path) -> None:
+    """Reject a report that could not be written, before the work.
+
+    Raises:
+        RequestError: it is not a folder, or cannot be written to.
+        TaperError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise TaperError(f"{option} needs matplotlib", 'pip install "taper-llm[report]"') from None
+    if folder.exists() and not folder.is_dir():
+        raise RequestError(f"{option} {folder} is not a folder", "name a folder")
+    check_writable(folder)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import MODES, RequestError, one_of
-from .common import load, model_options, say
+from .common import check_file, load, model_options, say
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -64,14 +64,13 @@ def evaluate(
     """
     from ..evals import evaluate as run
     from ..evals import load_tasks, summarise
-    from ..evals.records import check_out
     from ..evals.summary import check_comparison, chosen_filter
 
     names, wanted = listed("tasks", tasks), [one_of("a mode", mode, MODES) for mode in listed("modes", modes)]
     if policies and "taper" not in wanted:
         raise RequestError("--policy does nothing without mode taper", "leave it out, or give --modes full,taper")
     out = out or Path(_file_name(options["model"], names))
-    check_out(out)
+    check_file("--out", out)
     selection = load_tasks(names, **{name: options[name] for name in ("fewshot", "data_dir", "split")})
     check_comparison(selection, margin, filter_name)
     llm = load(options, max_batch_size=batch_size)

@@ -1,4 +1,4 @@
-"""`taper pull`."""
+"""`taper pull`, `taper policy` and `taper vllm-args`."""
 
 from __future__ import annotations
 

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import RequestError, TaperError
-from ..models.files import check_writable
-from .common import load, run_options, say, stages
+from ..errors import RequestError
+from .common import check_report, load, run_options, say, stages
 from .eval import listed
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ def reproduce(
         raise RequestError("--min-agreement does nothing with --policy", "leave out one of the two")
     max_tokens = _whole_numbers(lengths)
     out = out or Path(f"reproduce-{re.sub(r'[^a-zA-Z0-9_.-]+', '-', Path(model).name.removesuffix('.gguf'))}")
-    _check_report(out)
+    check_report("--out", out)
     from ..evals.reproduce import check_numbers, write_report
     from ..evals.reproduce import reproduce as run
 
@@ -96,14 +95,3 @@ def _whole_numbers(lengths: str) -> list[int]:
         return [int(length) for length in lengths.split(",")]
     except ValueError:
         raise RequestError(f"--lengths is {lengths!r}; it must be whole numbers with commas between them") from None
-
-
-def _check_report(folder: Path) -> None:
-    """Reject a report that could not be written, before the work."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise TaperError("the report needs matplotlib", 'pip install "taper-llm[report]"') from None
-    if folder.exists() and not folder.is_dir():
-        raise RequestError(f"--out {folder} is not a folder", "name a folder")
-    check_writable(folder)

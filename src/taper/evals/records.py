@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import RequestError, shown
-from ..models.files import check_writable, read_text, write_whole
+from ..models.files import read_text, write_whole
 from .tasks import Metrics, Problem
 
 FORMAT = 1
@@ -132,17 +132,6 @@ class RecordFile:
         """Close the file."""
         if self._file is not None:
             self._file.close()
-
-
-def check_out(path: Path) -> None:
-    """Reject a file that could not be written later.
-
-    Raises:
-        RequestError: it is a folder or a device, or its folder cannot be written to.
-    """
-    if path.exists() and not path.is_file():
-        raise RequestError(f"--out {path} is a folder or a device", "name a file")
-    check_writable(path.parent)
 
 
 def _read_lines(path: Path) -> list[str]:
