@@ -49,7 +49,7 @@ HEAVY = {
     "transformers": {"hf.py", "bench/peers.py"},
     "matplotlib": {
         *("calibration/report.py", "evals/reproduce.py", "bench/plot.py"),
-        *("cli/calibrate.py", "cli/reproduce.py"),
+        "cli/common.py",
     },
     "fastapi": {f"server/{name}.py" for name in ("app", "protocol")},
     "pydantic": {"server/protocol.py"},
@@ -61,7 +61,7 @@ HEAVY = {
     "datasets": {"evals/tasks.py"},
     "vllm": {
         "bench/peers.py",
-        *(f"vllm_plugin/{name}.py" for name in ("__init__", "config", "models", "runner", "runner_v1", "runner_v2")),
+        *(f"vllm_plugin/{name}.py" for name in ("__init__", "config", "models", "runner")),
     },
 }
 

@@ -35,14 +35,14 @@ def other_llm(server):
     return LLM(server.llm.model, dtype="f32", threads=1, context=256, max_batch_size=1)
 
 
-def reference(server, prompt, policy="d3", raw=False, llm=None, **options):
+def reference_ids(server, prompt, policy="d3", raw=False, llm=None, **options):
     params = SamplingParams(**{"max_tokens": 8, "ignore_eos": True, **options})
     return (llm or server.llm).generate(prompt, params, policy=server.served.policies[policy], raw=raw)
 
 
 def test_a_chat_completion_has_the_models_text_and_its_depths(server):
     reply = server.chat("one").json()
-    expected = reference(server, "one")
+    expected = reference_ids(server, "one")
     (choice,) = reply["choices"]
     assert (reply["object"], reply["model"], choice["index"]) == ("chat.completion", NAME, 0)
     assert choice["message"] == {"role": "assistant", "content": expected.text, "refusal": None}
@@ -84,7 +84,7 @@ def test_a_stream_adds_up_to_the_json_reply(server, fields):
 
 
 def test_a_stop_string_ends_the_text_before_it(server):
-    text = reference(server, "three").text
+    text = reference_ids(server, "three").text
     reply = server.chat("three", stop=text[3:5]).json()["choices"][0]
     assert (reply["message"]["content"], reply["finish_reason"]) == (text[: text.find(text[3:5])], "stop")
 
@@ -117,7 +117,7 @@ def test_a_later_turn_reuses_the_earlier_ones(server):
 
 def test_logprobs_are_the_models_own(server):
     reply = server.chat("five", logprobs=True, top_logprobs=3).json()["choices"][0]
-    expected = reference(server, "five", logprobs=3)
+    expected = reference_ids(server, "five", logprobs=3)
     assert reply["logprobs"]["refusal"] is None  # a field that OpenAI's document requires
     for token, logprobs, token_id in zip(
         reply["logprobs"]["content"], expected.logprobs, expected.token_ids, strict=True
@@ -138,7 +138,7 @@ def test_text_completions_take_texts_and_token_ids(server):
     ).json()
     assert [choice["text"] for choice in texts["choices"]] == [choice["text"] for choice in ids["choices"]]
     for choice, prompt in zip(texts["choices"], prompts, strict=True):
-        expected = reference(server, prompt, raw=True, max_tokens=6, logprobs=2)
+        expected = reference_ids(server, prompt, raw=True, max_tokens=6, logprobs=2)
         assert choice["text"] == expected.text
         logprobs = choice["logprobs"]
         assert {len(values) for values in logprobs.values()} == {6}
@@ -165,7 +165,7 @@ def test_a_bias_forces_a_token(server):
 @pytest.mark.parametrize("name", ["full", *policies(6)])
 def test_each_policy_can_be_asked_for(server, name):
     reply = server.chat("eight", taper={"policy": name}, max_tokens=30).json()["choices"][0]
-    expected = reference(server, "eight", name, max_tokens=30)
+    expected = reference_ids(server, "eight", name, max_tokens=30)
     assert reply["message"]["content"] == expected.text
     assert reply["taper"]["depths"] == expected.depths
 
@@ -208,7 +208,7 @@ def test_sixty_four_random_concurrent_requests_give_the_ids_that_they_give_alone
     for (content, fields, fate), text in zip(asked, got, strict=True):
         options = {key: fields[key] for key in ("max_tokens", "temperature", "seed") if key in fields}
         expected = server.chat(content, **fields).json()["choices"][0]["message"]["content"]
-        alone = reference(server, content, fields["taper"]["policy"], llm=other_llm, **options).text
+        alone = reference_ids(server, content, fields["taper"]["policy"], llm=other_llm, **options).text
         assert expected == alone
         assert text == alone if fate >= 0.2 else alone.startswith(text)
 
@@ -388,7 +388,7 @@ def test_the_openai_client_works_unchanged(server):
     options = {"model": NAME, "messages": messages, "temperature": 0, "max_tokens": 8}
     extra = {"extra_body": {"taper": {"ignore_eos": True}}}
     reply = client.chat.completions.create(**options, **extra)
-    expected = reference(server, "one")
+    expected = reference_ids(server, "one")
     assert reply.choices[0].message.content == expected.text
     assert reply.choices[0].taper["depths"] == expected.depths
     stream = client.chat.completions.create(**options, **extra, stream=True)
@@ -421,7 +421,7 @@ def test_langchain_works_unchanged(server):
 
     options = {"temperature": 0, "max_tokens": 8, "extra_body": {"taper": {"ignore_eos": True}}}
     chat = ChatOpenAI(model=NAME, base_url=f"{server.url}/v1", api_key="none", **options)
-    expected = reference(server, "one")
+    expected = reference_ids(server, "one")
     reply = chat.invoke("one")
     assert reply.content == expected.text
     assert reply.usage_metadata["output_tokens"] == 8
@@ -439,7 +439,7 @@ def test_llm_works_unchanged(server, tmp_path):
     )
     command = [sys.executable, "-m", "llm", "-m", "taper", "--key", "none", "--no-log"]
     options = ["-o", "temperature", "0", "-o", "max_tokens", "8"]
-    expected = reference(server, "one", ignore_eos=False).text.strip()
+    expected = reference_ids(server, "one", ignore_eos=False).text.strip()
     env = os.environ | {"LLM_USER_PATH": str(tmp_path)}
     for more in ([], ["--no-stream"]):
         run = [*command, *options, *more, "one"]

@@ -14,7 +14,7 @@ from taper import DepthPolicy
 from taper.cli import cli
 from taper.errors import PolicyError
 from taper.models.policies import shipped_policies
-from taper.vllm_plugin.options import Options, vllm_args
+from taper.vllm_plugin.options import PluginOptions, vllm_args
 
 
 def test_numbers_are_those_of_the_committed_results():
@@ -35,7 +35,7 @@ def test_the_command_prints_flags_that_the_server_reads_back():
     printed = CliRunner().invoke(cli, ["vllm-args", "--policy", "fast", "--allow", "gentle"]).stdout
     words = shlex.split(printed)
     assert json.loads(words[words.index("--hf-overrides") + 1]) == {"architectures": ["TaperLlamaForCausalLM"]}
-    options = Options.read(json.loads(words[words.index("--additional-config") + 1])["taper"], 30)
+    options = PluginOptions.read(json.loads(words[words.index("--additional-config") + 1])["taper"], 30)
     assert options.default.name == "fast"
     assert set(options.named) == {"default", "full", "gentle"}
     for word in words:

@@ -16,7 +16,7 @@ from taper import DepthPolicy
 from taper.errors import PolicyError, RequestError
 from taper.policy import Schedule
 from taper.vllm_plugin.metrics import Counters
-from taper.vllm_plugin.options import Options
+from taper.vllm_plugin.options import PluginOptions
 from taper.vllm_plugin.plan import Planner, RequestTokens
 
 LAYERS = 7
@@ -117,8 +117,8 @@ def test_options_know_default_names_and_alpha(tmp_path):
     file = tmp_path / "gentle.json"
     file.write_text(DepthPolicy.d3(LAYERS, 0.99, skip_order=[3, 4]).to_json())
     exit_early = json.loads(DepthPolicy.early_exit(LAYERS, 4).to_json())
-    options = Options.read({"policy": str(file), "policies": {"early": exit_early}}, LAYERS)
-    again = Options.read(options.to_config(), LAYERS)
+    options = PluginOptions.read({"policy": str(file), "policies": {"early": exit_early}}, LAYERS)
+    again = PluginOptions.read(options.to_config(), LAYERS)
     for server in (options, again):
         assert server.policy(None) is server.default
         assert server.default.schedule.alpha == 0.99
@@ -128,8 +128,8 @@ def test_options_know_default_names_and_alpha(tmp_path):
         assert server.policy({"taper_alpha": 0.5}).schedule.alpha == 0.5
         assert server.policy({"taper_alpha": 0.5}) is server.policy({"taper_alpha": 0.5})
         assert server.policy({"taper_alpha": 0.5, "taper_policy": "early"}) == early.with_alpha(0.5)
-    assert Options.read(None, LAYERS).default == DepthPolicy.full(LAYERS)
-    assert Options.read({"policy": "early", "policies": {"early": exit_early}}, LAYERS).default.min_depth == 4
+    assert PluginOptions.read(None, LAYERS).default == DepthPolicy.full(LAYERS)
+    assert PluginOptions.read({"policy": "early", "policies": {"early": exit_early}}, LAYERS).default.min_depth == 4
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,9 @@ def test_options_know_default_names_and_alpha(tmp_path):
     ],
 )
 def test_wrong_requests_are_rejected(extra):
-    options = Options.read({"policies": {"early": json.loads(DepthPolicy.early_exit(LAYERS, 4).to_json())}}, LAYERS)
+    options = PluginOptions.read(
+        {"policies": {"early": json.loads(DepthPolicy.early_exit(LAYERS, 4).to_json())}}, LAYERS
+    )
     with pytest.raises(RequestError):
         options.policy(extra)
 
@@ -166,7 +168,7 @@ def test_wrong_requests_are_rejected(extra):
 )
 def test_wrong_options_are_rejected(config):
     with pytest.raises(PolicyError):
-        Options.read(config, LAYERS)
+        PluginOptions.read(config, LAYERS)
 
 
 def test_counters_of_other_processes_add_up(tmp_path):

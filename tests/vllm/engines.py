@@ -104,14 +104,18 @@ def params(ask: Ask) -> Any:
     )
 
 
-def twin(model: Any, ask: Ask, policy: DepthPolicy) -> list[int]:
-    """Ids of a completion by the slow twin."""
+def reference_ids(model: Any, ask: Ask, policy: DepthPolicy) -> list[int]:
+    """Ids of a completion by the reference implementation."""
     import taper.hf
 
     ids = torch.tensor([ask.prompt])
     more = {"max_new_tokens": ask.max_tokens, "min_new_tokens": ask.max_tokens, "do_sample": False}
     output = model.generate(
-        ids, attention_mask=torch.ones_like(ids), custom_generate=taper.hf.decode(policy), pad_token_id=0, **more
+        ids,
+        attention_mask=torch.ones_like(ids),
+        custom_generate=taper.hf.custom_generate(policy),
+        pad_token_id=0,
+        **more,
     )
     return output[0, len(ask.prompt) :].tolist()
 

@@ -1,9 +1,9 @@
-"""The default model in f32: stock vLLM, the plug-in, and the slow twin give the same ids."""
+"""The default model in f32: stock vLLM, the plug-in, and the reference implementation give the same ids."""
 
 from __future__ import annotations
 
 import pytest
-from engines import Ask, prompts, twin
+from engines import Ask, prompts, reference_ids
 
 from taper import DepthPolicy
 from taper.models.policies import shipped_policies
@@ -44,7 +44,7 @@ def test_alpha_one_is_stock_vllm_id_for_id(stock, tapered):
     assert tapered.generate(with_alpha) == expected
 
 
-def test_mixed_policies_in_one_batch_equal_each_alone_and_the_slow_twin(tapered, default_model):
+def test_mixed_policies_in_one_batch_equal_each_alone_and_the_reference_implementation(tapered, default_model):
     table = policies()
     names = [*table, "full"]
     asks = [
@@ -55,4 +55,4 @@ def test_mixed_policies_in_one_batch_equal_each_alone_and_the_slow_twin(tapered,
     assert tapered.alone(asks) == together
     for ask, ids in zip(asks, together, strict=True):
         policy = table.get(ask.extra_args["taper_policy"], DepthPolicy.full(LAYERS))
-        assert twin(default_model, ask, policy) == ids, ask.extra_args
+        assert reference_ids(default_model, ask, policy) == ids, ask.extra_args

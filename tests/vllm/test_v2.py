@@ -39,7 +39,7 @@ def batches(engine, monkeypatch):
 def test_the_v2_state_builds_the_v1_forwards(engine, batches, monkeypatch):
     from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
-    from taper.vllm_plugin.runner_v2 import TaperModelState
+    from taper.vllm_plugin.runner import TaperModelState
 
     runner = engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
     assert runner.get_model().get_model_state_cls() is TaperModelState

@@ -1,9 +1,9 @@
 """The same policies inside vLLM, which calls `register` through the entry point `vllm.general_plugins`.
 
-- options.py, plan.py, metrics.py and args.py know nothing of vLLM.
-- config.py checks an engine before it starts, requests.py each request.
-- runner_v1.py and runner_v2.py adapt vLLM's two model runners; what they share is in runner.py.
-- models.py replaces the loop over layers, attention.py builds what its layers read.
+- options.py (policies and flags), plan.py (which tokens run which layers) and metrics.py know nothing of vLLM.
+- config.py checks an engine before it starts, and each request.
+- runner.py makes a tapered forward of each batch of vLLM's two model runners.
+- models.py replaces the loop over layers, and builds what their attention reads.
 """
 
 from __future__ import annotations

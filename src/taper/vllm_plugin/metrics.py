@@ -1,4 +1,4 @@
-"""Mean depth and layers saved, at vLLM's own /metrics.
+"""Mean depth and layers skipped, at vLLM's own /metrics.
 
 Depths are known where the model runs, but another process serves /metrics. A small file, mapped by both, carries two
 counters of each engine from one to the other. Knows nothing of vLLM. Engines on other machines are not counted.
@@ -17,6 +17,8 @@ import numpy as np
 
 _SLOTS = 256  # engines (data-parallel ranks) that one file has room for
 _SHAPE = (_SLOTS, 2)  # completion tokens, layers run for them
+_NAMES = ("taper_completion_tokens", "taper_layers_run", "taper_layers_skipped", "taper_mean_depth")
+_OLD_NAMES = ("taper:answer_tokens", "taper:layers_run", "taper:layers_saved", "taper:mean_depth")
 
 
 class Counters:
@@ -58,20 +60,22 @@ class _Collector:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         labels = ["engine"]
-        tokens = CounterMetricFamily(
-            "taper:answer_tokens", "Completion tokens, without the first of each request.", labels=labels
-        )
-        run = CounterMetricFamily("taper:layers_run", "Layers run for these tokens, summed.", labels=labels)
-        saved = CounterMetricFamily("taper:layers_saved", "Layers skipped for these tokens, summed.", labels=labels)
-        mean = GaugeMetricFamily("taper:mean_depth", "Mean layers run for these tokens since the start.", labels=labels)
-        for engine, (rows, num_hidden_layers) in enumerate(self.sources):
-            completion_tokens, layers_run = (int(total) for total in rows.sum(axis=0))
-            label = [str(engine)]
-            tokens.add_metric(label, completion_tokens)
-            run.add_metric(label, layers_run)
-            saved.add_metric(label, num_hidden_layers * completion_tokens - layers_run)
-            mean.add_metric(label, layers_run / completion_tokens if completion_tokens else num_hidden_layers)
-        yield from (tokens, run, saved, mean)
+        for old in (False, True):  # the old names go with 0.3
+            tokens, run, skipped, mean = _OLD_NAMES if old else _NAMES
+            families = [
+                CounterMetricFamily(tokens, "Completion tokens, without the first of each request", labels=labels),
+                CounterMetricFamily(run, "Layers run for these tokens", labels=labels),
+                CounterMetricFamily(skipped, "Layers skipped for these tokens", labels=labels),
+                GaugeMetricFamily(mean, "Mean depth of these tokens since the start", labels=labels),
+            ]
+            for engine, (rows, num_hidden_layers) in enumerate(self.sources):
+                completion_tokens, layers_run = (int(total) for total in rows.sum(axis=0))
+                depth = layers_run / completion_tokens if completion_tokens else num_hidden_layers
+                layers_skipped = num_hidden_layers * completion_tokens - layers_run
+                values = (completion_tokens, layers_run, layers_skipped, depth)
+                for family, value in zip(families, values, strict=True):
+                    family.add_metric([str(engine)], value)
+            yield from families
 
 
 _collector = _Collector()

@@ -1,4 +1,4 @@
-"""The policies that a server allows and that a request asks for. Knows nothing of vLLM: plain data in, policies out.
+"""The policies that a server allows and that requests ask for, and the flags that set them. Knows nothing of vLLM.
 
 A server's options are `additional_config["taper"]`, an object with two optional keys: `policies`, policies by name,
 and `policy`, the default: one of these names, a policy file or a policy's JSON object. Without it every layer runs.
@@ -25,15 +25,16 @@ _KEYS = ("policy", "policies")
 _REQUEST_KEYS = ("taper_policy", "taper_alpha")
 
 
-class Options:
-    """The policies that requests of one server may use: `named`, "full" and "default" too; `default` without a name."""
+class PluginOptions:
+    """The policies of one server: `named`, which requests may use by name, "full" and "default" among them; and the
+    `default` of requests that name none."""
 
     def __init__(self, default: DepthPolicy, named: dict[str, DepthPolicy]) -> None:
         self.default, self.named = default, named
         self._with_alpha = lru_cache(maxsize=256)(DepthPolicy.with_alpha)
 
     @classmethod
-    def read(cls, config: object, num_hidden_layers: int) -> Options:
+    def read(cls, config: object, num_hidden_layers: int) -> PluginOptions:
         """Options from `additional_config["taper"]`; policy files are read here.
 
         Raises:
