@@ -12,7 +12,8 @@ from typing import Any
 
 from ..errors import ModelError, limited_attention, shown
 from .config import Experts, LayerSpec, ModelConfig, Rope, check_config, check_layers
-from .families import SWITCHES, Family, Settings, head_size
+from .families import SWITCHES, Family, head_size
+from .files import Settings
 from .tensors import Tensor
 
 
