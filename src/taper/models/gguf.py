@@ -53,16 +53,11 @@ _ROPE_KEYS = {
 }
 # Keys that do not change the computation, or that have their own checks.
 _OTHER_KEYS = (
-    "attention.causal",
-    "attention.value_length",
-    "rope.scaling.finetuned",
-    "tensor_data_layout",
-    "vocab_size",
+    *("attention.causal", "attention.value_length", "rope.scaling.finetuned", "tensor_data_layout", "vocab_size"),
 )
 _ROPE_TABLES = {"rope_factors_short.weight": "short_factor", "rope_factors_long.weight": "long_factor"}
 # Rotary tables that some converters leave behind; they are computed from the config instead.
 _UNUSED_SUFFIXES = ("rotary_emb.inv_freq", "attn_rot_embd", "attn_rot_embd.weight")
-
 
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
@@ -70,7 +65,7 @@ _LENGTH = struct.Struct("<Q")
 _TYPE_NAMES = {type_id: name for name, (type_id, _, _) in WEIGHT_TYPES.items()}
 # Limits of a header. Those of the largest vocabularies have 15 MB and 900,000 items (tokens, their types, merges).
 MAX_BYTES, MAX_ITEMS, MAX_TENSORS = 64 << 20, 1 << 21, 1 << 16
-DAMAGED = "the file is damaged or incomplete; download it again"
+_DAMAGED = "the file is damaged or incomplete; download it again"
 
 # Mapped at once where the system can: page by page, the faults would cost more than the first forward.
 _MAPPING: dict[str, Any] = (
@@ -122,7 +117,7 @@ def _settings(file: GGUFFile, architecture: str, family: Family, tensors: dict[s
     if header.get("attention.value_length", head_dim := head_size(settings)) != head_dim:
         raise ModelError(f"{file.path.name}: keys and values must both have {head_dim} dimensions")
     if "embed_tokens" not in tensors:
-        raise ModelError("tensor token_embd.weight is missing", DAMAGED)
+        raise ModelError("tensor token_embd.weight is missing", _DAMAGED)
     rope = {ours: header[theirs] for theirs, ours in _ROPE_KEYS.items() if theirs in header}
     if rope.get("rope_type") == "none":
         del rope["rope_type"]
@@ -249,7 +244,7 @@ class _Reader:
         self._room = "the file" if len(buffer) <= MAX_BYTES else f"the {MAX_BYTES} bytes that a header may have"
 
     def damaged(self, reason: str) -> ModelError:
-        return ModelError(f"{self.path.name} is not a valid GGUF file: {reason} at byte {self.offset}", DAMAGED)
+        return ModelError(f"{self.path.name} is not a valid GGUF file: {reason} at byte {self.offset}", _DAMAGED)
 
     def check_room(self, count: int, items: str, item_bytes: int) -> None:
         if count > (len(self.buffer) - self.offset) // item_bytes:
