@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from taper.errors import RequestError
+from taper.models import chat_template
 from taper.models.chat_template import ChatTemplate
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -107,15 +112,12 @@ ONE_LINERS = r"""
 {{ 'x'|center(2000000000) }}
 {{ 'x'.ljust(2000000000) }}
 {{ '1'.zfill(2000000000) }}
-{{ ('\n' * 99999)|indent(99999) }}
 {{ ('\t' * 99999).expandtabs(99999) }}
-{{ [1]|batch(2000000000)|list }}
 {{ [1]|slice(2000000000)|list }}
 {{ [1]|tojson(indent=2000000000) }}
 {{ 1.5|round(2000000000, 'floor') }}
 {{ ([[1]] * 29000)|sum(start=[]) }}
 {{ lipsum(n=100000000) }}
-{{ (('<!--' * 200000)|safe).striptags() }}
 {{ ('ü' * 999999).encode('punycode') }}
 {{ (1).to_bytes(2000000000, 'big') }}
 {{ ('a' * 999999).translate({97: 'b' * 999999}) }}
@@ -147,7 +149,7 @@ BOMBS = [
         for step in ("ns.x|replace('a', ns.x)", "ns.x.replace('', ns.x)", "'%s%s' % (ns.x, ns.x)")
     ),
     *(repeated("3", "ns.x * ns.x"), repeated("[1]", "ns.x + ns.x"), repeated("[]", "ns.x + ['x' * 900000 ~ i]")),
-    *(repeated("['a']", "[ns.x, ns.x]", end) for end in ("{{ ns.x }}", "{{ ns.x|tojson }}", "{{ ns.x == [ns.x] }}")),
+    *(repeated("['a']", "[ns.x, ns.x]", end) for end in ("{{ ns.x }}", "{{ ns.x|tojson }}")),
     repeated("('a',)", "(ns.x, ns.x)", "{{ {ns.x: 1} }}"),
     repeated("{'a': 1}", "{'a': ns.x.items(), 'b': ns.x.values()}", "{{ ns.x }}"),
     repeated("{'a': 1}", "{'a': ns.x.items().mapping, 'b': ns.x.items().mapping}", "{{ ns.x }}"),
@@ -167,65 +169,117 @@ BOMBS = [
     *("x" * 70_000, "{{ " + "(" * 30_000 + " }}", "{{ " + "not " * 15_000 + "x }}", "{% if 1 %}" * 2000),
 ]
 
+# Harmless when they are run; they were not in every version of jinja2.
+HARMLESS = [
+    r"{{ ('\n' * 99999)|indent(99999) }}",
+    "{{ [1]|batch(2000000000)|list }}",
+    "{{ (('<!--' * 200000)|safe).striptags() }}",
+    repeated("['a']", "[ns.x, ns.x]", "{{ ns.x == [ns.x] }}"),
+]
+
 RUN = """
-import json, sys, time
+import json, resource, sys
 from taper.errors import RequestError
-from taper.models import chat_template as template_meter
-from taper.models.chat_template import ChatTemplate
-template_meter.MAX_SECONDS = 0.5
+from taper.models import chat_template
+chat_template.MAX_SECONDS = 0.2
+seconds = 0.0
 for template in json.load(sys.stdin):
-    started, message = time.process_time(), "was rendered"
     try:
-        ChatTemplate(template).render({"messages": [{"role": "user", "content": "hi"}]})
+        chat_template.ChatTemplate(template).render({"messages": [{"role": "user", "content": "hi"}]})
+        message = "rendered"
     except RequestError as error:
         message = str(error)
-    print(json.dumps([time.process_time() - started, message]))
+    chat_template._WORKER.stop()
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    before, seconds = seconds, sum(usage.ru_utime + usage.ru_stime for usage in usages)
+    print(json.dumps([seconds - before, max(usage.ru_maxrss for usage in usages), message]))
 """
 
 
 def test_hostile_templates_are_refused_within_seconds_and_a_gigabyte():
-    """With a limit of half a second, which a single operation may exceed."""
+    """With a limit of a fifth of a second of processor time."""
+    templates = [*BOMBS, *HARMLESS]
     limit = lambda: resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))  # noqa: E731
     process = subprocess.run(
-        [sys.executable, "-c", RUN], input=json.dumps(BOMBS), text=True, capture_output=True, preexec_fn=limit
+        [sys.executable, "-c", RUN], input=json.dumps(templates), text=True, capture_output=True, preexec_fn=limit
     )
     results = [json.loads(line) for line in process.stdout.splitlines()]
-    assert len(results) == len(BOMBS), (BOMBS[len(results)], process.stderr[-1000:])
-    for template, (seconds, message) in zip(BOMBS, results, strict=True):
-        assert message.startswith("the model's chat template"), (template[:200], message)
-        assert "MemoryError" not in message, template[:200]
-        assert seconds < 6, (template[:200], seconds)
+    assert len(results) == len(templates), (templates[len(results)], process.stderr[-1000:])
+    for template, (seconds, kilobytes, message) in zip(templates, results, strict=True):
+        refused = message.startswith("the model's chat template")
+        assert refused or (template in HARMLESS and message == "rendered"), (template[:200], message)
+        assert seconds < 2, (template[:200], seconds)
+        assert kilobytes < 600_000, (template[:200], kilobytes)
 
 
 @pytest.mark.parametrize(
     ("template", "says"),
     [
         ("x" * 65_537, "has 65537 characters; at most 65536"),
-        ("{{ 'x' * 2000000 }}", r"makes more than 10\d{5} characters"),
-        (rounds(""), r"makes more than 134\d{6} characters in all"),
-        ("{{ 3 ** 99 }}", "more than 64 bits"),
-        (repeated("1", "[ns.x]"), "more than 100 deep"),
-        ("{{ '%*d' % (5, 1) }}", "a width that it calculates"),
+        ("{{ 'x' * 2000000 }}", r"writes more than 10\d{5} characters"),
+        ("{{ 'x' * 2000000000 }}", "needs more than 512 MB"),
+        (rounds(""), r"takes more than 0\.5 seconds"),
     ],
     ids=lambda value: value[:30],
 )  # fmt: skip
-def test_each_limit_is_named(template, says):
+def test_each_limit_is_named(monkeypatch, template, says):
+    monkeypatch.setattr("taper.models.chat_template.MAX_SECONDS", 0.5)
     with pytest.raises(RequestError, match=says):
         ChatTemplate(template).render({"messages": [USER]})
 
 
-def test_the_limit_of_time_is_named(monkeypatch):
-    monkeypatch.setattr("taper.models.chat_template.MAX_SECONDS", 0.5)  # on a fast machine too, no other comes first
-    template = rounds("{% set x = 'a' * 90000 %}" + "{% if 'b' in x %}{% endif %}" * 2000)
-    with pytest.raises(RequestError, match=r"takes more than 0\.5 seconds"):
-        ChatTemplate(template).render({"messages": [USER]})
-
-
-def test_a_refused_rendering_leaves_the_template_as_it_was():
+@pytest.mark.parametrize("end", ["too long", "too much", "killed meanwhile"])
+def test_a_refused_rendering_leaves_the_template_as_it_was(end):
     template = ChatTemplate("{{ 'x' * n }}")
-    with pytest.raises(RequestError):
-        template.render({"n": 10**8})
     assert template.render({"n": 3}) == "xxx"
+    if end == "killed meanwhile":
+        process, _ = chat_template._WORKER._idle
+        process.kill()
+        process.wait()
+    else:
+        with pytest.raises(RequestError):
+            template.render({"n": 10 ** (8 if end == "too long" else 10)})
+    assert template.render({"n": 3}) == "xxx"
+
+
+def test_threads_and_forked_processes_render_at_the_same_time():
+    template = ChatTemplate("{% for i in range(3000) %}{{ n }},{% endfor %}")
+
+    def check(number: int) -> bool:
+        return all(template.render({"n": number}) == f"{number}," * 3000 for _ in range(10))
+
+    with ThreadPoolExecutor(4) as pool:
+        threads = [pool.submit(check, number) for number in range(4)]
+        forks = [os.fork() for _ in range(2)]  # while threads render
+        if 0 in forks:
+            os._exit(0 if check(os.getpid()) else 1)
+        assert all(thread.result() for thread in threads)
+    assert [os.waitpid(child, 0)[1] for child in forks] == [0, 0]
+
+
+def test_messages_that_are_not_json_are_refused_and_surrogates_pass():
+    template = ChatTemplate("{{ messages[0].content }}")
+    with pytest.raises(RequestError, match="messages must be JSON"):
+        template.render({"messages": [{"content": object()}]})
+    assert template.render({"messages": [MappingProxyType({"content": "\ud800"})]}) == "\ud800"
+
+
+def test_nothing_is_left_of_a_process_that_rendered():
+    code = "from taper.models import chat_template as c; c.ChatTemplate('').render({}); print(c._WORKER._idle[0].pid)"
+    for ending in ("", "; import os; os.kill(os.getpid(), 9)"):
+        command = [sys.executable, "-uc", code + ending]
+        worker = int(subprocess.run(command, capture_output=True, text=True, timeout=60).stdout)
+        deadline = time.monotonic() + 10
+        while is_alive(worker):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return " Z " not in Path(f"/proc/{pid}/stat").read_text()  # not a zombie that nobody waits for
+    except FileNotFoundError:
+        return False
 
 
 def test_rendering_again_is_quick():

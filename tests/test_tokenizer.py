@@ -462,7 +462,7 @@ SMALL = {
         ("gpt2", {"vocab_size": 3}, "4 tokens, but embeddings for 3"),
         ("llama", {"scores": [-1.0]}, "scores do not match"),
         ("llama", {"scores": None}, "scores"),
-        ("llama", {"chat_template": ["T"]}, "chat_template must be of type str"),
+        ("llama", {"chat_template": ["T"]}, r"chat_template is \[.T.\]; it must be of type str"),
     ],
 )
 def test_metadata_that_breaks_a_rule_is_refused_by_name(model, changed, message):

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from ..engine import Engine
 from ..errors import RequestError
 from ..models.config import ModelConfig
-from ..models.families import FOLDER_NAMES
+from ..models.families import MODEL_TYPES
 from ..policy import DepthPolicy
 from .measure import Clock, OutOfTimeError, measure
 from .options import Options
@@ -323,7 +323,8 @@ def transformers_model(config: ModelConfig, weights: Mapping[str, Any], attentio
     )
     with torch.device("meta"):
         model = LlamaForCausalLM(theirs)
-    model.load_state_dict({FOLDER_NAMES.theirs(name): weight for name, weight in weights.items()}, assign=True)
+    names = MODEL_TYPES["llama"].folder_names
+    model.load_state_dict({names.theirs(name): weight for name, weight in weights.items()}, assign=True)
     # Buffers are not in the state: a model built on "meta" has no rotary frequencies yet.
     model.model.rotary_emb = type(model.model.rotary_emb)(theirs).to(embeddings.device)
     model.generation_config.eos_token_id = None

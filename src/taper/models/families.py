@@ -1,4 +1,8 @@
-"""The architectures that run here, listed once: what their files leave unsaid, and how they name tensors."""
+"""The architectures that run here: what their files leave unsaid, and how they name tensors.
+
+To add one, add a `Family` to `MODEL_TYPES`; if it computes something new, a fact of `LayerSpec` or `ModelConfig` too,
+which `read_config` fills in and the backends obey. `tests/tiny.py` lists the variants that are tested.
+"""
 
 from __future__ import annotations
 
@@ -6,69 +10,54 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import ModelError, shown
+from ..errors import ModelError
+from .files import Settings
 from .tensors import TensorNames
 
 
-class Settings:
-    """Values of config.json or of a GGUF header; None counts as missing.
+@dataclass(frozen=True)
+class Family:
+    """What the files of an architecture leave unsaid.
 
-    Args:
-        values: by transformers' names.
-        source: the file's name, for messages.
-        names: the file's own names of keys, where they are others.
+    `architecture`: its name in GGUF files and policies. `interleaved`: GGUF files hold queries and keys permuted, so
+    that rotary pairs are neighbours. `pre_norm`, `post_norm`, `qk_norm`, `activation`: as in `config.py`.
+    `no_rope_interval`: every so many layers, one has no positions. `slides`: whether a layer has a sliding window,
+    where a file gives the window's size without `layer_types`; None: no layer has one. `reads`: the `SWITCHES` that it
+    supports. `experts`: every MLP is a mixture of experts. `scales_embeddings`: by the square root of the hidden size.
+    `norm_offset`: a constant to add to the norm weights of folders. `defaults`: values that config.json may omit, as in
+    transformers; `gguf_defaults`: the same for GGUF headers, as in llama.cpp. `layer_names`, `gguf_layer_names`: names
+    of tensors besides those that all families share, as in `TensorNames`; default: norms before attention and MLP.
     """
 
-    def __init__(self, values: Mapping[str, Any], source: str, names: Mapping[str, str] | None = None) -> None:
-        self.values, self.source, self._names = values, source, names or {}
+    architecture: str
+    interleaved: bool = False
+    pre_norm: bool = True
+    post_norm: bool = False
+    qk_norm: str = ""
+    no_rope_interval: int = 0
+    slides: Callable[[Settings, int], bool] | None = None
+    reads: tuple[str, ...] = ()
+    activation: str = "silu"
+    experts: bool = False
+    scales_embeddings: bool = False
+    norm_offset: float = 0.0
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    gguf_defaults: Callable[[Settings], Mapping[str, Any]] | None = None
+    layer_names: Mapping[str, str] | None = None
+    gguf_layer_names: Mapping[str, str] = field(default_factory=dict)
 
-    def get(self, key: str, kind: type, default: Any = None) -> Any:
-        """A value of a kind.
+    @property
+    def folder_names(self) -> TensorNames:
+        """The names of tensors in safetensors files."""
+        return TensorNames("model.layers.", {**_FOLDER_LAYER, **(self.layer_names or _PRE_NORMS)}, _FOLDER_MODEL)
 
-        Raises:
-            ModelError: it is missing without a default, or of another type.
-        """
-        value = self.values.get(key)
-        value = default if value is None else value
-        if value is None:
-            raise ModelError(f"{self.source} lacks {self._named(key)}", "the file is damaged or incomplete")
-        if kind is float and type(value) is int and abs(value) < 1 << 53:
-            value = float(value)
-        if type(value) is not kind:
-            raise self.error(key, f"it must be of type {kind.__name__}")
-        return value
-
-    def error(self, key: str, rule: str) -> ModelError:
-        """The error for a value that breaks a rule."""
-        return ModelError(f"{self.source}: {self._named(key)} is {shown(self.values.get(key))}; {rule}")
-
-    def _named(self, key: str) -> str:
-        return self._names.get(key, key)
-
-
-def head_size(settings: Settings) -> int:
-    """Values of a head: as the file says, or those of the hidden states shared out."""
-    heads: int = settings.get("num_attention_heads", int)
-    head_dim: int = settings.get("head_dim", int, settings.get("hidden_size", int) // max(heads, 1))
-    return head_dim
+    @property
+    def gguf_names(self) -> TensorNames:
+        """The names of tensors in GGUF files."""
+        return TensorNames("blk.", {**_GGUF_LAYER, **self.gguf_layer_names}, _GGUF_MODEL)
 
 
-_FOLDER_MODEL = {"model.embed_tokens.weight": "embed_tokens", "model.norm.weight": "norm", "lm_head.weight": "lm_head"}
-_FOLDER_LAYER = {
-    "self_attn.q_proj.weight": "q_proj",
-    "self_attn.k_proj.weight": "k_proj",
-    "self_attn.v_proj.weight": "v_proj",
-    "self_attn.o_proj.weight": "o_proj",
-    "self_attn.q_proj.bias": "q_bias",
-    "self_attn.k_proj.bias": "k_bias",
-    "self_attn.v_proj.bias": "v_bias",
-    "self_attn.q_norm.weight": "q_norm",
-    "self_attn.k_norm.weight": "k_norm",
-    "mlp.gate_proj.weight": "gate_proj",
-    "mlp.up_proj.weight": "up_proj",
-    "mlp.down_proj.weight": "down_proj",
-}
-# By the same name, transformers means a norm after attention, or one before the MLP that follows.
+# Names of tensors -> ours, in some families. `post_attention_layernorm` comes before the MLP where pre-norms are used.
 _PRE_NORMS = {"input_layernorm.weight": "pre_attention_norm", "post_attention_layernorm.weight": "pre_mlp_norm"}
 _POST_NORMS = {
     "post_attention_layernorm.weight": "post_attention_norm",
@@ -79,7 +68,7 @@ _FOUR_NORMS = {
     "pre_feedforward_layernorm.weight": "pre_mlp_norm",
     **_POST_NORMS,
 }
-# Experts have a tensor each, whose number takes the place of "*", or one for all.
+# "*" stands for the number of an expert; Granite stacks all experts in one tensor.
 _MIXTRAL_EXPERTS = {
     "block_sparse_moe.gate.weight": "router",
     "block_sparse_moe.experts.*.w1.weight": "gate_experts.*",
@@ -97,97 +86,10 @@ _GRANITE_EXPERTS = {
     "block_sparse_moe.input_linear.weight": "gate_experts+up_experts",
     "block_sparse_moe.output_linear.weight": "down_experts",
 }
-_GGUF_MODEL = {"token_embd.weight": "embed_tokens", "output_norm.weight": "norm", "output.weight": "lm_head"}
-_GGUF_LAYER = {
-    "attn_norm.weight": "pre_attention_norm",
-    "attn_q.weight": "q_proj",
-    "attn_k.weight": "k_proj",
-    "attn_v.weight": "v_proj",
-    "attn_q.bias": "q_bias",
-    "attn_k.bias": "k_bias",
-    "attn_v.bias": "v_bias",
-    "attn_q_norm.weight": "q_norm",
-    "attn_k_norm.weight": "k_norm",
-    "attn_output.weight": "o_proj",
-    "post_attention_norm.weight": "post_attention_norm",
-    "ffn_norm.weight": "pre_mlp_norm",
-    "ffn_gate.weight": "gate_proj",
-    "ffn_up.weight": "up_proj",
-    "ffn_down.weight": "down_proj",
-    "post_ffw_norm.weight": "post_mlp_norm",
-    "ffn_gate_inp.weight": "router",
-    "ffn_gate_exps.weight": "gate_experts",
-    "ffn_up_exps.weight": "up_experts",
-    "ffn_down_exps.weight": "down_experts",
-}
-# Several tensors in one: the parts are rows of it, in this order.
+# Fused tensors: the rows of their parts follow each other in this order.
 _QKV, _GATE_UP = "q_proj+k_proj+v_proj", "gate_proj+up_proj"
 _FUSED_FOLDER = {"self_attn.qkv_proj.weight": _QKV, "mlp.gate_up_proj.weight": _GATE_UP}
 _FUSED_GGUF = {"attn_qkv.weight": _QKV, "ffn_up.weight": _GATE_UP}
-
-FOLDER_NAMES = TensorNames("model.layers.", _FOLDER_LAYER | _PRE_NORMS, _FOLDER_MODEL)
-GGUF_NAMES = TensorNames("blk.", _GGUF_LAYER, _GGUF_MODEL)
-
-# Settings that change what a model computes, with values that change nothing. Each family reads some of them.
-SWITCHES: dict[str, Any] = {
-    "attention_chunk_size": None,
-    "attention_multiplier": None,
-    "attn_logit_softcapping": None,
-    "clip_qkv": None,
-    "decoder_sparse_step": 1,
-    "embedding_multiplier": 1.0,
-    "final_logit_softcapping": None,
-    "logit_scale": None,
-    "logits_scaling": 1.0,
-    "mlp_bias": False,
-    "mlp_only_layers": [],
-    "no_rope_layer_interval": None,
-    "no_rope_layers": None,
-    "num_experts": 0,
-    "num_kv_shared_layers": 0,
-    "num_local_experts": 0,
-    "query_pre_attn_scalar": None,
-    "rope_local_base_freq": None,
-    "shared_intermediate_size": 0,
-    "residual_multiplier": 1.0,
-    "use_bidirectional_attention": False,
-    "use_qk_norm": False,
-}
-
-
-def _nothing(settings: Settings) -> dict[str, Any]:
-    return {}
-
-
-@dataclass(frozen=True)
-class Family:
-    """What the files of an architecture leave unsaid.
-
-    `architecture`: its name in GGUF files and policies. `interleaved`: GGUF files hold queries and keys permuted, so
-    that rotary pairs are neighbours. `pre_norm`, `post_norm`, `qk_norm`: as in `LayerSpec`. `no_rope_interval`: every
-    so many layers, one has no positions. `slides`: whether a layer has a window, where files name one and do not say
-    for which layers; None: never. `reads`: which of `SWITCHES` it has. `experts`: it has them in place of MLPs.
-    `scales_embeddings`: by the square root of their size. `norm_offset`: what folders leave out of the weights of
-    norms. `defaults`: what config.json may leave out, as transformers fills it in; `gguf_defaults`: the same of GGUF
-    files, as llama.cpp fills it in.
-    """
-
-    architecture: str
-    interleaved: bool = False
-    pre_norm: bool = True
-    post_norm: bool = False
-    qk_norm: str = ""
-    no_rope_interval: int = 0
-    slides: Callable[[Settings, int], bool] | None = None
-    reads: tuple[str, ...] = ()
-    activation: str = "silu"
-    experts: bool = False
-    scales_embeddings: bool = False
-    norm_offset: float = 0.0
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    gguf_defaults: Callable[[Settings], Mapping[str, Any]] = _nothing
-    folder_names: TensorNames = FOLDER_NAMES
-    gguf_names: TensorNames = GGUF_NAMES
 
 
 def _every_layer(settings: Settings, layer: int) -> bool:
@@ -212,7 +114,7 @@ def _gemma3_header(settings: Settings) -> dict[str, Any]:
 _QWEN = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 _MULTIPLIERS = ("attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier")
 
-# By model_type of config.json.
+# By `model_type` of config.json.
 MODEL_TYPES = {
     "llama": Family("llama", interleaved=True),
     "mistral": Family("llama", interleaved=True, slides=_every_layer, defaults={"sliding_window": 4096}),
@@ -222,8 +124,8 @@ MODEL_TYPES = {
         "phi3",
         slides=_every_layer,
         reads=("partial_rotary_factor",),
-        folder_names=TensorNames("model.layers.", _FOLDER_LAYER | _PRE_NORMS | _FUSED_FOLDER, _FOLDER_MODEL),
-        gguf_names=TensorNames("blk.", _GGUF_LAYER | _FUSED_GGUF, _GGUF_MODEL),
+        layer_names=_PRE_NORMS | _FUSED_FOLDER,
+        gguf_layer_names=_FUSED_GGUF,
     ),
     "smollm3": Family(
         "smollm3",
@@ -232,13 +134,7 @@ MODEL_TYPES = {
         reads=("no_rope_layer_interval", "no_rope_layers"),
         defaults={"tie_word_embeddings": True, "rope_theta": 2e6},
     ),
-    "olmo2": Family(
-        "olmo2",
-        pre_norm=False,
-        post_norm=True,
-        qk_norm="whole",
-        folder_names=TensorNames("model.layers.", _FOLDER_LAYER | _POST_NORMS, _FOLDER_MODEL),
-    ),
+    "olmo2": Family("olmo2", pre_norm=False, post_norm=True, qk_norm="whole", layer_names=_POST_NORMS),
     "gemma3_text": Family(
         "gemma3",
         post_norm=True,
@@ -251,7 +147,7 @@ MODEL_TYPES = {
         defaults={"tie_word_embeddings": True, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "head_dim": 256}
         | {"query_pre_attn_scalar": 256, "sliding_window": 4096},
         gguf_defaults=_gemma3_header,
-        folder_names=TensorNames("model.layers.", _FOLDER_LAYER | _FOUR_NORMS, _FOLDER_MODEL),
+        layer_names=_FOUR_NORMS,
     ),
     "granite": Family("granite", interleaved=True, reads=_MULTIPLIERS, defaults={"attention_multiplier": 1.0}),
     "granitemoe": Family(
@@ -260,7 +156,7 @@ MODEL_TYPES = {
         experts=True,
         reads=(*_MULTIPLIERS, "num_local_experts"),
         defaults={"attention_multiplier": 1.0},
-        folder_names=TensorNames("model.layers.", _FOLDER_LAYER | _PRE_NORMS | _GRANITE_EXPERTS, _FOLDER_MODEL),
+        layer_names=_PRE_NORMS | _GRANITE_EXPERTS,
     ),
     "mixtral": Family(
         "llama",
@@ -268,7 +164,7 @@ MODEL_TYPES = {
         experts=True,
         slides=_every_layer,
         reads=("num_local_experts",),
-        folder_names=TensorNames("model.layers.", _FOLDER_LAYER | _PRE_NORMS | _MIXTRAL_EXPERTS, _FOLDER_MODEL),
+        layer_names=_PRE_NORMS | _MIXTRAL_EXPERTS,
     ),
     "qwen3_moe": Family(
         "qwen3moe",
@@ -277,10 +173,10 @@ MODEL_TYPES = {
         slides=_later_layers,
         reads=("num_experts", "num_local_experts"),
         defaults={**_QWEN, "max_window_layers": 0, "norm_topk_prob": False},
-        folder_names=TensorNames("model.layers.", _FOLDER_LAYER | _PRE_NORMS | _QWEN_EXPERTS, _FOLDER_MODEL),
+        layer_names=_PRE_NORMS | _QWEN_EXPERTS,
     ),
 }
-# By general.architecture of GGUF files: what a file may say is then that of the first model type.
+# By `general.architecture` of GGUF files; where model types share one, the first of them.
 ARCHITECTURES = {family.architecture: family for family in reversed(MODEL_TYPES.values())}
 
 
@@ -293,3 +189,77 @@ def find_family(name: str, families: Mapping[str, Family]) -> Family:
     if name not in families:
         raise ModelError(f"architecture {name!r} is not supported", f"supported: {', '.join(sorted(families))}")
     return families[name]
+
+
+def head_size(settings: Settings) -> int:
+    """`head_dim` as the file gives it, else an equal share of the hidden size."""
+    heads: int = settings.get("num_attention_heads", int)
+    head_dim: int = settings.get("head_dim", int, settings.get("hidden_size", int) // max(heads, 1))
+    return head_dim
+
+
+# Names of tensors -> ours, in all families.
+_FOLDER_MODEL = {"model.embed_tokens.weight": "embed_tokens", "model.norm.weight": "norm", "lm_head.weight": "lm_head"}
+_FOLDER_LAYER = {
+    "self_attn.q_proj.weight": "q_proj",
+    "self_attn.k_proj.weight": "k_proj",
+    "self_attn.v_proj.weight": "v_proj",
+    "self_attn.o_proj.weight": "o_proj",
+    "self_attn.q_proj.bias": "q_bias",
+    "self_attn.k_proj.bias": "k_bias",
+    "self_attn.v_proj.bias": "v_bias",
+    "self_attn.q_norm.weight": "q_norm",
+    "self_attn.k_norm.weight": "k_norm",
+    "mlp.gate_proj.weight": "gate_proj",
+    "mlp.up_proj.weight": "up_proj",
+    "mlp.down_proj.weight": "down_proj",
+}
+_GGUF_MODEL = {"token_embd.weight": "embed_tokens", "output_norm.weight": "norm", "output.weight": "lm_head"}
+_GGUF_LAYER = {
+    "attn_norm.weight": "pre_attention_norm",
+    "attn_q.weight": "q_proj",
+    "attn_k.weight": "k_proj",
+    "attn_v.weight": "v_proj",
+    "attn_q.bias": "q_bias",
+    "attn_k.bias": "k_bias",
+    "attn_v.bias": "v_bias",
+    "attn_q_norm.weight": "q_norm",
+    "attn_k_norm.weight": "k_norm",
+    "attn_output.weight": "o_proj",
+    "post_attention_norm.weight": "post_attention_norm",
+    "ffn_norm.weight": "pre_mlp_norm",
+    "ffn_gate.weight": "gate_proj",
+    "ffn_up.weight": "up_proj",
+    "ffn_down.weight": "down_proj",
+    "post_ffw_norm.weight": "post_mlp_norm",
+    "ffn_gate_inp.weight": "router",
+    "ffn_gate_exps.weight": "gate_experts",
+    "ffn_up_exps.weight": "up_experts",
+    "ffn_down_exps.weight": "down_experts",
+}
+# Settings that change the computation, with their neutral values. Any other value is an error in families that
+# do not list the switch in `reads`.
+SWITCHES: dict[str, Any] = {
+    "attention_chunk_size": None,
+    "attention_multiplier": None,
+    "attn_logit_softcapping": None,
+    "clip_qkv": None,
+    "decoder_sparse_step": 1,
+    "embedding_multiplier": 1.0,
+    "final_logit_softcapping": None,
+    "logit_scale": None,
+    "logits_scaling": 1.0,
+    "mlp_bias": False,
+    "mlp_only_layers": [],
+    "no_rope_layer_interval": None,
+    "no_rope_layers": None,
+    "num_experts": 0,
+    "num_kv_shared_layers": 0,
+    "num_local_experts": 0,
+    "query_pre_attn_scalar": None,
+    "rope_local_base_freq": None,
+    "shared_intermediate_size": 0,
+    "residual_multiplier": 1.0,
+    "use_bidirectional_attention": False,
+    "use_qk_norm": False,
+}

@@ -1,4 +1,4 @@
-"""Reading and writing files: ordinary files only, of a size that such files have, written whole or not at all."""
+"""Reads only ordinary files of a plausible size, checks the values in them, and writes files whole or not at all."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import json
 import os
 import stat
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..errors import ModelError, RequestError, TaperError
+from ..errors import ModelError, RequestError, TaperError, shown
 
-MAX_JSON_BYTES = 16 << 20  # the largest real ones, indexes of very large models' weights, have half of that
+MAX_JSON_BYTES = 16 << 20  # twice the largest real file, the weight index of a very large model
 
 
 def open_file(path: Path, error: type[TaperError] = ModelError) -> BinaryIO:
-    """Open an ordinary file. A FIFO would block and a device may never end, so both are rejected.
+    """Open an ordinary file. Others are rejected: a FIFO would block, and a device may never end.
 
     Raises:
-        error: there is no such file, it is something else, or it cannot be opened.
+        error: the file is missing, not an ordinary file, or cannot be opened.
     """
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
@@ -34,7 +35,7 @@ def read_text(path: Path, max_bytes: int = MAX_JSON_BYTES, error: type[TaperErro
     """The text of a file.
 
     Raises:
-        error: what `open_file` raises, or it is too large or not UTF-8.
+        error: as `open_file`, or the file is too large or not UTF-8.
     """
     with open_file(path, error) as file:
         try:
@@ -49,10 +50,10 @@ def read_text(path: Path, max_bytes: int = MAX_JSON_BYTES, error: type[TaperErro
 
 
 def read_json(path: Path, missing: dict[str, Any] | None = None) -> dict[str, Any]:
-    """A JSON object from a file; `missing`, if given, where there is no such file.
+    """The JSON object in a file, or `missing`, if given, where there is no such file.
 
     Raises:
-        ModelError: what `read_text` raises, or it holds something else.
+        ModelError: as `read_text`, or the file is not a JSON object.
     """
     if missing is not None and not os.path.lexists(path):
         return missing
@@ -63,6 +64,42 @@ def read_json(path: Path, missing: dict[str, Any] | None = None) -> dict[str, An
     if not isinstance(data, dict):
         raise ModelError(f"{path} must hold a JSON object")
     return data
+
+
+class Settings:
+    """Values of a config.json or a GGUF header, checked when they are read; None counts as missing.
+
+    Args:
+        values: by key.
+        source: the file's name, for messages.
+        names: the file's own keys, for messages, where they differ.
+    """
+
+    def __init__(self, values: Mapping[str, Any], source: str, names: Mapping[str, str] | None = None) -> None:
+        self.values, self.source, self._names = values, source, names or {}
+
+    def get(self, key: str, kind: type, default: Any = None) -> Any:
+        """A value of the type `kind`.
+
+        Raises:
+            ModelError: it is missing and has no default, or has another type.
+        """
+        value = self.values.get(key)
+        value = default if value is None else value
+        if value is None:
+            raise ModelError(f"{self.source} lacks {self._named(key)}", "the file is damaged or incomplete")
+        if kind is float and type(value) is int and abs(value) < 1 << 53:
+            value = float(value)
+        if type(value) is not kind:
+            raise self.error(key, f"it must be of type {kind.__name__}")
+        return value
+
+    def error(self, key: str, rule: str) -> ModelError:
+        """The error for a value that breaks a rule."""
+        return ModelError(f"{self.source}: {self._named(key)} is {shown(self.values.get(key))}; {rule}")
+
+    def _named(self, key: str) -> str:
+        return self._names.get(key, key)
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -81,10 +118,10 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Reject a folder that cannot be written to, leaving nothing there; it need not exist yet.
+    """Check that a folder, which need not exist yet, can be written to.
 
     Raises:
-        RequestError: it cannot.
+        RequestError: it cannot be written to.
     """
     existing = folder.absolute()
     while not existing.exists() and existing != existing.parent:

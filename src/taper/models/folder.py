@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import ModelError, unique_keys
-from .families import MODEL_TYPES, Settings, find_family
-from .files import open_file, read_json
+from .families import MODEL_TYPES, find_family
+from .files import Settings, open_file, read_json
 from .read_config import read_config
-from .tensors import LoadedModel, Tensor, check_tensors, split_fused, stack_experts
+from .tensors import LoadedModel, Tensor, fit_tensors
 from .tokenizer_files import tokenizer_from_folder
 
 _DTYPES = ("F32", "F16", "BF16")
-MAX_HEADER_BYTES = 16 << 20  # of a safetensors file; a thousand tensors take a hundredth of that
+MAX_HEADER_BYTES = 16 << 20  # of a safetensors file; a thousand tensors need a hundredth of that
 
 
 def load_folder(path: Path) -> LoadedModel:
@@ -37,11 +37,8 @@ def load_folder(path: Path) -> LoadedModel:
     names = family.folder_names
     tensors = names.rename({name: t for name, t in _read_weights(path).items() if "rotary_emb" not in name})
     config = read_config(family, settings, tensors)
-    tensors = stack_experts(config, split_fused(config, tensors, names))
     tensors = {name: _with_offset(name, tensor, family.norm_offset) for name, tensor in tensors.items()}
-    if config.tie_word_embeddings:
-        tensors.pop("lm_head", None)
-    check_tensors(config, tensors, names)
+    tensors = fit_tensors(config, tensors, names)
     return LoadedModel(config, tensors, tokenizer_from_folder(path, config.vocab_size))
 
 
@@ -72,14 +69,14 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    """Map one file. The library checks the header; numpy has no bfloat16, so the bytes are taken from the map."""
+    """Map a file. The library checks its header; the bytes come from the map, because numpy has no bfloat16."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with open_file(path) as file:
             header_bytes = int.from_bytes(file.read(8), "little")
         if header_bytes > MAX_HEADER_BYTES:
-            raise ModelError(f"{path}: a header of {header_bytes} bytes; at most {MAX_HEADER_BYTES} are read")
+            raise ModelError(f"{path} has a header of {header_bytes} bytes; at most {MAX_HEADER_BYTES} are read")
         with safe_open(path, framework="numpy"):
             data = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
         start = 8 + header_bytes
@@ -97,7 +94,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _with_offset(name: str, tensor: Tensor, offset: float) -> Tensor:
-    """The weights of a norm as f32, with what the folder leaves out; any other tensor as it is."""
+    """Add the family's offset to the weights of a norm, as f32; any other tensor stays as it is."""
     if not offset or not name.endswith("norm"):
         return tensor
     stored = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}[tensor.dtype]

@@ -1,4 +1,4 @@
-"""Models from GGUF files: metadata into a config, tensors by our names."""
+"""Models from GGUF files. The first half turns metadata into a config, the second parses the file."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from ..errors import ModelError
-from .families import ARCHITECTURES, MODEL_TYPES, Family, Settings, find_family, head_size
-from .files import open_file
+from .families import ARCHITECTURES, MODEL_TYPES, Family, find_family, head_size
+from .files import Settings, open_file
 from .read_config import read_config
-from .tensors import WEIGHT_TYPES, LoadedModel, Tensor, check_tensors, split_fused
+from .tensors import WEIGHT_TYPES, LoadedModel, Tensor, fit_tensors
 from .tokenizer_files import tokenizer_from_gguf
 
 # Keys of a header, without the architecture before them -> transformers' names.
@@ -51,17 +51,30 @@ _ROPE_KEYS = {
     "rope.scaling.yarn_beta_fast": "beta_fast",
     "rope.scaling.yarn_beta_slow": "beta_slow",
 }
-# Keys that say nothing more of what the model computes, or are checked by themselves.
+# Keys that do not change the computation, or that have their own checks.
 _OTHER_KEYS = (
-    "attention.causal",
-    "attention.value_length",
-    "rope.scaling.finetuned",
-    "tensor_data_layout",
-    "vocab_size",
+    *("attention.causal", "attention.value_length", "rope.scaling.finetuned", "tensor_data_layout", "vocab_size"),
 )
 _ROPE_TABLES = {"rope_factors_short.weight": "short_factor", "rope_factors_long.weight": "long_factor"}
 # Rotary tables that some converters leave behind; they are computed from the config instead.
 _UNUSED_SUFFIXES = ("rotary_emb.inv_freq", "attn_rot_embd", "attn_rot_embd.weight")
+
+_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+_STRING, _ARRAY = 8, 9
+_LENGTH = struct.Struct("<Q")
+_TYPE_NAMES = {type_id: name for name, (type_id, _, _) in WEIGHT_TYPES.items()}
+# Limits of a header. Those of the largest vocabularies have 15 MB and 900,000 items (tokens, their types, merges).
+MAX_BYTES, MAX_ITEMS, MAX_TENSORS = 64 << 20, 1 << 21, 1 << 16
+_DAMAGED = "the file is damaged or incomplete; download it again"
+
+# Mapped at once where the system can: page by page, the faults would cost more than the first forward.
+_MAPPING: dict[str, Any] = (
+    {"flags": mmap.MAP_SHARED | mmap.MAP_POPULATE, "prot": mmap.PROT_READ}
+    if hasattr(mmap, "MAP_POPULATE")
+    else {"access": mmap.ACCESS_READ}
+)
+
+_TensorHeader = tuple[str, str, tuple[int, ...], int, int]  # name, type, shape, first byte in the file, bytes
 
 
 def load_gguf(path: Path) -> LoadedModel:
@@ -71,8 +84,8 @@ def load_gguf(path: Path) -> LoadedModel:
         ModelError: the file is damaged, or the model is not supported.
     """
     file = read_gguf(path)
-    architecture = file.get("general.architecture", str)
-    # Files of Mixtral say llama.
+    architecture = Settings(file.metadata, path.name).get("general.architecture", str)
+    # Mixtral's files call it llama.
     mixture = architecture == "llama" and file.metadata.get("llama.expert_count")
     family = MODEL_TYPES["mixtral"] if mixture else find_family(architecture, ARCHITECTURES)
     names = family.gguf_names
@@ -80,13 +93,12 @@ def load_gguf(path: Path) -> LoadedModel:
     factors = _rope_table(file, tensors, "rope_freqs.weight")
     settings = _settings(file, architecture, family, tensors)
     config = read_config(family, settings, tensors, family.interleaved, factors)
-    tensors = split_fused(config, tensors, names)
-    check_tensors(config, tensors, names)
+    tensors = fit_tensors(config, tensors, names)
     return LoadedModel(config, tensors, tokenizer_from_gguf(file.path.name, file.metadata, config.vocab_size))
 
 
 def _settings(file: GGUFFile, architecture: str, family: Family, tensors: dict[str, Tensor]) -> Settings:
-    """What the header says, by transformers' names; takes tables of rotary factors out of the tensors."""
+    """The settings of the header by transformers' names. Removes tables of rotary factors from the tensors."""
     header = {
         key.removeprefix(f"{architecture}."): value
         for key, value in file.metadata.items()
@@ -101,11 +113,11 @@ def _settings(file: GGUFFile, architecture: str, family: Family, tensors: dict[s
     values = {ours: header.get(theirs) for theirs, ours in _KEYS.items()}
     settings = Settings(values, file.path.name, {ours: f"{architecture}.{theirs}" for theirs, ours in _KEYS.items()})
     if header.get("attention.causal", True) is not True:
-        raise ModelError(f"{file.path.name} is of a model whose tokens see later ones", "it does not generate text")
+        raise ModelError(f"{file.path.name} holds a model without causal attention", "it does not generate text")
     if header.get("attention.value_length", head_dim := head_size(settings)) != head_dim:
         raise ModelError(f"{file.path.name}: keys and values must both have {head_dim} dimensions")
     if "embed_tokens" not in tensors:
-        raise ModelError("tensor token_embd.weight is missing", DAMAGED)
+        raise ModelError("tensor token_embd.weight is missing", _DAMAGED)
     rope = {ours: header[theirs] for theirs, ours in _ROPE_KEYS.items() if theirs in header}
     if rope.get("rope_type") == "none":
         del rope["rope_type"]
@@ -118,12 +130,13 @@ def _settings(file: GGUFFile, architecture: str, family: Family, tensors: dict[s
         "use_sliding_window": bool(values["sliding_window"]),
         "vocab_size": tensors["embed_tokens"].shape[0],
     }
-    values |= {key: value for key, value in family.gguf_defaults(settings).items() if values.get(key) is None}
+    if family.gguf_defaults is not None:
+        values |= {key: value for key, value in family.gguf_defaults(settings).items() if values.get(key) is None}
     return settings
 
 
 def _rope_table(file: GGUFFile, tensors: dict[str, Tensor], name: str) -> list[float] | None:
-    """A table of divisors of rotary frequencies, taken out of the tensors; None if there is none."""
+    """Remove a table of divisors of rotary frequencies from the tensors and return it; None if there is none."""
     table = tensors.pop(name, None)
     if table is None:
         return None
@@ -133,128 +146,13 @@ def _rope_table(file: GGUFFile, tensors: dict[str, Tensor], name: str) -> list[f
     return values
 
 
-_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
-_STRING, _ARRAY = 8, 9
-_LENGTH = struct.Struct("<Q")
-_TYPE_NAMES = {type_id: name for name, (type_id, _, _) in WEIGHT_TYPES.items()}
-# Of a header. The largest vocabularies take 15 MB and 900,000 items: tokens, their types, merges.
-MAX_BYTES, MAX_ITEMS, MAX_TENSORS = 64 << 20, 1 << 21, 1 << 16
-DAMAGED = "the file is damaged or incomplete; download it again"
-
-# Populated at once where the system can: page by page, faults cost more than the first forward.
-_MAPPING: dict[str, Any] = (
-    {"flags": mmap.MAP_SHARED | mmap.MAP_POPULATE, "prot": mmap.PROT_READ}
-    if hasattr(mmap, "MAP_POPULATE")
-    else {"access": mmap.ACCESS_READ}
-)
-
-_TensorHeader = tuple[str, str, tuple[int, ...], int, int]  # name, type, shape, first byte in the file, bytes
-
-
 @dataclass(frozen=True)
 class GGUFFile:
-    """A parsed file: metadata by key, tensors by the file's own names, still on disk."""
+    """A parsed file: metadata by key, and mapped tensors by the file's own names."""
 
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, Tensor]
-
-    def get(self, key: str, kind: type, default: Any = None) -> Any:
-        """A metadata value of a kind.
-
-        Raises:
-            ModelError: it is missing without a default, or of another type.
-        """
-        value = self.metadata.get(key, default)
-        if value is None:
-            raise ModelError(f"{self.path.name} lacks the metadata key {key}", DAMAGED)
-        if kind is float and type(value) is int:
-            value = float(value)
-        if type(value) is not kind:
-            raise ModelError(f"{self.path.name}: metadata {key} is of type {type(value).__name__}, not {kind.__name__}")
-        return value
-
-
-class _Reader:
-    """Little-endian reads that never leave the buffer and never allocate by an unchecked count.
-
-    There is room for `MAX_BYTES`, and for `MAX_ITEMS` metadata entries and values of arrays together.
-    """
-
-    def __init__(self, path: Path, buffer: memoryview) -> None:
-        self.path, self.buffer, self.offset, self.num_items = path, buffer[:MAX_BYTES], 0, 0
-        self._room = "the file" if len(buffer) <= MAX_BYTES else f"the {MAX_BYTES} bytes that a header may have"
-
-    def damaged(self, reason: str) -> ModelError:
-        return ModelError(f"{self.path.name} is not a valid GGUF file: {reason} at byte {self.offset}", DAMAGED)
-
-    def check_room(self, count: int, items: str, item_bytes: int) -> None:
-        if count > (len(self.buffer) - self.offset) // item_bytes:
-            raise self.damaged(f"{count} {items} do not fit into {self._room}")
-
-    def take(self, count: int, items: str = "bytes") -> int:
-        """Go past `count` bytes and return where they begin."""
-        self.check_room(count, items, 1)
-        self.offset += count
-        return self.offset - count
-
-    def scalar(self, code: str) -> Any:
-        (value,) = struct.unpack_from(code, self.buffer, self.take(struct.calcsize(code)))
-        return value
-
-    def count(self, items: str, item_bytes: int) -> int:
-        """A 64-bit count of items, of at least `item_bytes` each, that come next."""
-        count: int = self.scalar("<Q")
-        self.check_room(count, items, item_bytes)
-        self.num_items += count
-        if self.num_items > MAX_ITEMS:
-            raise self.damaged(f"{count} {items} make it more than {MAX_ITEMS} metadata items")
-        return count
-
-    def raw_string(self) -> bytes:
-        length: int = self.scalar("<Q")
-        first = self.take(length, "characters")
-        return bytes(self.buffer[first : self.offset])
-
-    def string(self) -> str:
-        try:
-            return self.raw_string().decode()
-        except UnicodeDecodeError:
-            raise self.damaged("text that is not UTF-8") from None
-
-    def strings(self, count: int) -> list[str]:
-        """As many strings, in one tight loop, as vocabularies have hundreds of thousands."""
-        buffer, start, unpack = self.buffer, self.offset, _LENGTH.unpack_from
-        values: list[str] = []
-        with suppress(struct.error, OverflowError, UnicodeDecodeError):
-            for _ in range(count):
-                first = start + _LENGTH.size
-                start = first + unpack(buffer, start)[0]
-                values.append(str(buffer[first:start], "utf-8"))
-            if start <= len(buffer):
-                self.offset = start
-                return values
-        return [self.string() for _ in range(count)]  # raises an error that says what is damaged, and where
-
-    def value(self, type_id: int) -> Any:
-        if type_id == _STRING:
-            return self.string()
-        if type_id == _ARRAY:
-            return self.array()
-        if type_id not in _SCALARS:
-            raise self.damaged(f"unknown metadata type {type_id}")
-        return self.scalar(_SCALARS[type_id])
-
-    def array(self) -> list[Any]:
-        type_id = self.scalar("<I")
-        if type_id == _STRING:
-            return self.strings(self.count("strings", 8))
-        if type_id not in _SCALARS:
-            raise self.damaged(f"unsupported array type {type_id}")
-        dtype = np.dtype(_SCALARS[type_id])
-        count = self.count("values", dtype.itemsize)
-        values = np.frombuffer(self.buffer, dtype, count, self.take(count * dtype.itemsize))
-        return values.tolist()  # type: ignore[no-any-return]
 
 
 def read_gguf(path: Path) -> GGUFFile:
@@ -272,14 +170,14 @@ def read_gguf(path: Path) -> GGUFFile:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             metadata, headers, end = _read_header(_Reader(path, memoryview(mapped)), len(mapped))
             data = np.frombuffer(mmap.mmap(file.fileno(), end, **_MAPPING), np.uint8)
-    except (OSError, ValueError) as error:  # ValueError: it shrank meanwhile
+    except (OSError, ValueError) as error:  # ValueError: the file shrank meanwhile
         raise ModelError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     tensors = {name: Tensor(dtype, shape, data[start : start + size]) for name, dtype, shape, start, size in headers}
     return GGUFFile(path, metadata, tensors)
 
 
 def _read_header(reader: _Reader, file_bytes: int) -> tuple[dict[str, Any], list[_TensorHeader], int]:
-    """Metadata, where the tensors lie in the file, and where the last one ends."""
+    """The metadata, the places of the tensors in the file, and the end of the last one."""
     reader.take(4)
     version = reader.scalar("<I")
     if version not in (2, 3):
@@ -333,3 +231,85 @@ def _read_tensor_header(reader: _Reader) -> tuple[str, str, tuple[int, ...], int
     if shape[-1] % WEIGHT_TYPES[dtype][1]:
         raise reader.damaged(f"tensor {name} has rows of {shape[-1]}, not whole {dtype} blocks")
     return name, dtype, shape, reader.scalar("<Q")
+
+
+class _Reader:
+    """Little-endian reads that stay within the buffer and allocate nothing by an unchecked count.
+
+    It reads at most `MAX_BYTES`, and `MAX_ITEMS` metadata entries and values of arrays together.
+    """
+
+    def __init__(self, path: Path, buffer: memoryview) -> None:
+        self.path, self.buffer, self.offset, self.num_items = path, buffer[:MAX_BYTES], 0, 0
+        self._room = "the file" if len(buffer) <= MAX_BYTES else f"the {MAX_BYTES} bytes that a header may have"
+
+    def damaged(self, reason: str) -> ModelError:
+        return ModelError(f"{self.path.name} is not a valid GGUF file: {reason} at byte {self.offset}", _DAMAGED)
+
+    def check_room(self, count: int, items: str, item_bytes: int) -> None:
+        if count > (len(self.buffer) - self.offset) // item_bytes:
+            raise self.damaged(f"{count} {items} do not fit into {self._room}")
+
+    def take(self, count: int, items: str = "bytes") -> int:
+        """Skip `count` bytes and return the offset where they begin."""
+        self.check_room(count, items, 1)
+        self.offset += count
+        return self.offset - count
+
+    def scalar(self, code: str) -> Any:
+        (value,) = struct.unpack_from(code, self.buffer, self.take(struct.calcsize(code)))
+        return value
+
+    def count(self, items: str, item_bytes: int) -> int:
+        """Read the 64-bit count of the items that follow, of at least `item_bytes` each."""
+        count: int = self.scalar("<Q")
+        self.check_room(count, items, item_bytes)
+        self.num_items += count
+        if self.num_items > MAX_ITEMS:
+            raise self.damaged(f"{count} {items} make it more than {MAX_ITEMS} metadata items")
+        return count
+
+    def raw_string(self) -> bytes:
+        length: int = self.scalar("<Q")
+        first = self.take(length, "characters")
+        return bytes(self.buffer[first : self.offset])
+
+    def string(self) -> str:
+        try:
+            return self.raw_string().decode()
+        except UnicodeDecodeError:
+            raise self.damaged("text that is not UTF-8") from None
+
+    def strings(self, count: int) -> list[str]:
+        """Read strings in one tight loop, because vocabularies have hundreds of thousands of them."""
+        buffer, start, unpack = self.buffer, self.offset, _LENGTH.unpack_from
+        values: list[str] = []
+        with suppress(struct.error, OverflowError, UnicodeDecodeError):
+            for _ in range(count):
+                first = start + _LENGTH.size
+                start = first + unpack(buffer, start)[0]
+                values.append(str(buffer[first:start], "utf-8"))
+            if start <= len(buffer):
+                self.offset = start
+                return values
+        return [self.string() for _ in range(count)]  # raises an error that names the damage and its place
+
+    def value(self, type_id: int) -> Any:
+        if type_id == _STRING:
+            return self.string()
+        if type_id == _ARRAY:
+            return self.array()
+        if type_id not in _SCALARS:
+            raise self.damaged(f"unknown metadata type {type_id}")
+        return self.scalar(_SCALARS[type_id])
+
+    def array(self) -> list[Any]:
+        type_id = self.scalar("<I")
+        if type_id == _STRING:
+            return self.strings(self.count("strings", 8))
+        if type_id not in _SCALARS:
+            raise self.damaged(f"unsupported array type {type_id}")
+        dtype = np.dtype(_SCALARS[type_id])
+        count = self.count("values", dtype.itemsize)
+        values = np.frombuffer(self.buffer, dtype, count, self.take(count * dtype.itemsize))
+        return values.tolist()  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""A config of plain facts from what a file says of its model, the same way for every format."""
+"""Turns the settings in a model's files into a `ModelConfig`, in the same way for every format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 
 from ..errors import ModelError, limited_attention, shown
 from .config import Experts, LayerSpec, ModelConfig, Rope, check_config, check_layers
-from .families import SWITCHES, Family, Settings, head_size
+from .families import SWITCHES, Family, head_size
+from .files import Settings
 from .tensors import Tensor
 
 
@@ -26,14 +27,14 @@ def read_config(
     """The facts of a model, checked.
 
     Args:
-        family: what its files leave unsaid.
+        family: what the model's files leave unsaid.
         settings: what they say.
-        tensors: its weights, by our names.
+        tensors: the weights, by our names.
         interleaved: as in `Rope`.
-        rope_factors: divisors of frequencies that stand in a tensor, on top of any scaling.
+        rope_factors: divisors of the rotary frequencies from a tensor, applied on top of any scaling.
 
     Raises:
-        ModelError: a value is missing, of the wrong kind, out of range or not supported.
+        ModelError: a value is missing, of the wrong type, out of range or not supported.
     """
     for key, neutral in SWITCHES.items():
         if key not in family.reads and settings.values.get(key) not in (None, neutral):
@@ -41,7 +42,7 @@ def read_config(
     try:
         ropes = _ropes(family, settings, interleaved, rope_factors)
         config = _read(family, settings, tensors, *ropes)
-    except (TypeError, ValueError, ArithmeticError) as error:  # a value of a kind that no formula expects
+    except (TypeError, ValueError, ArithmeticError) as error:  # a value of a type that no formula expects
         raise ModelError(f"{settings.source} holds a value that makes no sense: {error}") from None
     check_config(config)
     return config
@@ -64,13 +65,15 @@ def _read(family: Family, settings: Settings, tensors: dict[str, Tensor], rope: 
         qk_norm=family.qk_norm,
         experts=_experts(settings) if family.experts else None,
     )
-    windows, positions = _windows(family, settings, count), _positions(family, settings, count)
-    by_window = zip((rope if window is None else local_rope for window in windows), positions, strict=True)
-    ropes = [each if there else None for each, there in by_window]
+    windows, has_rope = _windows(family, settings, count), _has_rope(family, settings, count)
+    ropes = [(rope if window is None else local_rope) for window in windows]
     matrices = Counter(tensor.dtype for tensor in tensors.values() if len(tensor.shape) > 1)
     return ModelConfig(
         architecture=family.architecture,
-        layers=tuple(replace(spec, window=window, rope=each) for window, each in zip(windows, ropes, strict=True)),
+        layers=tuple(
+            replace(spec, window=window, rope=layer_rope if positions else None)
+            for window, layer_rope, positions in zip(windows, ropes, has_rope, strict=True)
+        ),
         hidden_size=hidden,
         intermediate_size=get("intermediate_size", int),
         num_attention_heads=get("num_attention_heads", int),
@@ -89,7 +92,7 @@ def _read(family: Family, settings: Settings, tensors: dict[str, Tensor], rope: 
 
 
 def _ropes(family: Family, settings: Settings, interleaved: bool, factors: Sequence[float] | None) -> tuple[Rope, Rope]:
-    """The rotary embeddings of layers that attend to all, and of those with a window."""
+    """The rotary embeddings of layers with full attention, and of those with a sliding window."""
     parameters: Any = settings.values.get("rope_parameters") or settings.values.get("rope_scaling") or {}
     if not isinstance(parameters, dict):
         raise ModelError(f"{settings.source}: rope parameters are {shown(parameters)}; they must be an object")
@@ -99,8 +102,8 @@ def _ropes(family: Family, settings: Settings, interleaved: bool, factors: Seque
     else:
         outer = local = parameters
     if any(isinstance(value, dict) for value in outer.values()):
-        raise ModelError(f"{settings.source} gives layers other rope parameters", "this variant is not supported")
-    ropes = [_rope(family, settings, each, interleaved) for each in (outer, local)]
+        raise ModelError(f"{settings.source} has rope parameters by layer type", "this variant is not supported")
+    ropes = [_rope(family, settings, scaling, interleaved) for scaling in (outer, local)]
     if factors is not None:
         scaled = ropes[0].factors or (1.0,) * len(factors)
         ropes = [replace(rope, factors=tuple(map(operator.mul, scaled, factors))) for rope in ropes]
@@ -108,7 +111,7 @@ def _ropes(family: Family, settings: Settings, interleaved: bool, factors: Seque
 
 
 def _rope(family: Family, settings: Settings, parameters: dict[str, Any], interleaved: bool) -> Rope:
-    # Old files have these beside the object, new ones inside it; transformers prefers the length beside it.
+    # Old files have these values beside the object, new ones inside it. transformers prefers the length beside it.
     both = Settings({**settings.values, **parameters}, settings.source)
     theta, part = both.get("rope_theta", float, 10000.0), both.get("partial_rotary_factor", float, 1.0)
     if (original := settings.values.get("original_max_position_embeddings")) is not None:
@@ -116,8 +119,8 @@ def _rope(family: Family, settings: Settings, parameters: dict[str, Any], interl
     head_dim = head_size(settings)
     dim = settings.get("rotary_dim", int, int(head_dim * part))
     if dim != head_dim and "partial_rotary_factor" not in family.reads:
-        raise ModelError(f"{settings.source}: {dim} of {head_dim} dimensions of a head are rotated; it must be all")
-    return scaled_rope(parameters, theta, dim, interleaved, settings.get("max_position_embeddings", int))
+        raise ModelError(f"{settings.source}: {dim} of {head_dim} dimensions of a head are rotated; all must be")
+    return _scaled_rope(parameters, theta, dim, interleaved, settings.get("max_position_embeddings", int))
 
 
 def _experts(settings: Settings) -> Experts:
@@ -131,7 +134,7 @@ def _experts(settings: Settings) -> Experts:
 
 
 def _windows(family: Family, settings: Settings, count: int) -> list[int | None]:
-    """The window of each layer's attention; None where it attends to all."""
+    """The sliding window of each layer; None for full attention."""
     kinds = settings.values.get("layer_types")
     if kinds is not None and not isinstance(kinds, list):
         raise settings.error("layer_types", "it must be a list")
@@ -152,37 +155,29 @@ def _windows(family: Family, settings: Settings, count: int) -> list[int | None]
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
-def _positions(family: Family, settings: Settings, count: int) -> list[bool]:
-    """Whether the attention of each layer has positions."""
+def _has_rope(family: Family, settings: Settings, count: int) -> list[bool]:
+    """Whether each layer has rotary embeddings."""
     if not family.no_rope_interval:
         return [True] * count
-    listed = settings.values.get("no_rope_layers")  # in spite of its name, 1 where a layer has them
+    listed = settings.values.get("no_rope_layers")  # despite its name, 1 where a layer has them
     if listed is None:
         interval = settings.get("no_rope_layer_interval", int, family.no_rope_interval)
         return [(layer + 1) % interval != 0 for layer in range(count)]
-    if not isinstance(listed, list) or len(listed) < count or not all(one in (0, 1) for one in listed):
+    if not isinstance(listed, list) or len(listed) < count or not all(flag in (0, 1) for flag in listed):
         raise settings.error("no_rope_layers", f"it must be a list of 0 or 1 for each of {count} layers")
-    return [bool(one) for one in listed[:count]]
+    return [bool(flag) for flag in listed[:count]]
 
 
-_LONG = ("short_factor", "long_factor")
-
-
-def scaled_rope(parameters: dict[str, Any], theta: float, dim: int, interleaved: bool, max_positions: int) -> Rope:
+def _scaled_rope(parameters: dict[str, Any], theta: float, dim: int, interleaved: bool, max_positions: int) -> Rope:
     """The embeddings that a `rope_parameters` (or `rope_scaling`) object describes.
 
-    Args:
-        parameters: the object; without a type, frequencies are not scaled.
-        theta: the base of the frequencies.
-        dim: values of a head that are rotated.
-        interleaved: as in `Rope`.
-        max_positions: the longest context, `max_position_embeddings`.
+    `theta`, `dim` and `interleaved` are as in `Rope`; `max_positions` is `max_position_embeddings`.
 
     Raises:
-        ModelError: a kind of scaling that is not supported, or numbers out of range.
+        ModelError: the scaling is not supported, or a number is out of range.
     """
     kind = parameters.get("rope_type", parameters.get("type", "default"))
-    kind = "longrope" if kind == "su" else kind  # its first name
+    kind = "longrope" if kind == "su" else kind  # its old name
     if not isinstance(kind, str) or kind not in _KINDS:
         raise ModelError(f"rope scaling {shown(kind)} is not supported", f"supported: {', '.join(_KINDS)}")
     needed, scaled = _KINDS[kind]
@@ -193,16 +188,12 @@ def scaled_rope(parameters: dict[str, Any], theta: float, dim: int, interleaved:
     parameters = {"original_max_position_embeddings": max_positions} | parameters | {"max_positions": max_positions}
     original = parameters["original_max_position_embeddings"]
     if type(original) is not int or not 2 <= original <= 1 << 30:
-        raise ModelError(f"original_max_position_embeddings is {shown(original)}; it must be a whole number above 1")
-    return Rope(theta, dim, interleaved, **scaled(parameters, theta, dim))
+        raise ModelError(f"original_max_position_embeddings is {shown(original)}; it must be an integer above 1")
+    return Rope(theta, dim, interleaved, **(scaled(parameters, theta, dim) if scaled else {}))
 
 
 def _positive(number: Any) -> bool:
     return isinstance(number, (int, float)) and 0 < number < 1e6
-
-
-def _default(parameters: dict[str, Any], theta: float, dim: int) -> dict[str, Any]:
-    return {}
 
 
 def _linear(parameters: dict[str, Any], theta: float, dim: int) -> dict[str, Any]:
@@ -210,7 +201,7 @@ def _linear(parameters: dict[str, Any], theta: float, dim: int) -> dict[str, Any
 
 
 def _llama3(parameters: dict[str, Any], theta: float, dim: int) -> dict[str, Any]:
-    """Long wavelengths are divided by `factor`, short ones kept, those between blended."""
+    """Divide long wavelengths by `factor`, keep short ones, and blend those between."""
     original = parameters["original_max_position_embeddings"]
     factor, low, high = parameters["factor"], parameters["low_freq_factor"], parameters["high_freq_factor"]
     if high == low:
@@ -224,7 +215,7 @@ def _llama3(parameters: dict[str, Any], theta: float, dim: int) -> dict[str, Any
 
 
 def _yarn(parameters: dict[str, Any], theta: float, dim: int) -> dict[str, Any]:
-    """Pairs that turn often are kept, those that turn seldom divided by `factor` (YaRN, arXiv 2309.00071)."""
+    """Keep pairs that turn often and divide those that turn seldom by `factor` (YaRN, arXiv 2309.00071)."""
     factor, original = parameters["factor"], parameters["original_max_position_embeddings"]
     fast, slow = parameters.get("beta_fast") or 32.0, parameters.get("beta_slow") or 1.0
 
@@ -250,17 +241,15 @@ def _yarn_scale(factor: float, scale: float) -> float:
 
 def _longrope(parameters: dict[str, Any], theta: float, dim: int) -> dict[str, Any]:
     """Two tables of divisors, found by search (LongRoPE, arXiv 2402.13753)."""
-    tables = []
-    for key in _LONG:
-        table = parameters.get(key)
-        if not isinstance(table, list) or not all(map(_positive, table)):
-            raise ModelError(f"rope scaling 'longrope' needs lists of positive numbers for {', '.join(_LONG)}")
-        tables.append(tuple(map(float, table)))
+    keys = ("short_factor", "long_factor")
+    tables = [parameters.get(key) for key in keys]
+    if not all(isinstance(table, list) and all(map(_positive, table)) for table in tables):
+        raise ModelError(f"rope scaling 'longrope' needs lists of positive numbers for {', '.join(keys)}")
     original, attention = parameters["original_max_position_embeddings"], parameters.get("attention_factor")
     factor = parameters.get("factor") or parameters["max_positions"] / original
     if attention is None:
         attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    short, long = tables
+    short, long = (tuple(map(float, table)) for table in tables if table is not None)
     return {
         "factors": short,
         "long_factors": long,
@@ -270,9 +259,9 @@ def _longrope(parameters: dict[str, Any], theta: float, dim: int) -> dict[str, A
 
 
 _Scaled = Callable[[dict[str, Any], float, int], dict[str, Any]]
-# Numbers that each kind needs, and what it makes of them.
-_KINDS: dict[str, tuple[tuple[str, ...], _Scaled]] = {
-    "default": ((), _default),
+# By kind: the numbers that it needs, and the fields of `Rope` that it makes of them.
+_KINDS: dict[str, tuple[tuple[str, ...], _Scaled | None]] = {
+    "default": ((), None),
     "linear": (("factor",), _linear),
     "llama3": (("factor", "low_freq_factor", "high_freq_factor"), _llama3),
     "yarn": (("factor",), _yarn),

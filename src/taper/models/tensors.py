@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _NUMBER = re.compile(r"\.(\d+)\.")
 
-# ggml's tensor types that can hold weights: name -> (type id, values a block, bytes a block).
+# ggml's tensor types that can hold weights: name -> (type id, values per block, bytes per block).
 WEIGHT_TYPES = {
     "F32": (0, 1, 4),
     "F16": (1, 1, 2),
@@ -50,7 +50,7 @@ WEIGHT_TYPES = {
 
 @dataclass(frozen=True)
 class Tensor:
-    """Weights where they lie: a ggml type name, the shape in numpy's order [out, in], and the raw bytes."""
+    """Weights: the name of a ggml type, the shape in numpy's order [out, in], and the raw bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -68,9 +68,9 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class TensorNames:
-    """A file format's names of tensors: `layer_prefix` + index + "." + a name of `layer`, or a name of `model`.
+    """How a file format names tensors: `layer_prefix` + index + "." + a key of `layer`, or a key of `model`.
 
-    Several tensors in one have our names joined by "+". "*" stands for the number of an expert.
+    Our name of a fused tensor is those of its parts, joined by "+". "*" stands for the number of an expert.
     """
 
     layer_prefix: str
@@ -78,7 +78,7 @@ class TensorNames:
     model: dict[str, str]
 
     def ours(self, name: str) -> str:
-        """Our name of a tensor; the file's own where it is not part of any architecture."""
+        """Our name of a tensor, or the file's own name if the architecture has no such tensor."""
         if name.startswith(self.layer_prefix):
             index, _, rest = name[len(self.layer_prefix) :].partition(".")
             number = _NUMBER.search(rest)
@@ -91,7 +91,7 @@ class TensorNames:
         """Tensors by our names.
 
         Raises:
-            ModelError: two have the same one.
+            ModelError: two tensors get the same name.
         """
         renamed: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
@@ -121,12 +121,34 @@ def row_bytes(dtype: str, columns: int) -> int:
     return columns // block * size
 
 
-def split_fused(config: ModelConfig, tensors: dict[str, Tensor], names: TensorNames) -> dict[str, Tensor]:
-    """Tensors with their parts in place of those that hold several: rows of them, in the order of the name.
+def fit_tensors(config: ModelConfig, tensors: dict[str, Tensor], names: TensorNames) -> dict[str, Tensor]:
+    """The tensors of a config, by our names: fused ones split, experts stacked, all shapes checked.
+
+    Args:
+        config: facts of the model.
+        tensors: tensors of a file by our names.
+        names: the file's own names, for messages.
 
     Raises:
-        ModelError: its rows are not those of its parts together.
+        ModelError: one is missing, has another shape, or is not part of the architecture.
     """
+    tensors, shapes = _stack_experts(config, _split_fused(config, tensors, names)), expected_shapes(config)
+    if config.tie_word_embeddings:
+        tensors.pop("lm_head", None)
+    for name, shape in shapes.items():
+        if name not in tensors:
+            raise ModelError(f"tensor {names.theirs(name)} is missing", "the file is incomplete; download it again")
+        if tensors[name].shape != shape:
+            raise _wrong_shape(names.theirs(name), tensors[name].shape, shape)
+    if unknown := sorted(set(tensors) - set(shapes)):
+        raise ModelError(
+            f"tensor {unknown[0]} is not part of a {config.architecture} model", "this variant is not supported"
+        )
+    return tensors
+
+
+def _split_fused(config: ModelConfig, tensors: dict[str, Tensor], names: TensorNames) -> dict[str, Tensor]:
+    """Replace each fused tensor by its parts, which are rows of it in the order of its name."""
     shapes, split = expected_shapes(config), dict(tensors)
     for fused, tensor in tensors.items():
         prefix, _, parts = fused.rpartition(".")
@@ -136,8 +158,7 @@ def split_fused(config: ModelConfig, tensors: dict[str, Tensor], names: TensorNa
         sizes = [shapes[name][-2] for name in part_names]
         shape = (*shapes[part_names[0]][:-2], sum(sizes), config.hidden_size)
         if tensor.shape != shape:
-            actual = f"{names.theirs(part_names[0])} has shape {list(tensor.shape)}"
-            raise ModelError(f"tensor {actual}; its config asks for {list(shape)}")
+            raise _wrong_shape(names.theirs(part_names[0]), tensor.shape, shape)
         rows = tensor.data.reshape(-1, sum(sizes), row_bytes(tensor.dtype, config.hidden_size))
         first = 0
         del split[fused]
@@ -147,19 +168,15 @@ def split_fused(config: ModelConfig, tensors: dict[str, Tensor], names: TensorNa
     return split
 
 
-def stack_experts(config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors with those of experts that have one each stacked, in their order.
-
-    Raises:
-        ModelError: experts of a layer differ in type or shape.
-    """
+def _stack_experts(config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Stack the tensors of experts, where each expert has its own, in their order."""
     stacked = dict(tensors)
     for layer, spec in enumerate(config.layers):
         for name in (f"layers.{layer}.{part}_experts" for part in ("gate", "up", "down")):
             names = [f"{name}.{number}" for number in range(spec.experts.num_experts if spec.experts else 0)]
-            if not names or not all(each in stacked for each in names):
+            if not names or not all(expert in stacked for expert in names):
                 continue
-            parts = [stacked.pop(each) for each in names]
+            parts = [stacked.pop(expert) for expert in names]
             dtype, shape = parts[0].dtype, parts[0].shape
             if any((part.dtype, part.shape) != (dtype, shape) for part in parts):
                 raise ModelError(f"the experts of layer {layer} differ in type or shape", "the file is damaged")
@@ -167,25 +184,5 @@ def stack_experts(config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, 
     return stacked
 
 
-def check_tensors(config: ModelConfig, tensors: dict[str, Tensor], names: TensorNames) -> None:
-    """Check that exactly the tensors of this config are there, with their shapes.
-
-    Args:
-        config: facts of the model.
-        tensors: tensors by our names.
-        names: the file's own names, for messages.
-
-    Raises:
-        ModelError: one is missing, of another shape, or not part of the architecture.
-    """
-    shapes = expected_shapes(config)
-    for name, shape in shapes.items():
-        if name not in tensors:
-            raise ModelError(f"tensor {names.theirs(name)} is missing", "the file is incomplete; download it again")
-        if tensors[name].shape != shape:
-            actual = list(tensors[name].shape)
-            raise ModelError(f"tensor {names.theirs(name)} has shape {actual}; its config asks for {list(shape)}")
-    if unknown := sorted(set(tensors) - set(shapes)):
-        raise ModelError(
-            f"tensor {unknown[0]} is not part of a {config.architecture} model", "this variant is not supported"
-        )
+def _wrong_shape(name: str, actual: tuple[int, ...], expected: tuple[int, ...]) -> ModelError:
+    return ModelError(f"tensor {name} has shape {list(actual)}; its config asks for {list(expected)}")

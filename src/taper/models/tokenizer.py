@@ -49,7 +49,7 @@ class Tokenizer:
         self.eos_token_ids = eos_token_ids
         self.declared_eos_token_ids = eos_token_ids if declared_eos_token_ids is None else declared_eos_token_ids
         self.chat_template = chat_template
-        self._compiled_template = ChatTemplate(chat_template)
+        self._template = ChatTemplate(chat_template)
         self.template_tokens = template_tokens
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -103,7 +103,7 @@ class Tokenizer:
     @cached_property
     def takes_tools(self) -> bool:
         """Whether the chat template has a place for tools."""
-        return self._compiled_template.uses("tools")
+        return "tools" in self._template.variables
 
     @cached_property
     def special_tokens(self) -> dict[int, str]:
@@ -163,11 +163,11 @@ class Tokenizer:
         given: dict[str, Any] = {"tools": list(tools) or None, "documents": None, "add_generation_prompt": True}
         given |= {"messages": list(messages), **self.template_tokens}
         if think is not None:
-            switches = {name: think for name in _THINKING if self._compiled_template.uses(name)}
+            switches = {name: think for name in _THINKING if name in self._template.variables}
             if not switches:
                 raise RequestError("this model's chat template has no switch for thinking", "leave it as it is")
             given |= switches
-        return self._compiled_template.render(given)
+        return self._template.render(given)
 
 
 class TextStream:

@@ -1,7 +1,7 @@
-"""Tokenizers from files. The reference is each model's own `tokenizer.json`.
+"""Tokenizers from files.
 
-A GGUF file carries vocabulary and merges but only names its pre-tokenizer; the pipelines that it may name are rebuilt
-here with the `tokenizers` library, which also reads `tokenizer.json` itself.
+The `tokenizers` library reads `tokenizer.json` itself. A GGUF file holds a vocabulary and merges, and only the name of
+its pre-tokenizer; the pipelines of those names are rebuilt here to equal each model's own `tokenizer.json`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,23 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as FastTokenizer
 
 from ..errors import ModelError, RequestError
-from .files import read_json, read_text
+from .files import Settings, read_json, read_text
 from .tokenizer import Tokenizer, loading_tokenizer
 
-MAX_TOKENIZER_BYTES = 64 << 20  # of tokenizer.json; the largest real ones have half of that
-# Of a SentencePiece vocabulary: characters of a piece and of all pieces, and the merges that make pieces of two others.
-# Each piece is cut in all ways. Vocabularies of 256,000 pieces have 64 or so, 2 million and 600,000.
+MAX_TOKENIZER_BYTES = 64 << 20  # of tokenizer.json; twice the largest real one
+# Limits of a SentencePiece vocabulary: characters of a piece and of all pieces, and merges of two pieces into another.
+# Vocabularies of 256,000 pieces have about 64, 2 million and 600,000.
 MAX_PIECE, MAX_PIECES, MAX_MERGES = 256, 1 << 22, 1 << 20
+
+MAX_GROWTH = 1000  # tokens or characters that a pipeline may make of one character; real ones make one to three
+# Text that the check encodes and decodes.
+_TEXTS = (
+    *("", " ", "  two  spaces ", "\n", "\t\r\n\x0b", "\x00\x07\x1b[0m\x7f\x85", "The quick brown fox, didn't it?"),
+    *("1", "0123456789 3.14 1,000", "naïve Ångström e\u0301 ÉCOLE", "Привет, мир! 日本語 العربية हिन्दी ไทย 한국어"),
+    *("😀 👩\u200d👩\u200d👧 🇩🇪 ❤\ufe0f", "\ufffd\ufeff\u202e\u200b\U0010ffff", "<s></s><unk>[UNK]<|im_end|>▁"),
+    *("a" * 300, "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"),
+)
+_SAMPLE = 1000  # token ids to decode
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPLIT_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -35,7 +45,7 @@ _CASED_TAIL = _SPLIT_TAIL.replace(r"[\r\n]*", r"[\r\n/]*")
 _GPT4O_SPLIT = _CASED.replace("%s", f"{_CONTRACTIONS}?") + r"|\p{N}{1,3}" + _CASED_TAIL
 _TEKKEN_SPLIT = _CASED.replace("%s", "") + r"|\p{N}" + _CASED_TAIL
 
-# By GGUF's names of pre-tokenizers: what a text is split into before pieces are merged.
+# By GGUF's names of pre-tokenizers: the pattern that splits a text into words before merging.
 _SPLITS = {
     "llama-bpe": _LLAMA3_SPLIT,
     "falcon3": _LLAMA3_SPLIT,
@@ -47,13 +57,13 @@ _SPLITS = {
     "tekken": _TEKKEN_SPLIT,  # Mistral Nemo and Small
 }
 _DIGITS_APART = ("smollm", "refact")  # then GPT-2's splits; refact: Granite
-_COMPOSED = ("qwen2", "deepseek-r1-qwen")  # characters in their normal form C
-# A word that is in the vocabulary is one token, whatever the merges say.
+_COMPOSED = ("qwen2", "deepseek-r1-qwen")  # normalise to NFC
+# A word of the vocabulary is one token, whatever the merges say.
 _WHOLE_WORDS = ("llama-bpe", "falcon3", "smaug-bpe", "tekken")
-_BOS_LEADS = ("llama-bpe", "tekken")  # where the file does not say whether it does
+_BOS_LEADS = ("llama-bpe", "tekken")  # BOS leads, unless the file says otherwise
 # Token types of GGUF's tokenizer.ggml.token_type.
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
-# Ends of a turn that some files do not list among their stop ids.
+# Tokens that end a turn, which some files do not list among their stop ids.
 _END_OF_TURN = (
     *("<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end_of_text|>"),
     *("<|end|>", "<end_of_turn>"),  # Phi, Gemma
@@ -111,59 +121,51 @@ def tokenizer_from_gguf(file_name: str, metadata: dict[str, Any], vocab_size: in
         ModelError: metadata is missing or damaged, or names a tokenizer that is not supported or does not work.
     """
     with loading_tokenizer(file_name):
-        tokenizer = _rebuild(file_name, metadata, vocab_size)
+        tokenizer = _rebuild(Settings(metadata, file_name), vocab_size)
         check_tokenizer(tokenizer, file_name, vocab_size)
     return tokenizer
 
 
-def _rebuild(file_name: str, metadata: dict[str, Any], vocab_size: int) -> Tokenizer:
-    def get(key: str, kind: type, default: Any = None) -> Any:
-        value = metadata.get(f"tokenizer.{key}", default)
-        if value is None:
-            raise ModelError(f"{file_name} lacks the metadata key tokenizer.{key}")
-        if type(value) is not kind:
-            raise ModelError(f"{file_name}: metadata tokenizer.{key} must be of type {kind.__name__}")
-        return value
-
-    model, pieces = get("ggml.model", str), get("ggml.tokens", list)
-    types = get("ggml.token_type", list, [1] * len(pieces))
+def _rebuild(settings: Settings, vocab_size: int) -> Tokenizer:
+    get, source = settings.get, settings.source
+    pieces = get("tokenizer.ggml.tokens", list)
+    types = get("tokenizer.ggml.token_type", list, [1] * len(pieces))
     of_type = all(isinstance(piece, str) for piece in pieces) and all(isinstance(kind, int) for kind in types)
     if not pieces or len(types) != len(pieces) or not of_type:
-        raise ModelError(f"{file_name}: tokenizer tokens and token types do not match")
+        raise ModelError(f"{source}: tokenizer tokens and token types do not match")
     if len(set(pieces)) != len(pieces):
-        raise ModelError(f"{file_name}: two tokens of the vocabulary are the same")
+        raise ModelError(f"{source}: two tokens of the vocabulary are the same")
     if len(pieces) > vocab_size:
-        raise ModelError(f"{file_name}: {len(pieces)} tokens, but embeddings for {vocab_size}")
+        raise ModelError(f"{source}: {len(pieces)} tokens, but embeddings for {vocab_size}")
     vocab = {piece: index for index, piece in enumerate(pieces)}
-    bos = _special_id(file_name, metadata, "bos_token_id", len(pieces))
-    eos = _special_id(file_name, metadata, "eos_token_id", len(pieces))
+    model = get("tokenizer.ggml.model", str)
     if model == "gpt2":
-        fast = _byte_level_bpe(file_name, get("ggml.pre", str, "default"), vocab, get("ggml.merges", list))
-        add_bos = get("ggml.add_bos_token", bool, metadata.get("tokenizer.ggml.pre") in _BOS_LEADS)
+        pre = get("tokenizer.ggml.pre", str, "default")
+        fast = _byte_level_bpe(settings, pre, vocab)
+        leads = pre in _BOS_LEADS
     elif model == "llama":
-        scores = get("ggml.scores", list)
-        prefix_space = get("ggml.add_space_prefix", bool, True)
-        fast = _sentencepiece_bpe(file_name, vocab, types, scores, prefix_space)
-        add_bos = get("ggml.add_bos_token", bool, True)
+        fast = _sentencepiece_bpe(settings, vocab, types)
+        leads = True
     else:
         raise ModelError(f"tokenizer model {model!r} is not supported", "supported: gpt2, llama")
     for kind, special in ((_CONTROL, True), (_UNKNOWN, True), (_USER_DEFINED, False)):
         of_kind = [piece for piece, token_type in zip(pieces, types, strict=True) if token_type == kind and piece]
         fast.add_tokens([AddedToken(piece, special=special, normalized=False) for piece in of_kind])
-    if add_bos and bos is not None:
+    bos, eos, eot = (_special_id(settings, f"{name}_token_id", len(pieces)) for name in ("bos", "eos", "eot"))
+    if get("tokenizer.ggml.add_bos_token", bool, leads) and bos is not None:
         from tokenizers.processors import TemplateProcessing
 
         token = pieces[bos]
-        fast.post_processor = TemplateProcessing(
-            single=f"{_template_piece(token)} $A", pair=None, special_tokens=[(token, bos)]
-        )
-    stops = (eos, _special_id(file_name, metadata, "eot_token_id", len(pieces)))
+        if any(character in token for character in " $:"):  # which TemplateProcessing would read as its own
+            raise ModelError(f"BOS token {token!r} cannot be put before a prompt")
+        fast.post_processor = TemplateProcessing(single=f"{token} $A", pair=None, special_tokens=[(token, bos)])
     tokens = {name: pieces[i] for name, i in (("bos_token", bos), ("eos_token", eos)) if i is not None}
-    declared = frozenset(i for i in stops if i is not None)
-    return Tokenizer(fast, declared | _end_of_turn_ids(fast), get("chat_template", str, ""), tokens, declared)
+    declared = frozenset(i for i in (eos, eot) if i is not None)
+    template = get("tokenizer.chat_template", str, "")
+    return Tokenizer(fast, declared | _end_of_turn_ids(fast), template, tokens, declared)
 
 
-def _byte_level_bpe(file_name: str, pre: str, vocab: dict[str, int], merges: list[Any]) -> FastTokenizer:
+def _byte_level_bpe(settings: Settings, pre: str, vocab: dict[str, int]) -> FastTokenizer:
     gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     pipelines: dict[str, list[Any]] = {"gpt-2": [gpt2], "olmo": [gpt2]}
@@ -174,10 +176,10 @@ def _byte_level_bpe(file_name: str, pre: str, vocab: dict[str, int], merges: lis
     if pre not in pipelines:
         raise ModelError(f"pre-tokenizer {pre!r} is not supported", f"supported: {', '.join(pipelines)}")
     pairs: list[tuple[str, str]] = []
-    for merge in merges:
+    for merge in settings.get("tokenizer.ggml.merges", list):
         left, space, right = merge.partition(" ") if isinstance(merge, str) else ("", "", "")
         if not space or " " in right:
-            raise ModelError(f"{file_name}: tokenizer merge {merge!r} is not a pair of tokens")
+            raise ModelError(f"{settings.source}: tokenizer merge {merge!r} is not a pair of tokens")
         pairs.append((left, right))
     fast = FastTokenizer(models.BPE(vocab, pairs, ignore_merges=pre in _WHOLE_WORDS))
     if pre in _COMPOSED:
@@ -187,19 +189,19 @@ def _byte_level_bpe(file_name: str, pre: str, vocab: dict[str, int], merges: lis
     return fast
 
 
-def _sentencepiece_bpe(
-    file_name: str, vocab: dict[str, int], types: list[Any], scores: list[Any], prefix_space: bool
-) -> FastTokenizer:
+def _sentencepiece_bpe(settings: Settings, vocab: dict[str, int], types: list[Any]) -> FastTokenizer:
+    scores, source = settings.get("tokenizer.ggml.scores", list), settings.source
+    prefix_space = settings.get("tokenizer.ggml.add_space_prefix", bool, True)
     if len(scores) != len(vocab) or not all(isinstance(score, float) for score in scores):
-        raise ModelError(f"{file_name}: tokenizer scores do not match its tokens")
+        raise ModelError(f"{source}: tokenizer scores do not match its tokens")
     by_id = list(vocab)
     unknown = next((by_id[index] for index, token_type in enumerate(types) if token_type == _UNKNOWN), None)
-    # Only pieces found by merging take part; a merge is as good as the score of what it makes.
+    # Only pieces made by merging take part. A merge ranks by the score of the piece that it makes.
     plain = {piece: piece for piece, index in vocab.items() if types[index] == 1}
     if (longest := max(map(len, plain), default=0)) > MAX_PIECE:
-        raise ModelError(f"{file_name}: a token of {longest} characters; at most {MAX_PIECE} are read")
+        raise ModelError(f"{source}: a token of {longest} characters; at most {MAX_PIECE} are read")
     if (total := sum(map(len, plain))) > MAX_PIECES:
-        raise ModelError(f"{file_name}: tokens of {total} characters in all; at most {MAX_PIECES} are read")
+        raise ModelError(f"{source}: tokens of {total} characters in all; at most {MAX_PIECES} are read")
     merges = []
     for piece in plain:
         for cut in range(1, len(piece)):
@@ -207,7 +209,7 @@ def _sentencepiece_bpe(
             if left and right:
                 merges.append((-scores[vocab[piece]], vocab[left], vocab[right], (left, right)))
         if len(merges) > MAX_MERGES:
-            raise ModelError(f"{file_name}: its tokens merge in more than {MAX_MERGES} ways")
+            raise ModelError(f"{source}: its tokens merge in more than {MAX_MERGES} ways")
     merges.sort()
     fast = FastTokenizer(
         models.BPE(
@@ -221,42 +223,23 @@ def _sentencepiece_bpe(
     return fast
 
 
-def _special_id(file_name: str, metadata: dict[str, Any], name: str, size: int) -> int | None:
-    token_id = metadata.get(f"tokenizer.ggml.{name}")
-    if token_id is None:
-        return None
-    if type(token_id) is not int or not 0 <= token_id < size:
-        raise ModelError(f"{file_name}: {name} is {token_id!r}; the vocabulary has {size} tokens")
+def _special_id(settings: Settings, name: str, vocab_size: int) -> int | None:
+    key = f"tokenizer.ggml.{name}"
+    token_id = settings.values.get(key)
+    if token_id is not None and not (type(token_id) is int and 0 <= token_id < vocab_size):
+        raise settings.error(key, f"the vocabulary has {vocab_size} tokens")
     return token_id
-
-
-def _template_piece(token: str) -> str:
-    # TemplateProcessing splits on spaces and reads $ and : itself; real BOS tokens have none of them.
-    if any(character in token for character in " $:"):
-        raise ModelError(f"BOS token {token!r} cannot be put before a prompt")
-    return token
 
 
 def _end_of_turn_ids(fast: FastTokenizer) -> set[int]:
     return {token_id for name in _END_OF_TURN if (token_id := fast.token_to_id(name)) is not None}
 
 
-MAX_GROWTH = 1000  # tokens or characters that a pipeline may make of one; real ones make one to three
-
-_TEXTS = (
-    *("", " ", "  two  spaces ", "\n", "\t\r\n\x0b", "\x00\x07\x1b[0m\x7f\x85", "The quick brown fox, didn't it?"),
-    *("1", "0123456789 3.14 1,000", "naïve Ångström e\u0301 ÉCOLE", "Привет, мир! 日本語 العربية हिन्दी ไทย 한국어"),
-    *("😀 👩\u200d👩\u200d👧 🇩🇪 ❤\ufe0f", "\ufffd\ufeff\u202e\u200b\U0010ffff", "<s></s><unk>[UNK]<|im_end|>▁"),
-    *("a" * 300, "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"),
-)
-_SAMPLE = 1000  # token ids decoded
-
-
 def check_tokenizer(tokenizer: Tokenizer, source: object, vocab_size: int) -> None:
-    """Encode and decode varied text once.
+    """Check that a tokenizer encodes and decodes varied text.
 
     Raises:
-        ModelError: it fails, gives a token that the model does not have, or makes far too much of a text.
+        ModelError: it fails, gives a token that the model does not have, or makes a text far too long.
     """
     fast = tokenizer.fast
     highest = max(fast.get_vocab(with_added_tokens=True).values(), default=0)
@@ -278,7 +261,7 @@ def check_tokenizer(tokenizer: Tokenizer, source: object, vocab_size: int) -> No
 
 
 def _growth(part: Any) -> int:
-    """At most how much longer a part of a pipeline, as JSON, makes a text; a few added characters count as one."""
+    """An upper bound of the factor by which a part of a pipeline, given as JSON, lengthens a text."""
     if isinstance(part, list):
         return math.prod(map(_growth, part))
     if not isinstance(part, dict):

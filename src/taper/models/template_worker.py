@@ -1,0 +1,109 @@
+"""The process in which `chat_template.py` runs templates. It imports nothing of Taper, so that it starts quickly.
+
+Each line of standard input is a request, each line of standard output its reply, both as JSON. A template that takes
+too much memory or time ends the process; the reply is missing then.
+"""
+
+from __future__ import annotations
+
+import sys
+
+if __name__ == "__main__":
+    sys.path[:] = sys.argv[2:]  # the parent's, to import the same jinja2
+
+import json
+import os
+import resource
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import datetime
+from functools import lru_cache
+from typing import Any
+
+import jinja2
+from jinja2 import meta, nodes
+from jinja2.ext import Extension
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+_MAX_REASON = 1000  # characters of an error that a template raises
+
+
+def main() -> None:
+    """Serve requests until standard input ends. Arguments: the limit of memory in bytes, the import path."""
+    max_bytes = int(sys.argv[1])
+    with suppress(ValueError, OSError):  # a lower limit holds already, or the system has none
+        resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
+    # The parent may ignore or block the signal of the timer, and this process would inherit that.
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
+    for line in sys.stdin.buffer:
+        limits, source, values = json.loads(line)
+        signal.setitimer(signal.ITIMER_PROF, limits["seconds"])
+        try:
+            reply = json.dumps(_reply(source, values, limits["characters"]))
+        except MemoryError:
+            os._exit(1)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        print(reply, flush=True)
+
+
+def _reply(source: str, values: dict[str, Any] | None, max_characters: int) -> dict[str, Any]:
+    """The rendered text, or without values the names of those that the template reads."""
+    try:
+        if values is None:
+            return {"variables": sorted(meta.find_undeclared_variables(_environment().parse(source)))}
+        text = _compiled(source).render(values)
+    except MemoryError:
+        raise
+    except Exception as error:  # a template may raise anything
+        return {"refused": (str(error) or type(error).__name__)[:_MAX_REASON]}
+    return {"text": text} if len(text) <= max_characters else {"too_long": max_characters}
+
+
+@lru_cache(maxsize=1)
+def _compiled(source: str) -> jinja2.Template:
+    return _environment().from_string(source)
+
+
+@lru_cache(maxsize=1)
+def _environment() -> ImmutableSandboxedEnvironment:
+    """transformers' environment of chat templates."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+    return environment
+
+
+class _Generation(Extension):
+    """{% generation %} marks the text that a model is trained on; here it stands for its content."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Any) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> Callable[..., Any]:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+if __name__ == "__main__":
+    main()
