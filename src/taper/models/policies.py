@@ -1,4 +1,4 @@
-"""The policies that ship with Taper, a folder a model, and finding a policy by name or file."""
+"""Finds policies: those that ship with Taper, in a folder for each model, and files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def fitting_policies(num_hidden_layers: int, identity: ModelIdentity) -> dict[st
 
 
 def find_policy(name: str | Path) -> DepthPolicy:
-    """A policy by MODEL/NAME, by the NAME of one of the default model's, or from a file.
+    """A shipped policy by MODEL/NAME, one of the default model by NAME, or a policy from a file.
 
     Raises:
         PolicyError: there is no such policy, or the file is not a policy.

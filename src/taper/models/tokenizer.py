@@ -1,4 +1,4 @@
-"""Text <-> token ids, chat templates, and text as it streams. Knows no file format."""
+"""Turns text and conversations into token ids, and token ids into text. Knows no file format."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tokenizers import Tokenizer as FastTokenizer
 from ..errors import ModelError, RequestError, TaperError
 from .chat_template import ChatTemplate
 
-Message = dict[str, Any]  # role and content are text; others are what the chat template takes
+Message = dict[str, Any]  # role and content are text; the chat template may take others, as JSON
 
 MAX_NESTING = 32  # of lists and objects in messages and tools
-_THINKING = ("enable_thinking", "thinking")  # what templates call the switch: Qwen's and SmolLM's, and Granite's
-_MARK = "\ufdd0"  # a character that no text has: Unicode keeps it out of interchange
+_THINKING = ("enable_thinking", "thinking")  # the switch in templates of Qwen and SmolLM, and of Granite
+_MARK = "\ufdd0"  # a noncharacter of Unicode, which no text contains
 _BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
 
 
@@ -34,7 +34,7 @@ class Tokenizer:
         eos_token_ids: ids that end a completion.
         chat_template: jinja2 source, "" where the model has none.
         template_tokens: special tokens by the names templates use (`bos_token`, `eos_token`).
-        declared_eos_token_ids: those of `eos_token_ids` that the model's files name as such; default all.
+        declared_eos_token_ids: those of `eos_token_ids` that the model's files declare; default: all.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Tokenizer:
         self.template_tokens = template_tokens
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, with the model's own leading tokens (BOS) where it has them.
+        """Token ids of a text, with the model's leading tokens (BOS) if it has them.
 
         Raises:
             RequestError: the text is not valid Unicode, or the tokenizer fails on it.
@@ -61,7 +61,7 @@ class Tokenizer:
         with library_errors(_cannot_encode):
             try:
                 ids: list[int] = self.fast.encode(text, add_special_tokens=add_special_tokens).ids
-            except TypeError:  # what the library makes of lone surrogates
+            except TypeError:  # the library's error for lone surrogates
                 raise RequestError("the prompt is not valid Unicode text", "give it as UTF-8") from None
         return ids
 
@@ -74,17 +74,16 @@ class Tokenizer:
     ) -> list[int]:
         """Token ids of a conversation, ready for the assistant's turn.
 
-        Only the template makes control tokens: one that a message or a tool spells out is text, unless
-        `parse_special`. `think` is for `render`.
+        Only the template makes control tokens. Unless `parse_special`, one that a message or a tool spells out is text.
 
         Raises:
-            RequestError: what `render` and `encode` raise.
+            RequestError: as `render` and `encode`.
         """
         texts = texts_of([*messages, *tools])
         spelled = any(token in text for token in self.special_tokens.values() for text in texts)
         if parse_special or not (spelled or self._normalises_special):
             return self.encode(self.render(messages, tools, think), add_special_tokens=False)
-        # A mark inside keeps the library from seeing the token; its normaliser takes the mark out again.
+        # A mark inside a token hides it from the library until a normaliser removes the mark.
         breakable = sorted((token for token in self.special_tokens.values() if len(token) > 1), key=len, reverse=True)
 
         def guarded(value: Any) -> Any:
@@ -100,9 +99,9 @@ class Tokenizer:
         rendered = self.render(guarded(list(messages)), guarded(list(tools)), think)
         return self._unmarking.encode(rendered, add_special_tokens=False)
 
-    @cached_property
+    @property
     def takes_tools(self) -> bool:
-        """Whether the chat template has a place for tools."""
+        """Whether the chat template uses tools."""
         return "tools" in self._template.variables
 
     @cached_property
@@ -117,7 +116,7 @@ class Tokenizer:
 
     @cached_property
     def _unmarking(self) -> Tokenizer:
-        """The same pipeline, but for removing marks before anything else is done to the text around control tokens."""
+        """The same pipeline, with a first step that removes marks from the text around control tokens."""
         data = json.loads(self.fast.to_str())
         for token in data["added_tokens"]:
             token["normalized"] = token["normalized"] and not token["special"]
@@ -127,7 +126,7 @@ class Tokenizer:
         return Tokenizer(FastTokenizer.from_str(json.dumps(data)), self.eos_token_ids, "", {})
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids; special tokens are left out. Bytes that are no character become U+FFFD.
+        """Text of token ids without special tokens. Bytes that are no character become U+FFFD.
 
         Raises:
             ModelError: the tokenizer fails on them.
@@ -136,7 +135,7 @@ class Tokenizer:
             text: str = self.fast.decode(list(ids), skip_special_tokens=True)
             if "\ufffd" not in text or not getattr(self.fast.model, "byte_fallback", False) or not self.fast.decoder:
                 return text
-            # One bad byte makes the library spoil its whole run of byte tokens; keep the run's good characters.
+            # For one bad byte, the library replaces its whole run of byte tokens; this keeps the run's good characters.
             pieces = [
                 piece for i in ids if i not in self.special_tokens and (piece := self.fast.id_to_token(i)) is not None
             ]
@@ -150,16 +149,16 @@ class Tokenizer:
     def render(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), think: bool | None = None
     ) -> str:
-        """The prompt of a conversation, ready for the assistant's answer.
+        """The prompt of a conversation, ready for the assistant's turn.
 
-        `think` switches the thoughts of a thinking model on or off; None leaves that to the template.
+        `think` turns the thoughts of a thinking model on or off; None leaves that to the template.
 
         Raises:
-            RequestError: the model has no chat template, or the template refuses these messages or has no such switch.
+            RequestError: there is no chat template, or it rejects these messages or has no switch for thinking.
         """
         if not self.chat_template:
             raise RequestError("this model has no chat template", "give plain text instead of messages")
-        # What is absent is none, as transformers gives it to templates.
+        # Absent values are none, as in transformers.
         given: dict[str, Any] = {"tools": list(tools) or None, "documents": None, "add_generation_prompt": True}
         given |= {"messages": list(messages), **self.template_tokens}
         if think is not None:
@@ -171,20 +170,20 @@ class Tokenizer:
 
 
 class TextStream:
-    """Turns ids into text as they come, never half a character.
+    """Turns ids into text as they arrive, in whole characters.
 
-    Some tokens hold only part of a character; their text waits until the rest has come.
+    The text of a token that holds only part of a character waits for the rest.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        self._anchor = 0  # decoding starts here: one piece of text earlier than what is still held
-        self._done = 0  # tokens whose text was given out
+        self._anchor = 0  # decoding starts here, one piece of text before the text that is held back
+        self._done = 0  # tokens whose text was returned
         self._prefix = ""  # text of the tokens from anchor to done
 
     def push(self, token_id: int) -> str:
-        """The text that became certain with this token; may be empty."""
+        """The text that this token completes; may be empty."""
         self._ids.append(token_id)
         text = self._tokenizer.decode(self._ids[self._anchor :])
         if text.endswith("\ufffd") or len(text) <= len(self._prefix):
@@ -192,7 +191,7 @@ class TextStream:
         return self._emit(text)
 
     def flush(self) -> str:
-        """The text still held at the end of an answer."""
+        """The text that is held back at the end of an output."""
         return self._emit(self._tokenizer.decode(self._ids[self._anchor :]))
 
     def _emit(self, text: str) -> str:
@@ -203,10 +202,10 @@ class TextStream:
 
 
 def texts_of(messages: Sequence[Message]) -> list[str]:
-    """All texts in messages or tools, names of fields among them.
+    """All texts in messages or tools, including the names of fields.
 
     Raises:
-        RequestError: lists and objects are nested too deep.
+        RequestError: lists and objects are nested too deeply.
     """
     texts: list[str] = []
     left: list[tuple[Any, int]] = [(message, 0) for message in messages]
@@ -231,12 +230,12 @@ def _cannot_decode(reason: str) -> ModelError:
     return ModelError(f"the model's tokenizer cannot decode its tokens: {reason}", "its files are damaged")
 
 
-_LOCK = threading.RLock()  # one thread at a time turns standard error aside
+_LOCK = threading.RLock()  # one thread at a time redirects standard error
 
 
 @contextmanager
 def library_errors(error: Callable[[str], TaperError]) -> Iterator[None]:
-    """Turn whatever the library raises here into an error of ours; ours and interrupts pass."""
+    """Turn whatever the library raises into an error of ours; our own errors and interrupts pass."""
     try:
         yield
     except (TaperError, KeyboardInterrupt, SystemExit, GeneratorExit):
@@ -247,22 +246,25 @@ def library_errors(error: Callable[[str], TaperError]) -> Iterator[None]:
 
 @contextmanager
 def loading_tokenizer(source: object) -> Iterator[None]:
-    """Name the file if the library fails on what it describes, and show nothing of a panic."""
-    with library_errors(lambda reason: ModelError(f"{source}: the tokenizer is damaged: {reason}")), _panics_unseen():
+    """Turn the library's failures into an error that names the file, and hide the lines that a panic prints."""
+    with (
+        library_errors(lambda reason: ModelError(f"{source}: the tokenizer is damaged: {reason}")),
+        _no_panic_lines(),
+    ):
         yield
 
 
 @contextmanager
-def _panics_unseen() -> Iterator[None]:
-    """Hold back what this process writes to file descriptor 2, and give it out unless there was a panic.
+def _no_panic_lines() -> Iterator[None]:
+    """Hold back what this process writes to file descriptor 2, and write it afterwards unless there was a panic.
 
-    It holds up other threads' lines too, so it is for loading only.
+    This delays other threads' lines too, so it is for loading only.
     """
     with _LOCK, ExitStack() as stack:
         try:
             held = stack.enter_context(tempfile.TemporaryFile())
             standard_error = os.dup(2)
-        except OSError:  # there is no folder for temporary files, or standard error is closed
+        except OSError:  # no folder for temporary files, or standard error is closed
             yield
             return
         os.dup2(held.fileno(), 2)

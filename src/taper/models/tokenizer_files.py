@@ -23,8 +23,8 @@ MAX_TOKENIZER_BYTES = 64 << 20  # of tokenizer.json; twice the largest real one
 # Limits of a SentencePiece vocabulary: characters of a piece and of all pieces, and merges of two pieces into another.
 # Vocabularies of 256,000 pieces have about 64, 2 million and 600,000.
 MAX_PIECE, MAX_PIECES, MAX_MERGES = 256, 1 << 22, 1 << 20
-
 MAX_GROWTH = 1000  # tokens or characters that a pipeline may make of one character; real ones make one to three
+
 # Text that the check encodes and decodes.
 _TEXTS = (
     *("", " ", "  two  spaces ", "\n", "\t\r\n\x0b", "\x00\x07\x1b[0m\x7f\x85", "The quick brown fox, didn't it?"),
