@@ -30,7 +30,7 @@ CONVERSATIONS = {
     "large": [{"role": "user", "content": "word and " * 100_000}],
 }
 
-# What the templates of today's models do, each in words of its own.
+# Idioms of today's models' templates, rewritten.
 IDIOMS = {
     "last query": """
 {%- set ns = namespace(found=false, last=messages|length - 1) %}

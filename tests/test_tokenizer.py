@@ -1,4 +1,4 @@
-"""Tokenizers rebuilt from GGUF equal reference implementations, and text streams in whole characters."""
+"""Tokenizers rebuilt from GGUF equal reference implementations; text streams in whole characters."""
 
 from __future__ import annotations
 
@@ -52,18 +52,8 @@ UNMERGEABLE = ["unmergeable", " unmergeable", "人工知能"]  # in the vocabula
 
 def random_strings(count: int) -> list[str]:
     rng = random.Random(0)
-    atoms = [
-        *" \n\t'.’_<|>(7½٣ß日한▁\ufffd\u0301\u200d\ufe0f🏽👩",
-        "  ",
-        "\r\n",
-        "'S",
-        "'ll",
-        "e\u0301",
-        "42",
-        "2024",
-        " The",
-    ]
-    atoms += ["word", "мир", "ไทย", "aaaa", *SPECIAL, *USER_DEFINED]
+    atoms = [*" \n\t'.’_<|>(7½٣ß日한▁\ufffd\u0301\u200d\ufe0f🏽👩", "  ", "\r\n", "'S", "'ll", "e\u0301", "42", "2024"]
+    atoms += [" The", "word", "мир", "ไทย", "aaaa", *SPECIAL, *USER_DEFINED]
     return ["".join(rng.choices(atoms + HARD[3:100], k=rng.randint(1, 20))) for _ in range(count)]
 
 
@@ -105,7 +95,7 @@ def normalized(pre: str, text: str) -> str:
     return unicodedata.normalize("NFC", text) if pre in COMPOSED else text
 
 
-class ReferenceTokenizer:
+class ReferenceBPE:
     """Byte-level BPE as first written down: join the best pair until there is none."""
 
     def __init__(self, pre: str, tokens: list[str], merges: list[str]) -> None:
@@ -194,11 +184,8 @@ def differing(ours, theirs, strings=STRINGS) -> list:
 
 
 @pytest.mark.parametrize("pre", PATTERNS)
-def test_byte_level_ids_equal_the_reference_implementation_and_survive_the_round_trip(byte_level, pre):
-    tokenizer, reference = (
-        rebuilt(byte_level, pre=pre),
-        ReferenceTokenizer(pre, byte_level["tokens"], byte_level["merges"]),
-    )
+def test_byte_level_ids_equal_the_reference_and_survive_the_round_trip(byte_level, pre):
+    tokenizer, reference = rebuilt(byte_level, pre=pre), ReferenceBPE(pre, byte_level["tokens"], byte_level["merges"])
     assert not differing(lambda text: tokenizer.encode(text, add_special_tokens=False), reference.encode)
     plain = [text for text in STRINGS if not any(added in text for added in SPECIAL + USER_DEFINED)]
     assert not differing(
@@ -216,10 +203,7 @@ def test_qwen2_ids_equal_transformers_own_class(byte_level):
 
 def test_each_pre_tokenizer_has_its_own_numbers_whole_words_and_normal_form(byte_level):
     encode = {pre: rebuilt(byte_level, pre=pre).encode for pre in PATTERNS}
-    assert {pre for pre in PATTERNS if len(encode[pre]("123")) == 3} == {
-        *("smollm", "refact", "tekken"),
-        *COMPOSED,
-    }
+    assert {pre for pre in PATTERNS if len(encode[pre]("123")) == 3} == {"smollm", "refact", "tekken", *COMPOSED}
     assert {pre for pre in PATTERNS if len(encode[pre](" unmergeable")) == 1} == set(WHOLE_WORDS)
     assert {pre for pre in PATTERNS if encode[pre]("e\u0301") == encode[pre]("\u00e9")} == set(COMPOSED)
 
@@ -291,7 +275,7 @@ def test_streamed_text_equals_decoded_text_for_random_ids(vocabulary):
         assert_streams(tokenizer, [rng.randrange(end) for _ in range(rng.randint(1, 30))])
 
 
-def test_an_answer_cut_inside_a_character_keeps_the_characters_before(vocabulary):
+def test_an_output_cut_inside_a_character_keeps_the_characters_before(vocabulary):
     tokenizer = rebuilt(vocabulary)
     ids = tokenizer.encode("\U0001f9ff\U0001faa8", add_special_tokens=False)[:-1]
     assert_streams(tokenizer, ids)

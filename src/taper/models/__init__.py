@@ -3,8 +3,8 @@
 The way in: `find_model` turns a name into a path on this machine, `pull` fetches the files, and `load_model` reads them
 into a `LoadedModel`: a `ModelConfig` of plain facts (`config.py`), named tensors (`tensors.py`) and a `Tokenizer`.
 
-To add an architecture, add an entry to `MODEL_TYPES` in `families.py`. `folder.py` and `gguf.py` read files and pass
-their settings through `read_config.py`.
+To add an architecture, add an entry to `MODEL_TYPES` in `families.py`. `folder.py` and `gguf.py` read its files, and
+`read_config.py` turns their settings into the config.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ MAX_SECONDS = 5.0  # of processor time
 
 
 class ChatTemplate:
-    """A template. Threads take turns to render."""
+    """A template, given as its source."""
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -69,7 +69,7 @@ class ChatTemplate:
 
 
 class _Worker:
-    """The process: started for the first template, and again after one that it did not survive.
+    """The process: started for the first template, and again after a template ended it.
 
     All templates of this process share it. Threads take turns; a forked process starts its own.
     """
@@ -102,7 +102,7 @@ class _Worker:
                     _end(*running)
         if process.returncode == -signal.SIGPROF:
             raise _too_much(f"takes more than {MAX_SECONDS:g} seconds")
-        raise _too_much(f"needs more than {MAX_MEGABYTES} MB")
+        raise _too_much(f"needs more than {MAX_MEGABYTES} MB, or ended its process (exit code {process.returncode})")
 
     def stop(self) -> None:
         """End the process."""

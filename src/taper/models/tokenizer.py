@@ -249,13 +249,13 @@ def loading_tokenizer(source: object) -> Iterator[None]:
     """Turn the library's failures into an error that names the file, and hide the lines that a panic prints."""
     with (
         library_errors(lambda reason: ModelError(f"{source}: the tokenizer is damaged: {reason}")),
-        _without_panic_lines(),
+        _no_panic_lines(),
     ):
         yield
 
 
 @contextmanager
-def _without_panic_lines() -> Iterator[None]:
+def _no_panic_lines() -> Iterator[None]:
     """Hold back what this process writes to file descriptor 2, and write it afterwards unless there was a panic.
 
     This delays other threads' lines too, so it is for loading only.
