@@ -77,7 +77,7 @@ def main() -> None:
             attention_mask=torch.ones_like(prompt),
             max_new_tokens=COMPLETION,
             do_sample=False,
-            custom_generate=taper.hf.decode(policy),
+            custom_generate=taper.hf.custom_generate(policy),
         )
         params = SamplingParams(max_tokens=COMPLETION, ignore_eos=True)
         output = llm.generate(PROMPT, params, policy=policy)

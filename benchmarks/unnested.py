@@ -156,7 +156,7 @@ def forward(
 def free_answers(
     model: PreTrainedModel, study: Study, prompts: Sequence[tuple[int, ...]], policies: Mapping[str, DepthPolicy]
 ) -> dict[str, Any]:
-    """Greedy answers of the slow twin under each policy, judged by full depth beside full depth's own."""
+    """Greedy outputs of the reference implementation under each policy, judged by full depth, and full depth's own."""
     full = DepthPolicy.full(study.num_hidden_layers)
     written = {"full": full, **policies}
     answers = {name: [_answer(model, study, prompt, one) for prompt in prompts] for name, one in written.items()}
@@ -175,7 +175,7 @@ def _answer(model: PreTrainedModel, study: Study, prompt: tuple[int, ...], polic
         do_sample=False,
         eos_token_id=sorted(study.llm.tokenizer.eos_token_ids) or None,
         pad_token_id=0,
-        custom_generate=taper.hf.decode(policy),
+        custom_generate=taper.hf.custom_generate(policy),
     )
     return Reference(prompt, tuple(written[0, len(prompt) :].tolist()))
 

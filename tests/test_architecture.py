@@ -61,7 +61,7 @@ HEAVY = {
     "datasets": {"evals/data.py"},
     "vllm": {
         "bench/peers.py",
-        *(f"vllm_plugin/{name}.py" for name in ("__init__", "config", "models", "runner", "runner_v1", "runner_v2")),
+        *(f"vllm_plugin/{name}.py" for name in ("__init__", "config", "models", "runner")),
     },
 }
 

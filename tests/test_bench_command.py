@@ -60,7 +60,7 @@ def test_every_phase_runs_as_on_a_gpu(tmp_path):
     path = tmp_path / "new" / "bench.json"
     result = run.run(Options(**LIKE_A_GPU, json=path), quiet, torch_device="cpu")
     assert json.loads(path.read_text()) == result
-    names = ["graphs equal eager steps", "graphs equal the slow twin", "bandwidth", "depth", "prompts"]
+    names = ["graphs equal eager steps", "graphs equal the reference implementation", "bandwidth", "depth", "prompts"]
     assert list(result["phases"]) == [*names, "outputs of 3", "peers at 3", "outputs of 6", "peers at 6"]
     assert (result["dropped"], result["failed"]) == ([], {})
     assert result["conditions"]["weights"] == "random"
@@ -145,7 +145,8 @@ def test_only_torch_and_numpy_are_needed():
         "options = parse('--device=cuda --shape=tiny --lengths=2 --prompts=2 --rounds=1'.split())\n"
         "result = run(options, print, torch_device='cpu')\n"
         "assert result['failed'] == {} and result['dropped'] == [], result\n"
-        "assert 'slow twin needs' in result['phases']['graphs equal the slow twin']['left_out']\n"
+        "left_out = result['phases']['graphs equal the reference implementation']['left_out']\n"
+        "assert 'reference implementation needs' in left_out\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -166,7 +167,7 @@ def test_graphs_that_compute_something_else_are_found(monkeypatch, capsys):
 
     monkeypatch.setattr(torch_device, "TorchBackend", Wrong)
     assert set(torch_device.check_graphs("cpu").values()) == {False}
-    assert set(torch_device.check_twin("cpu").values()) == {False}
+    assert set(torch_device.check_reference("cpu").values()) == {False}
     options = Options(**LIKE_A_GPU | {"lengths": (2,), "prompts": (2,)}, no_peers=True)
     result = run.run(options, quiet, torch_device="cpu")
     monkeypatch.setattr(run, "run", lambda *_: result)

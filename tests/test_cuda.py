@@ -1,4 +1,4 @@
-"""What only a GPU can show: captured graphs equal eager steps. The CPU twins of all else are in test_parity."""
+"""What only a GPU can show: captured graphs equal eager steps. The CPU counterparts of all else are in test_parity."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from test_replay import expected, references
-from tiny import CONTEXT, FAMILIES, complete, make_tiny, policies, random_prompt, twin
+from tiny import CONTEXT, FAMILIES, complete, make_tiny, policies, random_prompt, reference_ids
 
 from taper.backends.torch import TorchBackend
 from taper.calibration.replay import TOP, Replay
@@ -21,21 +21,21 @@ def make(loaded, num_slots=1, dtype="f32"):
     )
 
 
-def test_captured_steps_equal_the_slow_twin(tiny):
+def test_captured_steps_equal_the_reference_implementation(tiny):
     loaded, prompt = tiny.load(), random_prompt(40)
     for name, policy in policies(loaded.config.num_hidden_layers).items():
         backend = make(loaded)
-        assert complete(Engine(backend), [prompt], [policy])[0] == twin(tiny, prompt, policy), name
+        assert complete(Engine(backend), [prompt], [policy])[0] == reference_ids(tiny, prompt, policy), name
         assert len(backend._graphs) == len({policy.depth(step) for step in range(1, 40)})
 
 
 @pytest.mark.parametrize("family", ["gemma3", "smollm3", "qwen3moe, not normalised", "granitemoe"])
-def test_captured_steps_of_windows_and_experts_equal_the_slow_twin(tmp_path, family):
+def test_captured_steps_of_windows_and_experts_equal_the_reference_implementation(tmp_path, family):
     architecture, options = FAMILIES[family]
     tiny, prompt = make_tiny(tmp_path, architecture, **options), random_prompt(42)
     loaded = tiny.load()
     for name, policy in policies(loaded.config.num_hidden_layers).items():
-        assert complete(Engine(make(loaded)), [prompt], [policy])[0] == twin(tiny, prompt, policy), name
+        assert complete(Engine(make(loaded)), [prompt], [policy])[0] == reference_ids(tiny, prompt, policy), name
 
 
 def test_batches_of_captured_and_eager_steps_equal_each_alone(tiny_llama):

@@ -50,7 +50,7 @@ def test_64_tokens_equal_transformers_at_full_depth_and_tapered(exact, prompt, t
     assert logits[0, len(prompt) - 1 : -1].argmax(-1).tolist() == full
     ids = torch.tensor([prompt])
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 64, "do_sample": False}
-    out = transformers_model.generate(ids, custom_generate=taper.hf.decode(POLICIES[1]), **options)
+    out = transformers_model.generate(ids, custom_generate=taper.hf.custom_generate(POLICIES[1]), **options)
     assert out[0, len(prompt) :].tolist() == tapered
 
 

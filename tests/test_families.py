@@ -20,7 +20,7 @@ from tiny import (
     one_slot,
     policies,
     random_prompt,
-    twin,
+    reference_ids,
     write_gguf,
 )
 
@@ -49,7 +49,7 @@ def family(request, tmp_path_factory) -> SimpleNamespace:
     @cache
     def expected(name: str) -> list[list[int]]:
         ids = torch.tensor(PROMPTS)
-        custom = {} if name == "full" else {"custom_generate": taper.hf.decode(chosen[name])}
+        custom = {} if name == "full" else {"custom_generate": taper.hf.custom_generate(chosen[name])}
         mask = torch.ones_like(ids)
         out = tiny.hf.generate(ids, attention_mask=mask, max_new_tokens=TOKENS, do_sample=False, **custom)
         return out[:, ids.shape[1] :].tolist()
@@ -108,8 +108,8 @@ def test_longrope_takes_its_other_factors_in_a_longer_context(tmp_path, kind):
     tiny, prompt = make_tiny(tmp_path, architecture, **options), random_prompt(15, 100)
     full, policy = DepthPolicy.full(5), policies(5)["d3 late"]
     long, short = (Engine(make_backend(kind, tiny.load(), context_length=length)) for length in (200, 90))
-    assert complete(long, [prompt], [full]) == [twin(tiny, prompt, None)]
-    assert complete(long, [prompt], [policy]) == [twin(tiny, prompt, policy)]
+    assert complete(long, [prompt], [full]) == [reference_ids(tiny, prompt, None)]
+    assert complete(long, [prompt], [policy]) == [reference_ids(tiny, prompt, policy)]
     assert complete(long, [prompt[:30]], [full]) != complete(short, [prompt[:30]], [full])
 
 

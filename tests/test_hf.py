@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import make_tiny, policies, random_prompt, twin
+from tiny import make_tiny, policies, random_prompt, reference_ids
 from transformers import (
     DynamicCache,
     LogitsProcessor,
@@ -22,15 +22,15 @@ POLICY = policies(6)["d3"]
 
 def generate(model, prompts, policy=POLICY, tokens=20, **options):
     ids = torch.tensor(prompts)
-    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": tokens} | options
-    return model.generate(ids, custom_generate=taper.hf.decode(policy), **options)
+    greedy = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": tokens}
+    return model.generate(ids, **{"custom_generate": taper.hf.custom_generate(policy)} | greedy | options)
 
 
 def naive(model, prompt: list[int], policy: DepthPolicy, tokens: int) -> list[int]:
     """The root of trust: the policy once more without any cache, each layer on the tokens that run it.
 
-    Everything else is compared with the slow twin, and the slow twin with this. A token that sits a layer out passes on
-    its hidden state; later tokens never run that layer, by nesting.
+    Everything else is compared with the reference implementation, and that with this. A token that skips a layer passes
+    on its hidden state; later tokens never run that layer, by nesting.
     """
     inner, ids = model.model, list(prompt)
     for _ in range(tokens):
@@ -54,7 +54,7 @@ def naive(model, prompt: list[int], policy: DepthPolicy, tokens: int) -> list[in
 def test_equals_a_loop_without_any_cache(tmp_path, window):
     tiny, prompt = make_tiny(tmp_path, "mistral", layers=6, sliding_window=window), random_prompt(20)
     for policy in policies(6).values():
-        assert twin(tiny, prompt, policy, 24) == naive(tiny.hf, prompt, policy, 24)
+        assert reference_ids(tiny, prompt, policy, 24) == naive(tiny.hf, prompt, policy, 24)
 
 
 def test_a_cache_that_has_dropped_tokens_is_refused(tmp_path):
@@ -161,6 +161,13 @@ def test_attention_of_another_kind_is_refused(tmp_path):
     model.config.layer_types = ["full_attention"] * 5 + ["linear_attention"]
     with pytest.raises(RequestError, match="hybrid"):
         generate(model, [random_prompt(30)])
+
+
+def test_the_old_name_works_with_a_warning(tiny_llama):
+    with pytest.warns(DeprecationWarning, match=r"taper\.hf\.custom_generate"):
+        old = taper.hf.decode(POLICY)
+    prompts = [random_prompt(30)]
+    assert torch.equal(generate(tiny_llama.hf, prompts, custom_generate=old), generate(tiny_llama.hf, prompts))
 
 
 def test_policies_that_do_not_fit_are_refused(tiny_llama):

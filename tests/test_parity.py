@@ -15,7 +15,7 @@ from tiny import (
     one_slot,
     policies,
     random_prompt,
-    twin,
+    reference_ids,
     write_gguf,
 )
 
@@ -32,28 +32,28 @@ def test_full_depth_equals_transformers_greedy(tiny, kind):
     full = DepthPolicy.full(backend.config.num_hidden_layers)
     for seed in (1, 2):
         prompt = random_prompt(seed)
-        assert complete(Engine(backend), [prompt], [full])[0] == twin(tiny, prompt, None)
+        assert complete(Engine(backend), [prompt], [full])[0] == reference_ids(tiny, prompt, None)
 
 
 @BACKENDS
-def test_policies_equal_the_slow_twin(tiny, kind):
+def test_policies_equal_the_reference_implementation(tiny, kind):
     loaded = tiny.load()
     prompt = random_prompt(3)
-    full = twin(tiny, prompt, None)
+    full = reference_ids(tiny, prompt, None)
     for name, policy in policies(loaded.config.num_hidden_layers).items():
         tapered = complete(Engine(make_backend(kind, loaded)), [prompt], [policy])[0]
-        assert tapered == twin(tiny, prompt, policy), name
+        assert tapered == reference_ids(tiny, prompt, policy), name
         assert tapered != full, f"{name} changes nothing, so this proves nothing"
 
 
 @BACKENDS
 @pytest.mark.parametrize("length", [249, 256, 505])
-def test_decoding_across_buckets_of_cells_equals_the_slow_twin(tiny_llama, kind, length):
+def test_decoding_across_buckets_of_cells_equals_the_reference_implementation(tiny_llama, kind, length):
     """Attention reads 256 cells, then 512, then 768: the first token past each edge is where a slip would show."""
     prompt, chosen = random_prompt(14, length), policies(6)
     for policy in (DepthPolicy.full(6), chosen["d3"], chosen["d3 late"]):
         engine = Engine(make_backend(kind, tiny_llama.load(), context_length=800))
-        assert complete(engine, [prompt], [policy], 20)[0] == twin(tiny_llama, prompt, policy, 20)
+        assert complete(engine, [prompt], [policy], 20)[0] == reference_ids(tiny_llama, prompt, policy, 20)
 
 
 @BACKENDS
@@ -206,7 +206,7 @@ def test_gguf_equals_the_folder_it_came_from(tiny, tmp_path):
     prompt, policy = random_prompt(12, 90), policies(5)["middle first"]
     for kind in ("ggml", "torch"):
         from_gguf = complete(Engine(make_backend(kind, load_model(tmp_path / "tiny.gguf"))), [prompt], [policy])
-        assert from_gguf[0] == twin(tiny, prompt, policy)
+        assert from_gguf[0] == reference_ids(tiny, prompt, policy)
 
 
 def test_graphs_are_prepared_once_and_bounded(tiny_llama, monkeypatch):
@@ -215,7 +215,7 @@ def test_graphs_are_prepared_once_and_bounded(tiny_llama, monkeypatch):
     policy = policies(6)["d3"]
     for seed in range(8):
         prompt = random_prompt(seed, 5 + seed)
-        assert complete(Engine(backend), [prompt], [policy])[0] == twin(tiny_llama, prompt, policy)
+        assert complete(Engine(backend), [prompt], [policy])[0] == reference_ids(tiny_llama, prompt, policy)
         assert len(backend._graphs) <= 4
 
 
@@ -224,6 +224,6 @@ def test_linear_rope_scaling_equals_transformers(tmp_path):
     tiny = make_tiny(tmp_path, rope_parameters=scaling)
     prompt = random_prompt(13, 80)
     for kind in ("ggml", "torch"):
-        assert complete(Engine(make_backend(kind, tiny.load())), [prompt], [DepthPolicy.full(5)])[0] == twin(
+        assert complete(Engine(make_backend(kind, tiny.load())), [prompt], [DepthPolicy.full(5)])[0] == reference_ids(
             tiny, prompt, None
         )

@@ -25,7 +25,7 @@ import torch
 import unnested
 import word_problems
 from eval_data import write_data
-from tiny import TinyModel, random_prompt, twin
+from tiny import TinyModel, random_prompt, reference_ids
 
 from taper import LLM, DepthPolicy
 from taper.calibration import clock as cost
@@ -125,7 +125,7 @@ def test_what_is_replayed_was_written_by_full_depth(results, arguments, tiny_lla
     assert len(task.references) == len(task.records) == 2
     for reference in task.references:
         ids = reference.answer_ids
-        assert twin(tiny_llama, list(reference.prompt_ids), DepthPolicy.full(6), len(ids)) == list(ids)
+        assert reference_ids(tiny_llama, list(reference.prompt_ids), DepthPolicy.full(6), len(ids)) == list(ids)
 
 
 def parsed(arguments):
@@ -240,7 +240,7 @@ def test_a_rotating_rule_runs_layers_again_and_misses_their_keys(tiny_llama, ans
     assert [len(layers) for layers in retained] == [POLICY.depth(step) for step in range(30)]
     assert any(later - earlier for earlier, later in pairwise(retained))
     prompt, model = list(answers[0].prompt_ids), unnested.load_f32(tiny_llama.folder)
-    written = twin(TinyModel(model, tiny_llama.folder), prompt, rotating, tokens=20)
+    written = reference_ids(TinyModel(model, tiny_llama.folder), prompt, rotating, tokens=20)
     with torch.no_grad():
         missing, filled = (
             unnested.forward(model, [*prompt, *written], len(prompt), rotating, how)[-20:].argmax(-1).tolist()

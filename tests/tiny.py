@@ -338,11 +338,11 @@ def complete(engine: Engine, prompts, policies, tokens: int = TOKENS) -> list[li
     return engine.complete(Request(prompt, params, policy) for prompt, policy in zip(prompts, policies, strict=True))
 
 
-def twin(tiny: TinyModel, prompt: list[int], policy: DepthPolicy | None, tokens: int = TOKENS) -> list[int]:
-    """The slow twin's greedy answer; without a policy, plain transformers."""
+def reference_ids(tiny: TinyModel, prompt: list[int], policy: DepthPolicy | None, tokens: int = TOKENS) -> list[int]:
+    """The reference implementation's greedy output; without a policy, plain transformers."""
     from taper import hf
 
-    custom = {} if policy is None else {"custom_generate": hf.decode(policy)}
+    custom = {} if policy is None else {"custom_generate": hf.custom_generate(policy)}
     ids = torch.tensor([prompt])
     mask = torch.ones_like(ids)
     out = tiny.hf.generate(ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False, **custom)

@@ -1,14 +1,15 @@
 """Depth decay inside Hugging Face transformers, on its own layers and its own decoding loop.
 
-    model.generate(**inputs, custom_generate=taper.hf.decode(policy))
+    model.generate(**inputs, custom_generate=taper.hf.custom_generate(policy))
 
-The slow twin: eager, and written to be obviously right. It shares `policy.py` and `checks.py` with the engine, and
-nothing else.
+The reference implementation: eager, and written to be obviously right. It shares `policy.py` and `errors.py` with the
+engine, and nothing else.
 """
 
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,8 +23,8 @@ from .errors import PolicyError, RequestError, limited_attention
 from .policy import DepthPolicy
 
 
-def decode(policy: DepthPolicy) -> Callable[..., Any]:
-    """A `custom_generate` for `model.generate`: greedy or sampled decoding under a policy.
+def custom_generate(policy: DepthPolicy) -> Callable[..., Any]:
+    """The argument of this name for `model.generate`: greedy or sampled decoding under a policy.
 
     Token i of every row runs `policy.retained_layers(i)`; the prompt runs all layers. Streamers, logits processors,
     stopping criteria and left-padded batches work as usual, and `generate` returns what it always does. A cache that
@@ -68,6 +69,12 @@ def decode(policy: DepthPolicy) -> Callable[..., Any]:
                     layer.crop(-extra)
 
     return generate
+
+
+def decode(policy: DepthPolicy) -> Callable[..., Any]:
+    """The old name of `custom_generate`; it goes in the next version."""
+    warnings.warn("taper.hf.decode is now taper.hf.custom_generate", DeprecationWarning, stacklevel=2)
+    return custom_generate(policy)
 
 
 @contextmanager

@@ -29,7 +29,7 @@ DEFAULT_MODEL_FILE = PACKAGED_MODELS[DEFAULT_MODEL].path  # the user's own, befo
 
 @pytest.fixture(scope="session")
 def default_model() -> torch.nn.Module:
-    """The default model in transformers, f32: the slow twin's."""
+    """The default model in transformers, f32: the reference implementation's."""
     return transformers_from_gguf(DEFAULT_MODEL_FILE)
 
 

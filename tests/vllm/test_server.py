@@ -75,8 +75,8 @@ def test_policies_by_request_errors_and_metrics(server):
     assert rejected.value.code == 400
     assert "taper_policy is 'unknown'" in rejected.value.read().decode()
     assert complete(server, vllm_xargs={"taper_policy": "early"}) == early
-    metrics = dict(line.rsplit(" ", 1) for line in get(server, "/metrics").splitlines() if line.startswith("taper:"))
-    tokens, layers = (float(metrics[f'taper:{name}_total{{engine="0"}}']) for name in ("answer_tokens", "layers_run"))
-    assert tokens == 5 * 20
-    assert layers == 2 * 20 * 3 + 3 * 20 * LAYERS
-    assert float(metrics['taper:mean_depth{engine="0"}']) == layers / tokens
+    metrics = dict(line.rsplit(" ", 1) for line in get(server, "/metrics").splitlines() if line.startswith("taper_"))
+    names = ("completion_tokens_total", "layers_run_total", "layers_skipped_total", "mean_depth")
+    tokens, run, skipped, depth = (float(metrics[f'taper_{name}{{engine="0"}}']) for name in names)
+    assert (tokens, run, skipped) == (5 * 20, 2 * 20 * 3 + 3 * 20 * LAYERS, 2 * 20 * (LAYERS - 3))
+    assert depth == run / tokens

@@ -59,7 +59,8 @@ class Phases:
         """The phases by name, in the order in which they are measured: short outputs first."""
         phases: dict[str, Callable[[], Json]] = {}
         if self._target.on_torch:
-            phases |= {"graphs equal eager steps": self.check_graphs, "graphs equal the slow twin": self.check_twin}
+            phases["graphs equal eager steps"] = self.check_graphs
+            phases["graphs equal the reference implementation"] = self.check_reference
         phases |= {"bandwidth": self.bandwidth, "depth": self.depth, "prompts": self.prompts}
         for length in self._options.lengths:
             phases[f"outputs of {length}"] = partial(self.outputs, length)
@@ -73,14 +74,14 @@ class Phases:
 
         return {"equal": check_graphs(self._target.device)}
 
-    def check_twin(self) -> Json:
-        """Captured graphs and the slow twin on a tiny model: the same tokens?"""
+    def check_reference(self) -> Json:
+        """Captured graphs and the reference implementation on a tiny model: the same tokens?"""
         try:
-            from .torch_device import check_twin
+            from .torch_device import check_reference
 
-            return {"equal": check_twin(self._target.device)}
+            return {"equal": check_reference(self._target.device)}
         except ImportError as error:
-            return {"equal": {}, "left_out": f"the slow twin needs transformers: {error}"}
+            return {"equal": {}, "left_out": f"the reference implementation needs transformers: {error}"}
 
     def bandwidth(self) -> Json:
         """What the memory gives: a copy on a GPU, counted twice, or a read on a CPU."""

@@ -74,13 +74,13 @@ def check_graphs(device: str) -> dict[str, bool]:
     return {name: captured[name] == eager[name] for name in captured}
 
 
-def check_twin(device: str) -> dict[str, bool]:
-    """Whether captured graphs give the tokens of the slow twin, by policy, on the same model.
+def check_reference(device: str) -> dict[str, bool]:
+    """Whether captured graphs give the tokens of the reference implementation, by policy, on the same model.
 
     Raises:
         ImportError: transformers, or what it needs, is not installed.
     """
-    from ..hf import decode
+    from ..hf import custom_generate
     from .peers import transformers_model
 
     weights, prompt = _checked_weights(device), _checked_prompt()
@@ -88,8 +88,8 @@ def check_twin(device: str) -> dict[str, bool]:
     equal = {}
     for name, tokens in _complete(device, graphs=True).items():
         model = transformers_model(TINY, weights, attention="eager")
-        rest = {"max_new_tokens": _CHECKED_TOKENS, "do_sample": False, "custom_generate": decode(_POLICIES[name])}
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), **rest)
+        rest = {"max_new_tokens": _CHECKED_TOKENS, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+        out = model.generate(ids, custom_generate=custom_generate(_POLICIES[name]), **rest)
         equal[name] = out[0, len(prompt) :].tolist() == tokens
     return equal
 

@@ -1,8 +1,8 @@
-"""vLLM's models with another loop over their layers; everything else is vLLM's own."""
+"""vLLM's models with another loop over their layers, and the attention metadata for it; all else is vLLM's own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,10 +17,14 @@ from vllm.sequence import IntermediateTensors
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from ..errors import ModelError
+from ..policy import DepthPolicy
 from . import check_vllm_version
 from .plan import ActiveTokens, Plan
 
 check_vllm_version()
+
+# In these backends, building metadata leaves metadata built earlier valid: read in their source.
+BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
 
 
 class DepthDecay:
@@ -68,7 +72,7 @@ def _run(
 
 
 class DepthDecayForCausalLM:
-    """Mixed into a vLLM causal language model: gives its decoder `DepthDecay`, and hands it each tapered forward."""
+    """Mixed into a vLLM causal language model: gives its decoder `DepthDecay`, and passes it each tapered forward."""
 
     def __init__(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
@@ -84,13 +88,13 @@ class DepthDecayForCausalLM:
         inputs_embeds: torch.Tensor | None = None,
         tapered: TaperedForward | None = None,
     ) -> torch.Tensor | IntermediateTensors:
-        """As `DepthDecay.forward`; `tapered` comes from the runner's adapter."""
+        """As `DepthDecay.forward`; `tapered` comes from runner.py."""
         return self.model(input_ids, positions, intermediate_tensors, inputs_embeds, tapered=tapered)
 
     @staticmethod
     def get_model_state_cls() -> type:
         """The model state that vLLM's V2 model runner keeps for this model."""
-        from .runner_v2 import TaperModelState
+        from .runner import TaperModelState
 
         return TaperModelState
 
@@ -111,19 +115,17 @@ class TaperQwen3ForCausalLM(DepthDecayForCausalLM, Qwen3ForCausalLM):
     """Qwen3."""
 
 
-# In these backends, building metadata leaves metadata built earlier valid: read in their source.
-BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
-
-
 class Batch(NamedTuple):
-    """Where the tokens of a batch and their keys and values are, as vLLM's runner has it before the forward."""
+    """The requests of a forward, and where vLLM's runner has their tokens, keys and values."""
 
+    policies: Sequence[DepthPolicy]  # of each request, in the order of their tokens
+    first_positions: np.ndarray  # [requests]; this and the next two on the host
+    num_tokens: np.ndarray  # [requests]
+    prompt_lengths: np.ndarray  # [requests]
     attention_group: Any
-    first_positions: np.ndarray  # [requests], on the host
-    prompt_lengths: np.ndarray  # [requests], on the host
-    block_table: torch.Tensor  # [requests, blocks], on the device
-    slot_mapping: torch.Tensor  # [tokens], on the device
-    positions: torch.Tensor  # [tokens], on the device
+    block_table: torch.Tensor  # [requests, blocks]; this and the next two on the device
+    slot_mapping: torch.Tensor  # [tokens]
+    positions: torch.Tensor  # [tokens]
 
 
 class TaperedForward:
