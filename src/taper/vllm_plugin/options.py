@@ -1,4 +1,4 @@
-"""The policies that a server allows and that a request asks for. Knows nothing of vLLM: plain data in, policies out.
+"""The policies of a server and of its requests. Knows nothing of vLLM: plain data in, policies out.
 
 A server's options are `additional_config["taper"]`, an object with two optional keys: `policies`, policies by name,
 and `policy`, the default: one of these names, a policy file or a policy's JSON object. Without it every layer runs.
