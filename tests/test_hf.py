@@ -22,15 +22,15 @@ POLICY = policies(6)["d3"]
 
 def generate(model, prompts, policy=POLICY, tokens=20, **options):
     ids = torch.tensor(prompts)
-    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": tokens} | options
-    return model.generate(ids, custom_generate=taper.hf.custom_generate(policy), **options)
+    greedy = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": tokens}
+    return model.generate(ids, **{"custom_generate": taper.hf.custom_generate(policy)} | greedy | options)
 
 
 def naive(model, prompt: list[int], policy: DepthPolicy, tokens: int) -> list[int]:
     """The root of trust: the policy once more without any cache, each layer on the tokens that run it.
 
-    Everything else is compared with the reference implementation, and the reference implementation with this. A token
-    that skips a layer passes on its hidden state; later tokens never run that layer, by nesting.
+    Everything else is compared with the reference implementation, and that with this. A token that skips a layer passes
+    on its hidden state; later tokens never run that layer, by nesting.
     """
     inner, ids = model.model, list(prompt)
     for _ in range(tokens):
@@ -163,6 +163,13 @@ def test_attention_of_another_kind_is_refused(tmp_path):
         generate(model, [random_prompt(30)])
 
 
+def test_the_old_name_works_with_a_warning(tiny_llama):
+    with pytest.warns(DeprecationWarning, match=r"taper\.hf\.custom_generate"):
+        old = taper.hf.decode(POLICY)
+    prompts = [random_prompt(30)]
+    assert torch.equal(generate(tiny_llama.hf, prompts, custom_generate=old), generate(tiny_llama.hf, prompts))
+
+
 def test_policies_that_do_not_fit_are_refused(tiny_llama):
     other = ModelIdentity("llama", 65, 300, "F32")
     for policy in (
@@ -172,8 +179,3 @@ def test_policies_that_do_not_fit_are_refused(tiny_llama):
     ):
         with pytest.raises(PolicyError):
             generate(tiny_llama.hf, [random_prompt(30)], policy)
-
-
-def test_the_old_name_works_and_warns():
-    with pytest.warns(DeprecationWarning, match="custom_generate"):
-        assert callable(taper.hf.decode(DepthPolicy.full(6)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from types import SimpleNamespace
 
 import pytest
 import render_vllm
@@ -35,7 +36,8 @@ def test_the_command_prints_flags_that_the_server_reads_back():
     printed = CliRunner().invoke(cli, ["vllm-args", "--policy", "fast", "--allow", "gentle"]).stdout
     words = shlex.split(printed)
     assert json.loads(words[words.index("--hf-overrides") + 1]) == {"architectures": ["TaperLlamaForCausalLM"]}
-    options = PluginOptions.read(json.loads(words[words.index("--additional-config") + 1])["taper"], 30)
+    config = json.loads(words[words.index("--additional-config") + 1])["taper"]
+    options = PluginOptions.read(config, SimpleNamespace(num_hidden_layers=30, hidden_size=576, vocab_size=49152))
     assert options.default.name == "fast"
     assert set(options.named) == {"default", "full", "gentle"}
     for word in words:

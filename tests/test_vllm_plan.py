@@ -5,21 +5,29 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import generate_latest
 
 from taper import DepthPolicy
 from taper.errors import PolicyError, RequestError
-from taper.policy import Schedule
-from taper.vllm_plugin.metrics import Counters
+from taper.policy import ModelIdentity, Schedule
+from taper.vllm_plugin.metrics import Counters, watch
 from taper.vllm_plugin.options import PluginOptions
 from taper.vllm_plugin.plan import Planner, RequestTokens
 
 LAYERS = 7
+MODEL = SimpleNamespace(num_hidden_layers=LAYERS, hidden_size=64, vocab_size=300)
+
+
+def data(policy: DepthPolicy) -> dict:
+    return json.loads(policy.to_json())
 
 
 @st.composite
@@ -116,9 +124,9 @@ def test_one_request_under_one_policy_never_gathers():
 def test_options_know_default_names_and_alpha(tmp_path):
     file = tmp_path / "gentle.json"
     file.write_text(DepthPolicy.d3(LAYERS, 0.99, skip_order=[3, 4]).to_json())
-    exit_early = json.loads(DepthPolicy.early_exit(LAYERS, 4).to_json())
-    options = PluginOptions.read({"policy": str(file), "policies": {"early": exit_early}}, LAYERS)
-    again = PluginOptions.read(options.to_config(), LAYERS)
+    exit_early = data(DepthPolicy.early_exit(LAYERS, 4))
+    options = PluginOptions.read({"policy": str(file), "policies": {"early": exit_early}}, MODEL)
+    again = PluginOptions.read(options.to_config(), MODEL)
     for server in (options, again):
         assert server.policy(None) is server.default
         assert server.default.schedule.alpha == 0.99
@@ -128,8 +136,8 @@ def test_options_know_default_names_and_alpha(tmp_path):
         assert server.policy({"taper_alpha": 0.5}).schedule.alpha == 0.5
         assert server.policy({"taper_alpha": 0.5}) is server.policy({"taper_alpha": 0.5})
         assert server.policy({"taper_alpha": 0.5, "taper_policy": "early"}) == early.with_alpha(0.5)
-    assert PluginOptions.read(None, LAYERS).default == DepthPolicy.full(LAYERS)
-    assert PluginOptions.read({"policy": "early", "policies": {"early": exit_early}}, LAYERS).default.min_depth == 4
+    assert PluginOptions.read(None, MODEL).default == DepthPolicy.full(LAYERS)
+    assert PluginOptions.read({"policy": "early", "policies": {"early": exit_early}}, MODEL).default.min_depth == 4
 
 
 @pytest.mark.parametrize(
@@ -147,9 +155,7 @@ def test_options_know_default_names_and_alpha(tmp_path):
     ],
 )
 def test_wrong_requests_are_rejected(extra):
-    options = PluginOptions.read(
-        {"policies": {"early": json.loads(DepthPolicy.early_exit(LAYERS, 4).to_json())}}, LAYERS
-    )
+    options = PluginOptions.read({"policies": {"early": data(DepthPolicy.early_exit(LAYERS, 4))}}, MODEL)
     with pytest.raises(RequestError):
         options.policy(extra)
 
@@ -162,19 +168,27 @@ def test_wrong_requests_are_rejected(extra):
         {"policy": "/no/such/file.json"},
         {"policy": 3},
         {"policies": ["a"]},
-        {"policies": {"full": json.loads(DepthPolicy.early_exit(LAYERS, 4).to_json())}},
-        {"policy": json.loads(DepthPolicy.full(LAYERS + 1).to_json())},
+        {"policies": {"full": data(DepthPolicy.early_exit(LAYERS, 4))}},
+        {"policy": data(DepthPolicy.full(LAYERS + 1))},
+        {"policy": data(replace(DepthPolicy.full(LAYERS), model=ModelIdentity("llama", 65, 300, "F32")))},
+        {"policies": {"other": data(replace(DepthPolicy.full(LAYERS), model=ModelIdentity("llama", 64, 301, "F32")))}},
     ],
 )
 def test_wrong_options_are_rejected(config):
     with pytest.raises(PolicyError):
-        PluginOptions.read(config, LAYERS)
+        PluginOptions.read(config, MODEL)
 
 
-def test_counters_of_other_processes_add_up(tmp_path):
-    path = tmp_path / "counters"
-    path.write_bytes(bytes(8 * 512))
-    code = f"from taper.vllm_plugin.metrics import Counters; Counters({str(path)!r}, 1).add(2, 9)"
-    Counters(str(path), 0).add(3, 10)
+def test_counters_of_other_processes_add_up_under_the_new_and_the_old_names():
+    path = watch(LAYERS)
+    code = f"from taper.vllm_plugin.metrics import Counters; Counters({path!r}, 1).add(2, 9)"
+    Counters(path, 0).add(3, 10)
     subprocess.run([sys.executable, "-c", code], check=True)
-    assert np.fromfile(path, np.int64).reshape(-1, 2).sum(axis=0).tolist() == [5, 19]
+    lines = generate_latest().decode().splitlines()
+    for name, old_name, value in [
+        ("taper_completion_tokens_total", "taper:answer_tokens_total", 5),
+        ("taper_layers_run_total", "taper:layers_run_total", 19),
+        ("taper_layers_skipped_total", "taper:layers_saved_total", 5 * LAYERS - 19),
+        ("taper_mean_depth", "taper:mean_depth", 19 / 5),
+    ]:
+        assert {f'{name}{{engine="0"}} {float(value)}', f'{old_name}{{engine="0"}} {float(value)}'} <= {*lines}

@@ -2,8 +2,8 @@
 
     model.generate(**inputs, custom_generate=taper.hf.custom_generate(policy))
 
-The reference implementation: eager, and written to be obviously right. It shares policies and the checks of values with
-the engine, and nothing else.
+The reference implementation: eager, and written to be obviously right. It shares `policy.py` and `errors.py` with the
+engine, and nothing else.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .policy import DepthPolicy
 
 
 def custom_generate(policy: DepthPolicy) -> Callable[..., Any]:
-    """A `custom_generate` for `model.generate`: greedy or sampled decoding under a policy.
+    """The argument of this name for `model.generate`: greedy or sampled decoding under a policy.
 
     Token i of every row runs `policy.retained_layers(i)`; the prompt runs all layers. Streamers, logits processors,
     stopping criteria and left-padded batches work as usual, and `generate` returns what it always does. A cache that
@@ -72,7 +72,7 @@ def custom_generate(policy: DepthPolicy) -> Callable[..., Any]:
 
 
 def decode(policy: DepthPolicy) -> Callable[..., Any]:
-    """The old name of `custom_generate`, until 0.3."""
+    """The old name of `custom_generate`; it goes in the next version."""
     warnings.warn("taper.hf.decode is now taper.hf.custom_generate", DeprecationWarning, stacklevel=2)
     return custom_generate(policy)
 

@@ -1,10 +1,12 @@
-"""What the tests ask of vLLM: ids in, ids out, alone or together."""
+"""vLLM for tests: requests of token ids in, ids out, alone or together; tiny models and their policies."""
 
 from __future__ import annotations
 
 import json
 import random
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -17,36 +19,63 @@ LAYERS = 6
 
 
 @dataclass
-class Ask:
-    """One request: greedy, as long as it says."""
+class Request:
+    """Greedy, exactly `max_tokens` long."""
 
     prompt: list[int]
     max_tokens: int = 64
     extra_args: dict[str, Any] | None = None
 
+    def sampling_params(self) -> Any:
+        """Its options, in vLLM's form."""
+        from vllm import SamplingParams
 
-@dataclass
+        return SamplingParams(
+            temperature=0, max_tokens=self.max_tokens, ignore_eos=True, detokenize=False, extra_args=self.extra_args
+        )
+
+
+def requests(
+    policies: Iterable[str | None],
+    count: int,
+    seed: int,
+    max_tokens: int = 64,
+    vocab_size: int = 300,
+    shortest: int = 3,
+    longest: int = 60,
+) -> list[Request]:
+    """Requests with random prompts, under these policies in turn; None is a request that names no policy."""
+    chance = random.Random(seed)
+    prompts = ([chance.randrange(vocab_size) for _ in range(chance.randint(shortest, longest))] for _ in range(count))
+    named = zip(prompts, cycle(policies), strict=False)
+    return [Request(prompt, max_tokens, None if name is None else {"taper_policy": name}) for prompt, name in named]
+
+
 class Engine:
     """A vLLM engine; with `policies` it is tapered, without it is stock."""
 
-    folder: Path
-    policies: dict[str, DepthPolicy] | None = None
-    architecture: str = "Llama"
-    more: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        policies: dict[str, DepthPolicy] | None = None,
+        architecture: str = "Llama",
+        **options: Any,
+    ) -> None:
         from vllm import LLM
 
-        self.llm = LLM(**arguments(self.folder, self.policies, self.architecture) | self.more)
+        self.llm = LLM(**arguments(folder, policies, architecture) | options)
 
-    def generate(self, asks: list[Ask]) -> list[list[int]]:
+    def generate(self, requests: list[Request]) -> list[list[int]]:
         """Ids of the completions, with all requests admitted at once."""
-        outputs = self.llm.generate(*_inputs(asks), use_tqdm=False)
+        from vllm import TokensPrompt
+
+        prompts = [TokensPrompt(prompt_token_ids=request.prompt) for request in requests]
+        outputs = self.llm.generate(prompts, [request.sampling_params() for request in requests], use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
-    def alone(self, asks: list[Ask]) -> list[list[int]]:
+    def alone(self, requests: list[Request]) -> list[list[int]]:
         """Ids of the completions, one request after the other."""
-        return [self.generate([ask])[0] for ask in asks]
+        return [self.generate([request])[0] for request in requests]
 
     @property
     def scheduler(self) -> Any:
@@ -89,35 +118,15 @@ def arguments(folder: Path, policies: dict[str, DepthPolicy] | None, architectur
     }
 
 
-def _inputs(asks: list[Ask]) -> tuple[list[Any], list[Any]]:
-    from vllm import TokensPrompt
-
-    return [TokensPrompt(prompt_token_ids=ask.prompt) for ask in asks], [params(ask) for ask in asks]
-
-
-def params(ask: Ask) -> Any:
-    """vLLM's form of a request."""
-    from vllm import SamplingParams
-
-    return SamplingParams(
-        temperature=0, max_tokens=ask.max_tokens, ignore_eos=True, detokenize=False, extra_args=ask.extra_args
-    )
-
-
-def reference_ids(model: Any, ask: Ask, policy: DepthPolicy) -> list[int]:
+def reference_ids(model: Any, request: Request, policy: DepthPolicy) -> list[int]:
     """Ids of a completion by the reference implementation."""
-    import taper.hf
+    from taper.hf import custom_generate
 
-    ids = torch.tensor([ask.prompt])
-    more = {"max_new_tokens": ask.max_tokens, "min_new_tokens": ask.max_tokens, "do_sample": False}
-    output = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        custom_generate=taper.hf.custom_generate(policy),
-        pad_token_id=0,
-        **more,
-    )
-    return output[0, len(ask.prompt) :].tolist()
+    ids = torch.tensor([request.prompt])
+    length = {"max_new_tokens": request.max_tokens, "min_new_tokens": request.max_tokens}
+    options = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, "do_sample": False}
+    output = model.generate(ids, custom_generate=custom_generate(policy), **length, **options)
+    return output[0, len(request.prompt) :].tolist()
 
 
 def tiny_model(folder: Path, architecture: str) -> Any:
@@ -156,9 +165,3 @@ def tiny_policies() -> dict[str, DepthPolicy]:
         "headless": DepthPolicy.static(LAYERS, 3, [0, 5, 2]),
         "late": DepthPolicy.d3(LAYERS, 0.9, start=12, skip_order=[5, 0, 1, 2]),
     }
-
-
-def prompts(count: int, seed: int, vocab_size: int, shortest: int = 3, longest: int = 60) -> list[list[int]]:
-    """Random prompts."""
-    chance = random.Random(seed)
-    return [[chance.randrange(vocab_size) for _ in range(chance.randint(shortest, longest))] for _ in range(count)]

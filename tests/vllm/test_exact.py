@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from engines import Ask, prompts, reference_ids
+from engines import Request, reference_ids, requests
 
 from taper import DepthPolicy
 from taper.models.policies import shipped_policies
@@ -26,10 +26,9 @@ def policies() -> dict[str, DepthPolicy]:
 
 @pytest.fixture(scope="module")
 def stock(engines, default_folder):
-    """Stock vLLM's ids for 32 prompts, and then no engine any more."""
-    asks = [Ask(prompt) for prompt in prompts(32, seed=1, vocab_size=VOCAB_SIZE)]
-    engine = engines(default_folder)
-    return asks, engine.generate(asks)
+    """32 requests, and the ids that stock vLLM gives for them."""
+    batch = requests([None], 32, seed=1, vocab_size=VOCAB_SIZE)
+    return batch, engines(default_folder).generate(batch)
 
 
 @pytest.fixture(scope="module")
@@ -38,21 +37,17 @@ def tapered(engines, default_folder, stock):
 
 
 def test_alpha_one_is_stock_vllm_id_for_id(stock, tapered):
-    asks, expected = stock
-    assert tapered.generate(asks) == expected
-    with_alpha = [Ask(ask.prompt, ask.max_tokens, {"taper_policy": "d3", "taper_alpha": 1}) for ask in asks]
-    assert tapered.generate(with_alpha) == expected
+    batch, expected = stock
+    assert tapered.generate(batch) == expected
+    extra_args = {"taper_policy": "d3", "taper_alpha": 1}
+    assert tapered.generate([Request(request.prompt, extra_args=extra_args) for request in batch]) == expected
 
 
 def test_mixed_policies_in_one_batch_equal_each_alone_and_the_reference_implementation(tapered, default_model):
-    table = policies()
-    names = [*table, "full"]
-    asks = [
-        Ask(prompt, extra_args={"taper_policy": names[number % len(names)]})
-        for number, prompt in enumerate(prompts(16, seed=2, vocab_size=VOCAB_SIZE))
-    ]
-    together = tapered.generate(asks)
-    assert tapered.alone(asks) == together
-    for ask, ids in zip(asks, together, strict=True):
-        policy = table.get(ask.extra_args["taper_policy"], DepthPolicy.full(LAYERS))
-        assert reference_ids(default_model, ask, policy) == ids, ask.extra_args
+    table = policies() | {"full": DepthPolicy.full(LAYERS)}
+    batch = requests(table, 16, seed=2, vocab_size=VOCAB_SIZE)
+    together = tapered.generate(batch)
+    assert tapered.alone(batch) == together
+    for request, ids in zip(batch, together, strict=True):
+        policy = table[request.extra_args["taper_policy"]]
+        assert reference_ids(default_model, request, policy) == ids, request.extra_args

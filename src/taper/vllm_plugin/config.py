@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, ClassVar
 
 from vllm.exceptions import VLLMValidationError
@@ -32,11 +31,9 @@ class TaperConfig(VerifyAndUpdateConfig):
         for is_on, feature, reason in rejected_features(vllm_config):
             if is_on:
                 raise ModelError(f"Taper cannot run with {feature}: {reason}", "docs/vllm.md shows the flags")
-        model = vllm_config.model_config
-        options = read_options(vllm_config)
-        vllm_config.additional_config["taper"] = options.to_config() | {
-            "metrics": watch(model.hf_text_config.num_hidden_layers)
-        }
+        model, config = vllm_config.model_config, vllm_config.additional_config
+        options = PluginOptions.read(config.get("taper"), model.hf_text_config)
+        config |= {"taper": options.to_config(), "taper_metrics": watch(model.hf_text_config.num_hidden_layers)}
         if not model.enforce_eager:
             logger.warning("Taper runs layers eagerly, so it turns torch.compile and CUDA graphs off.")
             model.enforce_eager = True
@@ -46,22 +43,6 @@ class TaperConfig(VerifyAndUpdateConfig):
         model.logits_processors = [*(model.logits_processors or ()), f"{RequestCheck.__module__}:RequestCheck"]
         names = ", ".join(sorted(options.named))
         logger.info("Taper: the default policy is %s; requests may name %s", options.default.label, names)
-
-
-def read_options(vllm_config: Any) -> PluginOptions:
-    """The policies of an engine, checked against its model.
-
-    Raises:
-        PolicyError: they are wrong, or made for another model.
-    """
-    config = vllm_config.model_config.hf_text_config
-    given = dict(vllm_config.additional_config.get("taper") or {})
-    given.pop("metrics", None)
-    options = PluginOptions.read(given, config.num_hidden_layers)
-    sizes = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
-    for policy in options.named.values():
-        policy.check_model(config.num_hidden_layers, policy.model and replace(policy.model, **sizes))
-    return options
 
 
 def rejected_features(vllm_config: Any) -> list[tuple[bool, str, str]]:

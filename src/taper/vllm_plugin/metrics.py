@@ -1,7 +1,7 @@
-"""Mean depth and layers skipped, at vLLM's own /metrics.
+"""Mean depth and skipped layers at vLLM's own /metrics, named as at /metrics of Taper's server.
 
 Depths are known where the model runs, but another process serves /metrics. A small file, mapped by both, carries two
-counters of each engine from one to the other. Knows nothing of vLLM. Engines on other machines are not counted.
+counters of each engine from one to the other. Engines on other machines are not counted.
 """
 
 from __future__ import annotations
@@ -16,9 +16,6 @@ from typing import Any
 import numpy as np
 
 _SLOTS = 256  # engines (data-parallel ranks) that one file has room for
-_SHAPE = (_SLOTS, 2)  # completion tokens, layers run for them
-_NAMES = ("taper_completion_tokens", "taper_layers_run", "taper_layers_skipped", "taper_mean_depth")
-_OLD_NAMES = ("taper:answer_tokens", "taper:layers_run", "taper:layers_saved", "taper:mean_depth")
 
 
 class Counters:
@@ -37,45 +34,45 @@ def watch(num_hidden_layers: int) -> str:
     from prometheus_client import REGISTRY
 
     handle, path = tempfile.mkstemp(prefix="taper-metrics-")
-    with os.fdopen(handle, "wb") as file:
-        file.write(bytes(8 * _SLOTS * 2))
+    os.close(handle)
     atexit.register(Path(path).unlink, missing_ok=True)
-    if not _collector.sources:
+    _collector.engines.append((_map(path, "w+"), num_hidden_layers))
+    if len(_collector.engines) == 1:
         REGISTRY.register(_collector)
-    _collector.sources.append((_map(path), num_hidden_layers))
     return path
 
 
-def _map(path: str) -> np.ndarray:
-    return np.memmap(path, np.int64, "r+", shape=_SHAPE)
+def _map(path: str, mode: Any = "r+") -> np.ndarray:
+    return np.memmap(path, np.int64, mode, shape=(_SLOTS, 2))  # completion tokens, layers run for them
 
 
 class _Collector:
     """The counters of every engine that this process watches, as Prometheus metrics."""
 
     def __init__(self) -> None:
-        self.sources: list[tuple[np.ndarray, int]] = []
+        self.engines: list[tuple[np.ndarray, int]] = []
 
     def collect(self) -> Iterator[Any]:
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+        from prometheus_client.core import CounterMetricFamily as Counter
+        from prometheus_client.core import GaugeMetricFamily as Gauge
 
-        labels = ["engine"]
-        for old in (False, True):  # the old names go with 0.3
-            tokens, run, skipped, mean = _OLD_NAMES if old else _NAMES
-            families = [
-                CounterMetricFamily(tokens, "Completion tokens, without the first of each request", labels=labels),
-                CounterMetricFamily(run, "Layers run for these tokens", labels=labels),
-                CounterMetricFamily(skipped, "Layers skipped for these tokens", labels=labels),
-                GaugeMetricFamily(mean, "Mean depth of these tokens since the start", labels=labels),
-            ]
-            for engine, (rows, num_hidden_layers) in enumerate(self.sources):
-                completion_tokens, layers_run = (int(total) for total in rows.sum(axis=0))
-                depth = layers_run / completion_tokens if completion_tokens else num_hidden_layers
-                layers_skipped = num_hidden_layers * completion_tokens - layers_run
-                values = (completion_tokens, layers_run, layers_skipped, depth)
-                for family, value in zip(families, values, strict=True):
-                    family.add_metric([str(engine)], value)
-            yield from families
+        engines = []
+        for rows, num_hidden_layers in self.engines:
+            tokens, run = (int(total) for total in rows.sum(axis=0))
+            skipped, mean = num_hidden_layers * tokens - run, run / tokens if tokens else num_hidden_layers
+            engines.append((tokens, run, skipped, mean))
+        metrics = (
+            (Counter, "taper_completion_tokens", "taper:answer_tokens", "Completion tokens after a request's first"),
+            (Counter, "taper_layers_run", "taper:layers_run", "Layers run for these tokens, summed"),
+            (Counter, "taper_layers_skipped", "taper:layers_saved", "Layers skipped for these tokens, summed"),
+            (Gauge, "taper_mean_depth", "taper:mean_depth", "Mean layers run for these tokens since the start"),
+        )
+        for (kind, name, old_name, text), values in zip(metrics, zip(*engines, strict=True), strict=True):
+            # The old names go in the next version.
+            for metric in (kind(name, text, labels=["engine"]), kind(old_name, f"Now {name}", labels=["engine"])):
+                for engine, value in enumerate(values):
+                    metric.add_metric([str(engine)], value)
+                yield metric
 
 
 _collector = _Collector()

@@ -1,4 +1,4 @@
-"""The policies that a server allows and that requests ask for, and the flags that set them. Knows nothing of vLLM.
+"""The policies of a server and of its requests. Knows nothing of vLLM: plain data in, policies out.
 
 A server's options are `additional_config["taper"]`, an object with two optional keys: `policies`, policies by name,
 and `policy`, the default: one of these names, a policy file or a policy's JSON object. Without it every layer runs.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -24,21 +24,26 @@ FULL, DEFAULT = "full", "default"
 _KEYS = ("policy", "policies")
 _REQUEST_KEYS = ("taper_policy", "taper_alpha")
 
+_with_alpha = lru_cache(maxsize=256)(DepthPolicy.with_alpha)
 
+
+@dataclass(frozen=True)
 class PluginOptions:
-    """The policies of one server: `named`, which requests may use by name, "full" and "default" among them; and the
-    `default` of requests that name none."""
+    """The policies that requests of one server may use: `named`, "full" and "default" too; `default` without a name."""
 
-    def __init__(self, default: DepthPolicy, named: dict[str, DepthPolicy]) -> None:
-        self.default, self.named = default, named
-        self._with_alpha = lru_cache(maxsize=256)(DepthPolicy.with_alpha)
+    default: DepthPolicy
+    named: dict[str, DepthPolicy]
 
     @classmethod
-    def read(cls, config: object, num_hidden_layers: int) -> PluginOptions:
+    def read(cls, config: object, model: Any) -> PluginOptions:
         """Options from `additional_config["taper"]`; policy files are read here.
 
+        Args:
+            config: the object, or None for no options.
+            model: has `num_hidden_layers`, `hidden_size` and `vocab_size`, as the model's config in transformers.
+
         Raises:
-            PolicyError: an unknown key, something that is not a policy, or a policy for another number of layers.
+            PolicyError: an unknown key, something that is not a policy, or a policy for another model.
         """
         config = {} if config is None else config
         if not isinstance(config, dict) or (unknown := sorted(set(config) - set(_KEYS))):
@@ -50,18 +55,19 @@ class PluginOptions:
         named = {name: _policy(source) for name, source in policies.items()}
         if FULL in named:
             raise PolicyError(f"the policy name {FULL!r} is reserved: it runs every layer", "choose another name")
-        named[FULL] = DepthPolicy.full(num_hidden_layers)
+        named[FULL] = DepthPolicy.full(model.num_hidden_layers)
         source = config.get("policy", FULL)
         default = named[source] if isinstance(source, str) and source in named else _policy(source)
         named.setdefault(DEFAULT, default)
-        for policy in named.values():
-            policy.check_model(num_hidden_layers, None)
+        sizes = {"hidden_size": model.hidden_size, "vocab_size": model.vocab_size}
+        for policy in (default, *named.values()):
+            policy.check_model(model.num_hidden_layers, policy.model and replace(policy.model, **sizes))
         return cls(default, named)
 
     def to_config(self) -> dict[str, Any]:
-        """Plain data without file names, from which `read` makes equal options."""
-        policies = {name: json.loads(policy.to_json()) for name, policy in self.named.items() if name != FULL}
-        return {"policy": json.loads(self.default.to_json()), "policies": policies}
+        """Plain data without file names, from which `read` makes the same options, without provenance."""
+        policies = {name: _plain(policy) for name, policy in self.named.items() if name != FULL}
+        return {"policy": _plain(self.default), "policies": policies}
 
     def policy(self, extra_args: Mapping[str, Any] | None) -> DepthPolicy:
         """The policy that a request asks for: the same object each time.
@@ -71,10 +77,10 @@ class PluginOptions:
         """
         if not extra_args:
             return self.default
-        name, alpha = extra_args.get("taper_policy"), extra_args.get("taper_alpha")
         for key in extra_args:
             if key.startswith("taper_") and key not in _REQUEST_KEYS:
                 raise RequestError(f"unknown argument {key!r}", f"use {' or '.join(_REQUEST_KEYS)}")
+        name, alpha = extra_args.get("taper_policy"), extra_args.get("taper_alpha")
         if name is not None and (not isinstance(name, str) or name not in self.named):
             raise RequestError(
                 f"taper_policy is {name!r}, which this server does not have", f"it has {', '.join(sorted(self.named))}"
@@ -82,9 +88,8 @@ class PluginOptions:
         policy = self.default if name is None else self.named[name]
         if alpha is None:
             return policy
-        alpha = number("taper_alpha", alpha, 0, 1, above=True)
         try:
-            return self._with_alpha(policy, alpha)
+            return _with_alpha(policy, number("taper_alpha", alpha, 0, 1, above=True))
         except PolicyError as error:
             raise RequestError(f"taper_alpha: {error.message}", error.hint) from None
 
@@ -116,23 +121,17 @@ def vllm_args(
     if architecture not in known:
         problem = "the policy names no architecture" if architecture is None else f"no architecture {architecture!r}"
         raise PolicyError(problem, f"--architecture {'|'.join(known)}")
-    config = {"policy": _data(policy)}
+    config: dict[str, Any] = {"policy": _plain(policy)}
     if policies:
-        config["policies"] = {name: _data(named) for name, named in policies.items()}
-    return [
-        "--hf-overrides",
-        _text({"architectures": [known[architecture]]}),
-        "--additional-config",
-        _text({"taper": config}),
-        "--no-enable-prefix-caching",
-        "--enforce-eager",
-    ]
+        config["policies"] = {name: _plain(named) for name, named in policies.items()}
+    settings = {
+        "--hf-overrides": {"architectures": [known[architecture]]},
+        "--additional-config": {"taper": config},
+    }
+    words = [word for flag, data in settings.items() for word in (flag, json.dumps(data, separators=(",", ":")))]
+    return [*words, "--no-enable-prefix-caching", "--enforce-eager"]
 
 
-def _data(policy: DepthPolicy) -> dict[str, object]:
-    data: dict[str, object] = json.loads(replace(policy, provenance={}).to_json())
-    return data
-
-
-def _text(data: object) -> str:
-    return json.dumps(data, separators=(",", ":"))
+def _plain(policy: DepthPolicy) -> Any:
+    """A policy as plain data, without its provenance."""
+    return json.loads(replace(policy, provenance={}).to_json())

@@ -1,12 +1,14 @@
 """Which tokens of a batch run which layers.
 
 Knows nothing of any engine: policies and whole numbers in, numpy arrays out. The tokens of one request in a batch are
-consecutive, so by nesting those that run a layer are the first ones, and one count for each request is enough.
+consecutive, so by nesting those that run a layer are a prefix of them, and its length for each request is enough.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -22,12 +24,17 @@ class RequestTokens(NamedTuple):
     num_tokens: int
     prompt_length: int
 
+    def depths(self) -> list[int]:
+        """The depths of those past the prompt, which are the last ones; prompt tokens run every layer."""
+        first_step = self.first_position - self.prompt_length + 1
+        return [self.policy.depth(step) for step in range(max(1, first_step), first_step + self.num_tokens)]
+
 
 class ActiveTokens(NamedTuple):
     """The tokens of a batch that run a layer."""
 
-    counts: np.ndarray  # [requests] how many tokens of each request run it, always the first ones
-    requests: np.ndarray  # [active requests] indices of the requests that have any
+    counts: np.ndarray  # [requests] how many leading tokens of each request run it
+    requests: np.ndarray  # [active requests] indices of the requests with such tokens
     rows: np.ndarray  # [active tokens] indices into the batch's tokens, ascending
     whole_batch: bool
 
@@ -44,7 +51,7 @@ class Plan(NamedTuple):
 
     layer_ranges: tuple[LayerRange, ...]  # in order; layers that no token runs are in none of them
     full: bool  # whether every token runs every layer
-    completion_tokens: int  # how many tokens are past the prompt, at step 1 or later
+    completion_tokens: int  # tokens past the prompt, at step 1 or later
     layers_run: int  # the sum of their depths over the whole model, even if only some layers were planned for
 
 
@@ -57,23 +64,16 @@ class Planner:
     def __init__(self, num_hidden_layers: int, layers: range) -> None:
         self._num_hidden_layers = num_hidden_layers
         self._layers = layers
-        self._key: list[object] = []
+        self._key: object = None  # all that the layer ranges depend on
         self._layer_ranges: tuple[LayerRange, ...] = ()
 
     def plan(self, requests: Sequence[RequestTokens]) -> Plan:
         """Plan a forward over these requests, whose tokens are in the batch in this order."""
-        key: list[object] = []  # all that the layer ranges depend on
-        depths: list[list[int]] = []  # of each request's completion tokens; its prompt tokens run every layer
-        completion_tokens = layers_run = 0
-        for policy, first_position, num_tokens, prompt_length in requests:
-            first_step = first_position - prompt_length + 1
-            steps = range(max(1, first_step), first_step + num_tokens)
-            depths.append([policy.depth(step) for step in steps])
-            completion_tokens += len(depths[-1])
-            layers_run += sum(depths[-1])
-            key += (policy.skip_order, num_tokens, depths[-1])
+        depths = [request.depths() for request in requests]
+        key = [(request.policy.skip_order, request.num_tokens) for request in requests], depths
         if key != self._key:
             self._key, self._layer_ranges = key, self._find_layer_ranges(requests, depths)
+        completion_tokens, layers_run = sum(map(len, depths)), sum(map(sum, depths))
         full = layers_run == completion_tokens * self._num_hidden_layers
         return Plan(self._layer_ranges, full, completion_tokens, layers_run)
 
@@ -86,16 +86,13 @@ class Planner:
             least = least_depths(request.policy.skip_order, self._num_hidden_layers)
             runs_layer = np.array(request_depths)[:, None] >= least[self._layers.start : self._layers.stop]
             counts[index] = request.num_tokens - len(request_depths) + runs_layer.sum(axis=0)
-        ranges: list[LayerRange] = []
-        distinct: dict[bytes, ActiveTokens] = {}
-        for layer, column in zip(self._layers, counts.T, strict=True):
-            if not column.any():
-                continue
-            active = distinct.setdefault(column.tobytes(), _active_tokens(column.copy(), num_tokens))
-            if ranges and ranges[-1].active is active and ranges[-1].layers.stop == layer:
-                ranges[-1] = LayerRange(range(ranges[-1].layers.start, layer + 1), active)
-            else:
-                ranges.append(LayerRange(range(layer, layer + 1), active))
+        columns = [column.tobytes() for column in counts.T]
+        active = {column: _active_tokens(np.frombuffer(column, np.int64), num_tokens) for column in set(columns)}
+        ranges = []
+        for column, group in groupby(zip(self._layers, columns, strict=True), key=itemgetter(1)):
+            layers = [layer for layer, _ in group]
+            if len(active[column].rows):
+                ranges.append(LayerRange(range(layers[0], layers[-1] + 1), active[column]))
         return tuple(ranges)
 
 

@@ -1,12 +1,15 @@
-"""From a batch of vLLM's model runners to the forward that the model runs.
+"""From a batch of vLLM's to the forward that the model runs, in either of vLLM's two model runners.
 
-vLLM has two model runners. The V1 runner's documented override, `_model_forward`, hands the model each tapered forward
-(`DepthDecayRunner`); the V2 runner's hook is the model's state (`TaperModelState`). Both use a `ForwardBuilder`.
+vLLM chooses V1 on a CPU and V2 on a GPU; importing its workers loads both.
+
+- V1: `Worker` mixes `DepthDecayRunner` into the runner, whose `_model_forward` is made to be overridden.
+- V2: the models give the runner `TaperModelState` as their own state.
+
+Both pass the model a `TaperedForward` from `ForwardBuilder`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,19 +17,21 @@ from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
-from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from ..errors import TaperError
 from ..policy import DepthPolicy
-from .config import read_options
 from .metrics import Counters
 from .models import Batch, TaperedForward, only_attention_group
+from .options import FULL, PluginOptions
 from .plan import Planner, RequestTokens
 
 if TYPE_CHECKING or not current_platform.is_cpu():
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 else:
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
+
+# After the CPU's worker, which has to patch torch before other modules of the runners are imported.
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 logger = init_logger("vllm.taper")
 
@@ -35,38 +40,32 @@ class ForwardBuilder:
     """Builds each forward of one worker; `decoder` has the layers of its pipeline stage."""
 
     def __init__(self, vllm_config: Any, decoder: Any) -> None:
-        self._options = read_options(vllm_config)
-        num_hidden_layers = vllm_config.model_config.hf_text_config.num_hidden_layers
-        self._planner = Planner(num_hidden_layers, range(decoder.start_layer, decoder.end_layer))
-        self._full = self._options.named["full"]
-        path = vllm_config.additional_config["taper"]["metrics"]
+        model, config = vllm_config.model_config.hf_text_config, vllm_config.additional_config
+        self._options = PluginOptions.read(config["taper"], model)
+        self._planner = Planner(model.num_hidden_layers, range(decoder.start_layer, decoder.end_layer))
+        self._counters: Counters | None = None
         # Every rank of an engine makes the same plan, so the first one counts for the whole model.
-        counts = get_pp_group().is_first_rank and get_tensor_model_parallel_rank() == 0
-        self._counters = _counters(path, vllm_config.parallel_config.data_parallel_index) if counts else None
+        if get_pp_group().is_first_rank and get_tensor_model_parallel_rank() == 0:
+            try:
+                self._counters = Counters(config["taper_metrics"], vllm_config.parallel_config.data_parallel_index)
+            except OSError as error:
+                logger.warning("The depths of this engine will be missing at /metrics: %s", error)
 
-    def policy(self, extra_args: Mapping[str, Any] | None) -> DepthPolicy:
+    def policy(self, sampling_params: Any) -> DepthPolicy:
         """The policy of a request; a request that got past the check at admission with a wrong one runs every layer."""
         try:
-            return self._options.policy(extra_args)
+            return self._options.policy(sampling_params and sampling_params.extra_args)
         except TaperError as error:
             logger.error("A request runs at full depth: %s", error)
-            return self._full
+            return self._options.named[FULL]
 
-    def build(self, policies: Sequence[DepthPolicy], num_tokens: np.ndarray, batch: Batch) -> TaperedForward:
-        """The forward of a batch; `policies` and `num_tokens` have one entry for each request, in the batch's order."""
-        numbers = (batch.first_positions.tolist(), num_tokens.tolist(), batch.prompt_lengths.tolist())
-        plan = self._planner.plan(list(map(RequestTokens, policies, *numbers)))
+    def build(self, batch: Batch) -> TaperedForward:
+        """The forward of a batch."""
+        numbers = (batch.first_positions.tolist(), batch.num_tokens.tolist(), batch.prompt_lengths.tolist())
+        plan = self._planner.plan(list(map(RequestTokens, batch.policies, *numbers)))
         if self._counters is not None and plan.completion_tokens:
             self._counters.add(plan.completion_tokens, plan.layers_run)
         return TaperedForward(plan, batch)
-
-
-def _counters(path: str, slot: int) -> Counters | None:
-    try:
-        return Counters(path, slot)
-    except OSError as error:
-        logger.warning("The depths of this engine will be missing at /metrics: %s", error)
-        return None
 
 
 class DepthDecayRunner:
@@ -83,22 +82,20 @@ class DepthDecayRunner:
         group = only_attention_group(self.attn_groups)
         state, num_requests = self.input_batch, self.input_batch.num_reqs
         batch = Batch(
-            attention_group=group,
+            policies=[self.taper_builder.policy(self.requests[request].sampling_params) for request in state.req_ids],
             first_positions=state.num_computed_tokens_cpu[:num_requests],
+            num_tokens=np.diff(self.query_start_loc.np[: num_requests + 1]),
             prompt_lengths=state.num_prompt_tokens[:num_requests],
+            attention_group=group,
             block_table=state.block_table[group.kv_cache_group_id].get_device_tensor(num_requests),
             slot_mapping=context.slot_mapping[group.layer_names[0]],
             positions=kwargs["positions"],
         )
-        num_tokens = np.diff(self.query_start_loc.np[: num_requests + 1])
-        params = [self.requests[request].sampling_params for request in state.req_ids]
-        policies = [self.taper_builder.policy(param and param.extra_args) for param in params]
-        tapered = self.taper_builder.build(policies, num_tokens, batch)
-        return super()._model_forward(*args, **kwargs, tapered=tapered)  # type: ignore[misc]
+        return super()._model_forward(*args, **kwargs, tapered=self.taper_builder.build(batch))  # type: ignore[misc]
 
 
 class Worker(PlatformWorker):
-    """The platform's own worker, with `DepthDecayRunner` mixed into its model runner."""
+    """The platform's own worker, with `DepthDecayRunner` mixed into its V1 model runner."""
 
     def init_device(self) -> None:
         """As usual; then change the class of the model runner, which vLLM does not let a worker choose."""
@@ -116,7 +113,7 @@ class Worker(PlatformWorker):
 
 
 class TaperModelState(DefaultModelState):
-    """The default state, plus the policy and prompt length of each request, and the forward of the next batch."""
+    """V2's default state, plus the policy and prompt length of each request, and the forward of the next batch."""
 
     def __init__(self, vllm_config: Any, model: Any, encoder_cache: Any, device: Any) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
@@ -127,8 +124,7 @@ class TaperModelState(DefaultModelState):
     def add_request(self, req_index: int, new_req_data: Any) -> None:
         """Remember a request; one that resumes after preemption is added again, with the same prompt."""
         super().add_request(req_index, new_req_data)
-        params = new_req_data.sampling_params
-        policy = self._builder.policy(params and params.extra_args)
+        policy = self._builder.policy(new_req_data.sampling_params)
         self._requests[new_req_data.req_id] = (policy, len(new_req_data.prompt_token_ids))
 
     def remove_request(self, req_id: str) -> None:
@@ -153,15 +149,16 @@ class TaperModelState(DefaultModelState):
             requests = [self._requests[request] for request in input_batch.req_ids]
             group = only_attention_group(attn_groups)
             batch = Batch(
-                attention_group=group,
+                policies=[policy for policy, _ in requests],
                 first_positions=input_batch.num_computed_tokens_np[: len(requests)],
+                num_tokens=input_batch.num_scheduled_tokens[: len(requests)],
                 prompt_lengths=np.array([length for _, length in requests]),
+                attention_group=group,
                 block_table=block_tables[group.kv_cache_group_id],
                 slot_mapping=slot_mappings[group.kv_cache_group_id],
                 positions=input_batch.positions,
             )
-            num_tokens = input_batch.num_scheduled_tokens[: len(requests)]
-            self._tapered = self._builder.build([policy for policy, _ in requests], num_tokens, batch)
+            self._tapered = self._builder.build(batch)
         metadata: dict[str, Any] = super().prepare_attn(
             input_batch, cudagraph_mode, block_tables, slot_mappings, attn_groups, *args, **kwargs
         )
