@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 Column = tuple[str, str, float, str]  # header, key of a row, factor, format
 
-_CHECKS_OR_PHASES_FAILED = 1
+_FAILED = 1  # exit code: a check of the tokens, or a phase
 _UNLIMITED = 10_000  # columns: without a terminal, no line is folded
 _ROUNDS: Column = ("rounds", "rounds", 1, "d")
 _TTFT: Column = ("TTFT\ns", "ttft_s", 1, ".3f")
@@ -74,7 +74,7 @@ def bench(context: click.Context, /, lengths: str, prompts: str, **options: Any)
     show_results(result, screen)
     if chosen.plot is not None:
         draw(result, chosen.plot)
-    context.exit(_CHECKS_OR_PHASES_FAILED if failed_checks(result) or result["failed"] else 0)
+    context.exit(_FAILED if failed_checks(result) or result["failed"] else 0)
 
 
 def failed_checks(result: Json) -> list[str]:
