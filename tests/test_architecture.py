@@ -37,7 +37,7 @@ ALLOWED = {
 }
 SERVER = {"fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client", "llguidance"}
 # vLLM's classes, names of files to fetch, and llama.cpp's programs and shapes of models as users name them.
-OTHERS_NAMES = {"vllm_plugin/__init__.py", "models/download.py", "bench/options.py", "bench/peers.py"}
+OTHERS_NAMES = {"vllm_plugin/__init__.py", "models/download.py", "bench/peers.py", "bench/shapes.py", "cli/bench.py"}
 HEAVY = {
     "torch": {
         *(f"backends/{name}.py" for name in ("__init__", "torch/__init__", "torch/blocks")),
@@ -46,10 +46,10 @@ HEAVY = {
     "ggml": {
         f"backends/ggml/{name}.py" for name in ("__init__", "cache", "compute", "graph", "repack", "tensors", "weights")
     },
-    "transformers": {"hf.py", "bench/peers.py"},
+    "transformers": {"hf.py", "bench/torch_device.py"},
     "matplotlib": {
-        *("calibration/report.py", "evals/reproduce.py", "bench/plot.py"),
-        "cli/common.py",
+        *("calibration/report.py", "evals/reproduce.py"),
+        *("cli/bench.py", "cli/common.py"),
     },
     "fastapi": {f"server/{name}.py" for name in ("app", "protocol")},
     "pydantic": {"server/protocol.py"},
@@ -60,7 +60,6 @@ HEAVY = {
     "lm_eval": {f"evals/{name}.py" for name in ("__main__", "harness", "tasks")},
     "datasets": {"evals/tasks.py"},
     "vllm": {
-        "bench/peers.py",
         *(f"vllm_plugin/{name}.py" for name in ("__init__", "config", "models", "runner")),
     },
 }

@@ -25,7 +25,6 @@ from tiny import DEFAULT_MODEL_FILE, TinyModel
 import taper
 import taper.evals
 from taper import LLM, DepthPolicy, SamplingParams
-from taper.bench.options import parse
 from taper.calibration.run import Calibration
 from taper.cli import cli
 from taper.errors import RequestError
@@ -114,8 +113,6 @@ def check_command(words: list[str]) -> bool:
         check_taper(arguments)
     elif program in ("python", "python3") and arguments[:1] and arguments[0].startswith("benchmarks/"):
         check_script(*arguments)
-    elif program in ("python", "python3") and arguments[:2] == ["-m", "taper.bench"]:
-        parse(arguments[2:])
     elif program in ("python", "python3") and arguments[:2] == ["-m", "taper.evals"]:
         check_harness(arguments[2:])
     elif program == "make":
@@ -206,7 +203,7 @@ def test_commands_within_sentences_exist_and_know_their_options(page):
         "cat prompts | taper chatt",
         "TAPER_CACHE=/tmp taper pul  # a comment",
         "python benchmarks/none.py",
-        "PYTHONPATH=src python -m taper.bench --shap 34b",
+        "taper bench --shap 34b",
         "python -m taper.evals run --modell taper",
         "python benchmarks/decode.py --outt x.json",
         "python benchmarks/render.py x",

@@ -1,1 +1,1 @@
-"""How fast a model runs: times by depth, policy and length, against memory bandwidth and against other programs."""
+"""How fast a model runs, by depth, policy and length, beside other programs. The way in is `run` in `bench/run.py`."""

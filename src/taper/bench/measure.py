@@ -1,4 +1,4 @@
-"""Times of prompts and completions on an engine, and taking turns. Knows no model files and no other programs."""
+"""Times of prompts, outputs and single steps on an engine, and the bytes a step reads. Knows no model files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from ..engine import Engine, Request
 from ..policy import DepthPolicy, active_prefixes
 from ..sampling import SamplingParams
 
-WARM_UP = 3  # forwards of each depth before any is timed
+ROUNDS = 5  # of a measurement of bandwidth
+_WARM_UP_STEPS = 3  # at each depth, before any step is timed
+_PARTS = 8  # per thread, so that the others help a slow one
 T = TypeVar("T")
 
 
@@ -28,7 +30,7 @@ class Clock:
     """A time budget that begins now.
 
     Args:
-        budget_s: seconds; None is without end.
+        budget_s: seconds; None for no limit.
     """
 
     def __init__(self, budget_s: float | None = None) -> None:
@@ -36,16 +38,16 @@ class Clock:
 
     @property
     def left_s(self) -> float:
-        """Seconds left, at least 0."""
+        """Seconds left, at least 0; infinity without a limit."""
         if self._budget_s is None:
             return float("inf")
         return max(0.0, self._started + self._budget_s - time.perf_counter())
 
     def check(self) -> None:
-        """Return while time is left.
+        """Return if time is left.
 
         Raises:
-            OutOfTimeError: none is.
+            OutOfTimeError: the budget is spent.
         """
         if not self.left_s:
             raise OutOfTimeError
@@ -56,10 +58,10 @@ class Run:
     """Times of sequences completed side by side.
 
     Args:
-        batch: how many sequences.
-        prompt_tokens: of each.
-        completion_tokens: of each.
-        ttft_s: seconds until each has its first token.
+        batch: the number of sequences.
+        prompt_tokens: of each sequence.
+        completion_tokens: of each sequence.
+        ttft_s: seconds until every sequence has its first token.
         decode_s: seconds from then to the last token.
     """
 
@@ -76,12 +78,12 @@ class Run:
 
     @property
     def tpot_s(self) -> float:
-        """Seconds for each token after the first, of which there must be one."""
+        """Seconds per token after the first; there must be one."""
         return self.decode_s / (self.completion_tokens - 1)
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of all sequences while decoding."""
+        """Tokens of all sequences per second of decoding."""
         return self.batch / self.tpot_s
 
 
@@ -95,20 +97,20 @@ def measure(
     seed: int = 0,
     clock: Clock | None = None,
 ) -> Run:
-    """Complete random prompts greedily, side by side, and time it.
+    """Time the greedy completion of random prompts, side by side.
 
-    Decoding after so many tokens of context is decoding after a prompt of that length. The same seed gives the same
-    prompts: a second run finds them in the slots of the key-value cache, so that only its decoding means anything. For
-    the time of a prompt, give each run a seed of its own.
+    To measure decoding after some context, give a prompt of that length. The same seed gives the same prompts, which a
+    second run finds in the key-value cache, so that only its decoding is timed. To time prompts, give each run its own
+    seed.
 
     Args:
         engine: its backend has at least `batch` slots, of `prompt_tokens` + `max_tokens` each.
         policy: layers by step.
         prompt_tokens: of each sequence.
         max_tokens: of each sequence; 1 measures the prompt alone.
-        batch: sequences.
+        batch: the number of sequences.
         seed: of the prompts.
-        clock: the time budget to keep to.
+        clock: the time budget.
 
     Raises:
         OutOfTimeError: the budget ended first.
@@ -137,7 +139,7 @@ def measure(
 
 
 def random_prompt(engine: Engine, length: int, seed: int, row: int = 0) -> list[int]:
-    """Token ids, the same for the same numbers; a longer one begins like a shorter one."""
+    """Random token ids, a function of seed and row; a shorter prompt is a prefix of a longer one."""
     rng = np.random.default_rng([seed, row])
     return rng.integers(0, engine.backend.config.vocab_size, length).tolist()  # type: ignore[no-any-return]
 
@@ -150,7 +152,7 @@ def step_ms_by_depth(
     first_position: int = 0,
     clock: Clock | None = None,
 ) -> dict[int, float]:
-    """The median milliseconds of a forward of one token at each depth, a forward of each in turn.
+    """The median milliseconds of a forward of one token at each depth; the depths take turns.
 
     Positions rise from `first_position`, up to the end of the context.
 
@@ -160,7 +162,7 @@ def step_ms_by_depth(
     clock = clock or Clock()
     layers = backend.config.num_hidden_layers
     times: dict[int, list[float]] = {depth: [] for depth in depths}
-    for step in range(steps + WARM_UP):
+    for step in range(steps + _WARM_UP_STEPS):
         for depth in depths:
             clock.check()
             position = min(first_position + step, backend.context_length - 1)
@@ -169,13 +171,13 @@ def step_ms_by_depth(
             started = time.perf_counter()
             backend.forward(TokenBatch(tokens, positions, slots, active, greedy_rows=(0,)))
             times[depth].append((time.perf_counter() - started) * 1e3)
-    return {depth: statistics.median(row[WARM_UP:]) for depth, row in times.items()}
+    return {depth: statistics.median(row[_WARM_UP_STEPS:]) for depth, row in times.items()}
 
 
 def alternate(runs: Mapping[str, Callable[[], T]], rounds: int, clock: Clock | None = None) -> dict[str, list[T]]:
-    """What each run returns, in rounds that all take part in, after a warm-up: what slows the machine slows all alike.
+    """The results of each run, after a warm-up; runs take turns, so whatever slows the machine slows all alike.
 
-    When the time budget ends, the rounds that are complete count; there may be none.
+    When the time budget ends, only complete rounds count; there may be none.
     """
     clock = clock or Clock()
     results: dict[str, list[T]] = {name: [] for name in runs}
@@ -194,28 +196,21 @@ def alternate(runs: Mapping[str, Callable[[], T]], rounds: int, clock: Clock | N
 
 
 def step_bytes(weight_bytes: Mapping[str, int], layers: Collection[int]) -> int:
-    """Bytes of weights that a step reads which runs these layers: theirs, and lm_head once, tied or not."""
+    """Bytes of weights that a step of these layers reads: theirs, and lm_head once, tied or not."""
     head = weight_bytes.get("lm_head", weight_bytes["embed_tokens"])
     prefixes = tuple(f"layers.{layer}." for layer in layers)
     return head + weight_bytes["norm"] + sum(size for name, size in weight_bytes.items() if name.startswith(prefixes))
 
 
 def mean_step_bytes(weight_bytes: Mapping[str, int], policy: DepthPolicy, max_tokens: int) -> float:
-    """Mean bytes over the steps after the first of an output of `max_tokens` tokens, at least 2."""
-    by_depth = {depth: step_bytes(weight_bytes, policy.retained_at(depth)) for depth in _depths(policy, max_tokens)}
-    return statistics.fmean(by_depth[policy.depth(step)] for step in range(1, max_tokens))
-
-
-def _depths(policy: DepthPolicy, max_tokens: int) -> set[int]:
-    return {policy.depth(step) for step in range(1, max_tokens)}
-
-
-ROUNDS = 5
-_PARTS = 8  # for each thread, so that a slow one is helped by the others
+    """Mean bytes of a step after the first, in an output of `max_tokens` tokens, at least 2."""
+    depths = [policy.depth(step) for step in range(1, max_tokens)]
+    by_depth = {depth: step_bytes(weight_bytes, policy.retained_at(depth)) for depth in set(depths)}
+    return statistics.fmean(by_depth[depth] for depth in depths)
 
 
 def read_bandwidth(threads: int, num_bytes: int = 1 << 29) -> float:
-    """Bytes per second that so many threads of the CPU read together."""
+    """Bytes per second that this many threads of the CPU read together."""
     values = np.ones(num_bytes // 8, np.int64)
     parts = np.array_split(values, threads * _PARTS)
     with ThreadPoolExecutor(threads) as pool:

@@ -6,9 +6,8 @@ import json
 import os
 import shutil
 import subprocess
-import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import count
@@ -17,18 +16,16 @@ from typing import Any, NamedTuple
 
 from ..engine import Engine
 from ..errors import RequestError
-from ..models.config import ModelConfig
-from ..models.families import MODEL_TYPES
 from ..policy import DepthPolicy
 from .measure import Clock, OutOfTimeError, measure
-from .options import Options
-from .target import Target
+from .target import BenchOptions, Target
 
-_VLLM_MEMORY = 0.45  # of the GPU's, as Taper's weights are there too
+_PROGRAMS = ("llama-bench", "llama-batched-bench")
+_ALL_LAYERS = 999  # more than any model has
 
 
 class Speeds(NamedTuple):
-    """Of one length: seconds of a prompt until its first token, and of each token of an output after its first."""
+    """Seconds of a prompt until its first token, and of each token of an output after its first."""
 
     ttft_s: float
     tpot_s: float
@@ -37,12 +34,8 @@ class Speeds(NamedTuple):
 Peer = Callable[[int, Clock], Speeds]  # measures one length within a time budget
 
 
-class UnavailableError(Exception):
-    """A peer that cannot run here; the message says why."""
-
-
 def taper(engine: Engine, policy: DepthPolicy) -> Peer:
-    """Taper itself under a policy; each prompt is a new one, or the cache would hold it."""
+    """Taper itself under a policy; every prompt is a new one, as the cache would hold a known one."""
     seeds = count(1)
 
     def run(length: int, clock: Clock) -> Speeds:
@@ -53,23 +46,23 @@ def taper(engine: Engine, policy: DepthPolicy) -> Peer:
     return run
 
 
-def llama_cpp(target: Target, options: Options) -> Peer:
+def llama_cpp(target: Target, options: BenchOptions) -> Peer:
     """llama.cpp's llama-bench on the same file.
 
     Raises:
-        UnavailableError: it is not installed, or the model is not a GGUF file.
+        RequestError: it is not installed, or the model is not a GGUF file.
     """
     folder = find_llama_bench(options.llama_bin)
     if folder is None:
-        raise UnavailableError("it is not on PATH; name its folder with --llama-bin")
+        raise RequestError("it is not on PATH", "name its folder with --llama-bin")
     if target.path is None or target.path.is_dir():
-        raise UnavailableError("it runs GGUF files only")
+        raise RequestError("it runs GGUF files only")
     bench = LlamaBench(folder, target.path, target.threads, on_gpu=target.device == "cuda")
 
     def run(length: int, clock: Clock) -> Speeds:
         try:
-            prompt = bench.measure(prompt_tokens=length, timeout_s=_limit(clock))
-            output = bench.measure(max_tokens=length, timeout_s=_limit(clock))
+            prompt = bench.measure(prompt_tokens=length, timeout_s=_timeout(clock))
+            output = bench.measure(max_tokens=length, timeout_s=_timeout(clock))
         except subprocess.TimeoutExpired:
             raise OutOfTimeError from None
         return Speeds(length / prompt, 1 / output)
@@ -77,109 +70,32 @@ def llama_cpp(target: Target, options: Options) -> Peer:
     return run
 
 
-def transformers(target: Target, options: Options) -> Peer:
+def transformers(target: Target, options: BenchOptions) -> Peer:
     """transformers' `generate` with a static cache, which it compiles on a GPU.
 
     Raises:
-        UnavailableError: it is not installed, or cannot share Taper's weights.
+        RequestError: it is not installed, or cannot share Taper's weights.
     """
     if find_spec("transformers") is None:
-        raise UnavailableError("it is not installed")
+        raise RequestError("it is not installed")
     if target.weights is None:
-        raise UnavailableError("it is compared on random weights on a GPU, which it shares with Taper")
+        raise RequestError("it is compared on random weights on a GPU, which it shares with Taper")
     import torch
 
-    from .torch_device import synchronize
+    from .torch_device import synchronize, transformers_model
 
     model = transformers_model(target.config, target.weights)
 
     def seconds(prompt_tokens: int, max_tokens: int, clock: Clock) -> float:
         clock.check()
         ids = torch.randint(target.config.vocab_size, (1, prompt_tokens), device=target.device)
-        limit = {} if clock.left_s == float("inf") else {"max_time": clock.left_s}
+        rest = {"max_new_tokens": max_tokens, "do_sample": False, "cache_implementation": "static"}
         started = time.perf_counter()
-        rest = {"max_new_tokens": max_tokens, "do_sample": False, "cache_implementation": "static", **limit}
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), **rest)
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_time=_timeout(clock), **rest)
         synchronize(target.device)
         if out.shape[1] < prompt_tokens + max_tokens:
             raise OutOfTimeError
         return time.perf_counter() - started
-
-    return _from_seconds(seconds)
-
-
-def vllm(target: Target, options: Options) -> Peer:
-    """vLLM on random weights of the same shape, or on the same folder.
-
-    Raises:
-        UnavailableError: it is not installed, or does not run this model.
-    """
-    if find_spec("vllm") is None:
-        raise UnavailableError("it is not installed")
-    if target.path is not None and not target.path.is_dir():
-        raise UnavailableError("it is compared on folders and random weights, not on GGUF files")
-    from vllm import LLM, SamplingParams
-
-    length = target.backend.context_length
-    rest: dict[str, Any] = {"max_model_len": length, "enable_prefix_caching": False, "skip_tokenizer_init": True}
-    if target.device == "cuda":
-        rest["gpu_memory_utilization"] = _VLLM_MEMORY
-    if target.path is not None:
-        llm = LLM(str(target.path), **rest)
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            Path(folder, "config.json").write_text(json.dumps(_vllm_config(target)))
-            llm = LLM(folder, load_format="dummy", **rest)
-
-    def seconds(prompt_tokens: int, max_tokens: int, clock: Clock) -> float:
-        clock.check()
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
-        started = time.perf_counter()
-        llm.generate({"prompt_token_ids": [1] * prompt_tokens}, params, use_tqdm=False)
-        return time.perf_counter() - started
-
-    return _from_seconds(seconds)
-
-
-PEERS: dict[str, Callable[[Target, Options], Peer]] = {
-    "llama.cpp": llama_cpp,
-    "transformers": transformers,
-    "vLLM": vllm,
-}
-
-
-def open_peers(target: Target, options: Options) -> tuple[dict[str, Peer], dict[str, str]]:
-    """The peers that can run here, and why the others cannot."""
-    peers, unavailable = {}, {}
-    for name, open_peer in PEERS.items():
-        try:
-            peers[name] = open_peer(target, options)
-        except UnavailableError as reason:
-            unavailable[name] = str(reason)
-        except Exception as error:  # as in `guarded`
-            unavailable[name] = one_line(error)
-    return peers, unavailable
-
-
-def guarded(name: str, peer: Peer, unavailable: dict[str, str]) -> Callable[[int, Clock], Speeds | None]:
-    """A peer that returns None once it has failed, with the reason in `unavailable`."""
-
-    def run(length: int, clock: Clock) -> Speeds | None:
-        if name in unavailable:
-            return None
-        try:
-            return peer(length, clock)
-        except OutOfTimeError:
-            raise
-        except Exception as error:  # whatever another program does must not cost the results of this one
-            unavailable[name] = one_line(error)
-            return None
-
-    return run
-
-
-def _from_seconds(seconds: Callable[[int, int, Clock], float]) -> Peer:
-    """A peer that tells only how long a whole output takes: times of outputs that differ in length alone."""
 
     def run(length: int, clock: Clock) -> Speeds:
         ttft = seconds(length, 1, clock)
@@ -189,30 +105,55 @@ def _from_seconds(seconds: Callable[[int, int, Clock], float]) -> Peer:
     return run
 
 
-def _vllm_config(target: Target) -> dict[str, Any]:
-    """config.json of a shape."""
-    c, dtype = target.config, next(iter((target.weights or {}).values()), None)
-    names = [
-        *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
-        *("head_dim", "vocab_size", "max_position_embeddings", "rms_norm_eps", "rope_theta", "tie_word_embeddings"),
-    ]
-    config = {name: getattr(c, name) for name in names}
-    kind = {"model_type": c.architecture, "architectures": ["LlamaForCausalLM"], "hidden_act": "silu"}
-    return config | kind | {"dtype": str(getattr(dtype, "dtype", "float32")).removeprefix("torch.")}
+PEERS: dict[str, Callable[[Target, BenchOptions], Peer]] = {"llama.cpp": llama_cpp, "transformers": transformers}
 
 
-def _limit(clock: Clock) -> float | None:
-    clock.check()
-    return None if clock.left_s == float("inf") else clock.left_s
+class Peers:
+    """The other programs, of which those that cannot run here or have failed are left out.
+
+    Args:
+        target: the model.
+        options: where llama.cpp is.
+    """
+
+    def __init__(self, target: Target, options: BenchOptions) -> None:
+        self._peers: dict[str, Peer] = {}
+        self.unavailable: dict[str, str] = {}  # peer -> why it is left out
+        for name, open_peer in PEERS.items():
+            try:
+                self._peers[name] = open_peer(target, options)
+            except Exception as error:  # the failure of another program must not cost Taper's own results
+                self.unavailable[name] = one_line(error)
+
+    def available(self) -> list[str]:
+        """The names of the peers that have not failed."""
+        return [name for name in self._peers if name not in self.unavailable]
+
+    def run(self, name: str, length: int, clock: Clock) -> Speeds | None:
+        """Measure a peer; None if it fails or has failed before.
+
+        Raises:
+            OutOfTimeError: the time budget ended first.
+        """
+        if name in self.unavailable:
+            return None
+        try:
+            return self._peers[name](length, clock)
+        except OutOfTimeError:
+            raise
+        except Exception as error:  # as above
+            self.unavailable[name] = one_line(error)
+            return None
 
 
 def one_line(error: Exception) -> str:
-    """What went wrong, as one line."""
+    """An error as one line."""
     return str(error) if isinstance(error, RequestError) else f"{type(error).__name__}: {error}".splitlines()[0][:300]
 
 
-_PROGRAMS = ("llama-bench", "llama-batched-bench")
-_ALL_LAYERS = 999  # more than any model has
+def _timeout(clock: Clock) -> float | None:
+    clock.check()
+    return None if clock.left_s == float("inf") else clock.left_s
 
 
 @dataclass(frozen=True)
@@ -223,7 +164,7 @@ class LlamaBench:
         folder: where the programs are.
         model: a GGUF file.
         threads: CPU threads.
-        on_gpu: run every layer on the GPU, not on the CPU.
+        on_gpu: run every layer on the GPU instead of the CPU.
     """
 
     folder: Path
@@ -234,13 +175,13 @@ class LlamaBench:
     def measure(
         self, *, prompt_tokens: int = 0, max_tokens: int = 0, context: int = 0, timeout_s: float | None = None
     ) -> float:
-        """Tokens per second of a prompt, or of decoding after so many tokens of context: one repetition, warmed up.
+        """Tokens per second of a prompt, or of decoding: one repetition after a warm-up.
 
         Args:
             prompt_tokens: of the prompt (`-p`); 0 to measure decoding.
             max_tokens: to decode (`-n`); 0 to measure a prompt.
-            context: tokens of context before either (`-d`), which are not timed.
-            timeout_s: seconds to give it.
+            context: tokens before either (`-d`), which are not timed.
+            timeout_s: seconds until it is stopped.
 
         Raises:
             RequestError: the program failed, or does not know an option.
@@ -255,7 +196,7 @@ class LlamaBench:
     def measure_batch(
         self, *, prompt_tokens: int, max_tokens: int, batch: int, timeout_s: float | None = None
     ) -> tuple[float, float]:
-        """Tokens per second, of all sequences together, of their prompts and of decoding (`-npp -ntg -npl`).
+        """Tokens per second of all sequences together, of their prompts and of decoding (`-npp -ntg -npl`).
 
         Raises:
             RequestError: the program failed, or does not know an option.
@@ -295,37 +236,3 @@ def find_llama_bench(given: Path | None = None) -> Path | None:
     if not os.access(given / _PROGRAMS[0], os.X_OK):
         raise RequestError(f"no program {_PROGRAMS[0]} in {given}", "name the folder with llama.cpp's programs")
     return given
-
-
-def transformers_model(config: ModelConfig, weights: Mapping[str, Any], attention: str = "sdpa") -> Any:
-    """A llama of one of our shapes, which shares the weights; it never ends an output by itself."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    c, embeddings = config, weights["embed_tokens"]
-    theirs = LlamaConfig(
-        vocab_size=c.vocab_size,
-        hidden_size=c.hidden_size,
-        intermediate_size=c.intermediate_size,
-        num_hidden_layers=c.num_hidden_layers,
-        num_attention_heads=c.num_attention_heads,
-        num_key_value_heads=c.num_key_value_heads,
-        head_dim=c.head_dim,
-        rms_norm_eps=c.rms_norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
-        max_position_embeddings=c.max_position_embeddings,
-        tie_word_embeddings=c.tie_word_embeddings,
-        attn_implementation=attention,
-        dtype=embeddings.dtype,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    with torch.device("meta"):
-        model = LlamaForCausalLM(theirs)
-    names = MODEL_TYPES["llama"].folder_names
-    model.load_state_dict({names.theirs(name): weight for name, weight in weights.items()}, assign=True)
-    # Buffers are not in the state: a model built on "meta" has no rotary frequencies yet.
-    model.model.rotary_emb = type(model.model.rotary_emb)(theirs).to(embeddings.device)
-    model.generation_config.eos_token_id = None
-    return model.eval().requires_grad_(False)

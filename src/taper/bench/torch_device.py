@@ -1,23 +1,27 @@
-"""A GPU as PyTorch sees it: random weights on it, its bandwidth, its name, and whether it computes what it should.
+"""A GPU as PyTorch sees it: random weights on it, its bandwidth and name, and whether it computes what it should.
 
 Every function takes the device, so that the tests run the same lines on a CPU.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 import torch
 
-from ..backends.torch import TorchBackend
+from ..backends.torch import DTYPES, TorchBackend
 from ..engine import Engine, Request
 from ..models.config import ModelConfig, expected_shapes
-from ..models.shapes import SPREAD, TINY
+from ..models.families import MODEL_TYPES
 from ..policy import DepthPolicy
 from ..sampling import SamplingParams
 from .measure import median_seconds
+from .shapes import SPREAD, TINY
 
-DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
-_CHECKED_TOKENS, _CHECKED_PROMPT = 24, 17
+_CHECKED_TOKENS = 24
+_CHECKED_PROMPT: list[int] = np.random.default_rng(0).integers(0, TINY.vocab_size, 17).tolist()
 _CHECKED_SPREAD = 0.25  # wide enough that attention and positions matter, and that logits have no ties
 _LAYERS = TINY.num_hidden_layers
 _POLICIES = {
@@ -37,6 +41,36 @@ def random_weights(config: ModelConfig, dtype: str, device: str, spread: float =
         if len(shape) > 1:
             weights[name].normal_(0, spread, generator=generator)
     return weights
+
+
+def transformers_model(config: ModelConfig, weights: Mapping[str, torch.Tensor], attention: str = "sdpa") -> Any:
+    """A model of one of our shapes in transformers, which shares the weights; it never ends an output by itself.
+
+    Raises:
+        ImportError: transformers, or what it needs, is not installed.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    facts = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"]
+    facts += ["num_key_value_heads", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings"]
+    embeddings = weights["embed_tokens"]
+    theirs = LlamaConfig(
+        **{name: getattr(config, name) for name in facts},
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+        attn_implementation=attention,
+        dtype=embeddings.dtype,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(theirs)
+    names = MODEL_TYPES["llama"].folder_names
+    model.load_state_dict({names.theirs(name): weight for name, weight in weights.items()}, assign=True)
+    # Buffers are not in the state: a model built on "meta" has no rotary frequencies yet.
+    model.model.rotary_emb = type(model.model.rotary_emb)(theirs).to(embeddings.device)
+    model.generation_config.eos_token_id = None
+    return model.eval().requires_grad_(False)
 
 
 def copy_bandwidth(device: str) -> float:
@@ -63,7 +97,7 @@ def device_name(device: str) -> str:
 
 
 def synchronize(device: str) -> None:
-    """Wait for everything that the device was given to do."""
+    """Wait until the device has done all its work."""
     if device == "cuda":
         torch.cuda.synchronize()
 
@@ -81,35 +115,21 @@ def check_reference(device: str) -> dict[str, bool]:
         ImportError: transformers, or what it needs, is not installed.
     """
     from ..hf import custom_generate
-    from .peers import transformers_model
 
-    weights, prompt = _checked_weights(device), _checked_prompt()
-    ids = torch.tensor([prompt], device=device)
+    weights, ids = random_weights(TINY, "f32", device, _CHECKED_SPREAD), torch.tensor([_CHECKED_PROMPT], device=device)
     equal = {}
     for name, tokens in _complete(device, graphs=True).items():
         model = transformers_model(TINY, weights, attention="eager")
-        rest = {
-            "max_new_tokens": _CHECKED_TOKENS,
-            "do_sample": False,
-            "custom_generate": custom_generate(_POLICIES[name]),
-        }
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), **rest)
-        equal[name] = out[0, len(prompt) :].tolist() == tokens
+        rest = {"max_new_tokens": _CHECKED_TOKENS, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+        out = model.generate(ids, custom_generate=custom_generate(_POLICIES[name]), **rest)
+        equal[name] = out[0, len(_CHECKED_PROMPT) :].tolist() == tokens
     return equal
 
 
 def _complete(device: str, graphs: bool) -> dict[str, list[int]]:
-    weights, completions = _checked_weights(device), {}
+    weights, completions = random_weights(TINY, "f32", device, _CHECKED_SPREAD), {}
     for name, policy in _POLICIES.items():
         backend = TorchBackend(TINY, weights, context_length=64, dtype="f32", device=device, graphs=graphs)
-        request = Request(_checked_prompt(), SamplingParams(max_tokens=_CHECKED_TOKENS), policy)
+        request = Request(_CHECKED_PROMPT, SamplingParams(max_tokens=_CHECKED_TOKENS), policy)
         (completions[name],) = Engine(backend).complete([request])
     return completions
-
-
-def _checked_weights(device: str) -> dict[str, torch.Tensor]:
-    return random_weights(TINY, "f32", device, _CHECKED_SPREAD)
-
-
-def _checked_prompt() -> list[int]:
-    return np.random.default_rng(0).integers(0, TINY.vocab_size, _CHECKED_PROMPT).tolist()  # type: ignore[no-any-return]

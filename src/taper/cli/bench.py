@@ -1,42 +1,163 @@
-"""`taper bench`."""
+"""`taper bench`: its options, and its results as tables and as a picture."""
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import Any
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..bench.options import Options, from_given
+from ..errors import DEVICES, DTYPES
+from .common import say
 
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
-def _with_options(command: click.Command) -> click.Command:
-    """The command with the options of `Options`, in their order."""
-    for option in fields(Options):
-        flag, given = f"--{option.name.replace('_', '-')}", option.metadata
-        if given["kind"] is bool:
-            command.params.append(click.Option([flag], is_flag=True, help=given["help"]))
-        else:
-            repeat, metavar = given["repeat"], given["metavar"]
-            command.params.append(
-                click.Option([flag], type=given["kind"], multiple=repeat, metavar=metavar, help=given["help"])
-            )
-    return command
+Json = dict[str, Any]
+Column = tuple[str, str, float, str]  # header, key of a row, factor, format
+
+_FAILED = 1  # exit code: a check of the tokens, or a phase
+_UNLIMITED = 10_000  # columns: without a terminal, no line is folded
+_ROUNDS: Column = ("rounds", "rounds", 1, "d")
+_TTFT: Column = ("TTFT\ns", "ttft_s", 1, ".3f")
+_TOKENS: Column = ("tokens\n/s", "tokens_per_s", 1, ".1f")
+_SPEED: tuple[Column, ...] = (("TPOT\nms", "tpot_ms", 1, ".2f"), _TOKENS)
+_MEMORY: tuple[Column, ...] = (("GB/s", "gb_per_s", 1, ".1f"), ("memory\n%", "bandwidth_used", 100, ".0f"))
+_GAIN: tuple[Column, ...] = (
+    ("speedup", "speedup", 1, ".2f"),
+    ("ideal", "ideal_speedup", 1, ".2f"),
+    ("realised", "realised_fraction", 1, ".2f"),
+)
+_DEPTH = (("layers", "depth", 1, "d"), ("step\nms", "step_ms", 1, ".2f"), *_MEMORY, *_GAIN)
+_PROMPTS = (("prompt", "prompt_tokens", 1, "d"), _TTFT, _TOKENS, _ROUNDS)
+_OUTPUTS = (("policy", "policy", 1, "s"), ("mean\ndepth", "mean_depth", 1, ".1f"), *_SPEED, *_MEMORY, *_GAIN, _ROUNDS)
+_PEERS = (("program", "name", 1, "s"), _TTFT, *_SPEED, _ROUNDS)
 
 
 @click.command()
+@click.option("--model", metavar="MODEL", help="Name, file, folder or hub id ORG/MODEL.")
+@click.option("--shape", metavar="SHAPE", help="Random weights instead: llama-2-7b, llama-2-13b, llama-3-8b or 34b.")
+@click.option(
+    "--policy", "policies", multiple=True, metavar="POLICY", help="Name or file; repeatable. Default: those shipped."
+)
+@click.option("--lengths", default="128,512,2048", metavar="N,N", help="Output lengths.")
+@click.option("--prompts", default="128,512,2048", metavar="N,N", help="Prompt lengths.")
+@click.option("--rounds", type=int, default=5, metavar="N", help="Runs of each, after a warm-up; medians count.")
+@click.option("--minutes", type=float, default=9.0, help="Time budget; what does not fit is left out.")
+@click.option("--device", type=click.Choice(DEVICES), default="auto")
+@click.option("--dtype", type=click.Choice(DTYPES), default="auto", help="Convert or quantise weights when loading.")
+@click.option("--threads", type=int, help="CPU threads. Default: the cores this process may use.")
+@click.option("--no-repack", is_flag=True, help="Use the mapped file as it is: less memory, slower on a CPU.")
+@click.option("--llama-bin", type=Path, metavar="DIR", help="Folder of llama.cpp's programs. Default: that on PATH.")
+@click.option("--no-peers", is_flag=True, help="Leave out other programs: llama.cpp and transformers.")
+@click.option("--json", type=Path, metavar="FILE", help="Write the results as JSON, phase by phase.")
+@click.option("--plot", type=Path, metavar="FILE", help="Draw the results: a .png or .svg file.")
 @click.pass_context
-def bench(context: click.Context, /, **given: Any) -> None:
+def bench(context: click.Context, /, lengths: str, prompts: str, **options: Any) -> None:
     """Measure how fast a model runs at full depth and under policies.
 
     Times to first token and per output token, tokens per second, the memory bandwidth that this uses, and how much of
-    the ideal speedup comes out; beside other programs that are installed, each in turn. Leave the machine alone
-    meanwhile. Quality is not measured: taper calibrate does that.
+    the ideal speedup is realised; beside other programs that are installed, which take turns with Taper. Leave the
+    machine alone meanwhile. Quality is not measured: taper calibrate does that.
     """
-    options = from_given(**given)
-    from ..bench.run import bench as run
+    from ..bench.run import run
+    from ..bench.target import BenchOptions, parse_lengths
+    from .terminal import console
 
-    context.exit(run(options))
+    chosen = BenchOptions(lengths=parse_lengths(lengths), prompts=parse_lengths(prompts), **options)
+    result = run(chosen, say)
+    screen = console(stderr=False)
+    if not screen.is_terminal:
+        screen.width = _UNLIMITED
+    show_results(result, screen)
+    if chosen.plot is not None:
+        draw(result, chosen.plot)
+    context.exit(_FAILED if failed_checks(result) or result["failed"] else 0)
 
 
-_with_options(bench)
+def failed_checks(result: Json) -> list[str]:
+    """The comparisons of tokens that failed, by what was compared and the policy."""
+    outcomes = {name: phase["equal"] for name, phase in result["phases"].items() if "equal" in phase}
+    return [f"{name} ({policy})" for name, equal in outcomes.items() for policy, same in equal.items() if not same]
+
+
+def show_results(result: Json, screen: Console) -> None:
+    """Print the conditions, every phase as a table, and what was left out or failed."""
+    c, phases, failed = result["conditions"], result["phases"], failed_checks(result)
+    screen.print(f"{c['model']}\n{c['gpu'] or c['machine']}, {c['backend']}, {c['date']}, batch {c['batch']}")
+    if failed:
+        screen.print(f"\nCHECK FAILED, so the results below are of wrong outputs: {', '.join(failed)}")
+    for name, phase in phases.items():
+        if "equal" in phase and not failed:
+            screen.print(f"\n{name}: {phase.get('left_out') or 'in all of ' + ', '.join(phase['equal'])}")
+        elif name == "bandwidth":
+            screen.print(f"\nmemory: {phase['gb_per_s']:.1f} GB/s ({phase['kind']})")
+        elif name == "depth":
+            screen.print("\none decode step by depth", _table(_DEPTH, phase["rows"]), sep="\n")
+            screen.print(f"{phase['ms_per_layer']:.4g} ms per layer and {phase['fixed_ms']:.4g} ms for everything else")
+        elif name == "prompts":
+            screen.print("\nprompts at full depth", _table(_PROMPTS, phase["rows"]), sep="\n")
+        elif "output_tokens" in phase:
+            screen.print(f"\noutputs of {phase['output_tokens']} tokens", _table(_OUTPUTS, phase["rows"]), sep="\n")
+        elif phase.get("rows"):
+            screen.print(f"\n{name}: a prompt and an output of that length", _peers(phase["rows"]), sep="\n")
+    unavailable = {peer: why for phase in phases.values() for peer, why in phase.get("unavailable", {}).items()}
+    lines = [f"{peer} was left out: {reason}" for peer, reason in unavailable.items()]
+    lines += [f"{name} failed: {reason}" for name, reason in result["failed"].items()]
+    lines += [f"{name} was left out for want of time" for name in result["dropped"]]
+    if lines:
+        screen.print("", *lines, sep="\n")
+
+
+def _peers(rows: Sequence[Json]) -> Table:
+    """Programs beside each other, and Taper's speed over that of each other program."""
+    others = [row["name"] for row in rows if "over" not in row]
+    columns = [*_PEERS, *((f"over\n{other}", other, 1, ".2f") for other in others)]
+    return _table(columns, [row | {other: row.get("over", {}).get(other) for other in others} for row in rows])
+
+
+def _table(columns: Sequence[Column], rows: Iterable[Json]) -> Table:
+    """Rows of results, text to the left and numbers to the right; "-" for no value."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for header, _, _, form in columns:
+        table.add_column(header, justify="left" if form == "s" else "right")
+    for row in rows:
+        table.add_row(*(_cell(row[key], factor, form) for _, key, factor, form in columns))
+    return table
+
+
+def _cell(value: Any, factor: float, form: str) -> str:
+    if value is None:
+        return "-"
+    return value if form == "s" else format(value * factor, form)
+
+
+def draw(result: Json, path: Path) -> None:
+    """Draw speed by output length and policy, and the time of a step by depth, as a .png or .svg file."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    outputs, depths = figure.subplots(1, 2)
+    phases = [phase for phase in result["phases"].values() if "output_tokens" in phase]
+    for policy in result["conditions"]["policies"]:
+        speeds = [row["tokens_per_s"] for phase in phases for row in phase["rows"] if row["policy"] == policy]
+        outputs.plot([phase["output_tokens"] for phase in phases], speeds, marker="o", label=policy)
+    outputs.set(xlabel="output, tokens", ylabel="tokens per second", ylim=(0, None), title="Speed")
+    if phases:
+        outputs.set_xscale("log", base=2)
+        outputs.legend()
+    if step := result["phases"].get("depth"):
+        layers, full = [row["depth"] for row in step["rows"]], step["rows"][0]["step_ms"]
+        depths.plot(layers, [row["step_ms"] for row in step["rows"]], "o", label="measured")
+        ends = [0, max(layers)]
+        depths.plot(ends, [step["fixed_ms"] + step["ms_per_layer"] * depth for depth in ends], label="straight line")
+        depths.plot(layers, [full / row["ideal_speedup"] for row in step["rows"]], "--", label="ideal by bytes")
+        depths.legend()
+    depths.set(xlabel="layers run", ylabel="ms", ylim=(0, None), title="One decode step")
+    figure.suptitle(result["conditions"]["model"])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
