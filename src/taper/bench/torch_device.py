@@ -65,7 +65,7 @@ def transformers_model(config: ModelConfig, weights: Mapping[str, torch.Tensor],
     )
     with torch.device("meta"):
         model = LlamaForCausalLM(theirs)
-    names = MODEL_TYPES["llama"].folder_names
+    names = MODEL_TYPES[config.architecture].folder_names
     model.load_state_dict({names.theirs(name): weight for name, weight in weights.items()}, assign=True)
     # Buffers are not in the state: a model built on "meta" has no rotary frequencies yet.
     model.model.rotary_emb = type(model.model.rotary_emb)(theirs).to(embeddings.device)
