@@ -32,13 +32,13 @@ test-vllm: .venv-vllm/installed
 	@OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest tests/vllm
 
 lint: $(VENV)/installed-test
-	@$(BIN)/ruff check src tests benchmarks
-	@$(BIN)/ruff format --check --quiet src tests benchmarks
+	@$(BIN)/ruff check src tests research
+	@$(BIN)/ruff format --check --quiet src tests research
 	@$(BIN)/mypy
 
 format: $(VENV)/installed-test
-	@$(BIN)/ruff check --fix src tests benchmarks
-	@$(BIN)/ruff format src tests benchmarks
+	@$(BIN)/ruff check --fix src tests research
+	@$(BIN)/ruff format src tests research
 
 clean:
 	rm -rf $(VENV) .venv-vllm build dist *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -4,7 +4,7 @@
     python tests/fuzz.py --kind gguf --first 1234 --count 1
 
 Every kind runs in a process of its own, which native code could end or keep for ever; the next process then goes on
-after that case. Prints counts for each kind, and the failures, as JSON: benchmarks/results/fuzz.json is such a report.
+after that case. Prints counts for each kind, and the failures, as JSON: research/results/fuzz.json is such a report.
 """
 
 from __future__ import annotations

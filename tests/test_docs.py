@@ -34,13 +34,13 @@ from taper.models.policies import find_policy
 
 ROOT = Path(__file__).parent.parent
 README, TOUR = ROOT / "README.md", ROOT / "docs" / "tour.md"
-PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [README, *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "research").rglob("*.md"))]
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
 def test_numbers_are_those_of_the_committed_results():
     for path, text in render.rendered().items():
-        assert path.read_text() == text, "run: python benchmarks/render.py"
+        assert path.read_text() == text, "run: python research/render.py"
 
 
 @each_page
@@ -111,7 +111,7 @@ def check_command(words: list[str]) -> bool:
     program, *arguments = words
     if program == "taper":
         check_taper(arguments)
-    elif program in ("python", "python3") and arguments[:1] and arguments[0].startswith("benchmarks/"):
+    elif program in ("python", "python3") and arguments[:1] and arguments[0].startswith("research/"):
         check_script(*arguments)
     elif program in ("python", "python3") and arguments[:2] == ["-m", "taper.evals"]:
         check_harness(arguments[2:])
@@ -159,7 +159,7 @@ def check_begun_command(words: list[str]) -> None:
 
 
 def check_script(script: str, *arguments: str) -> None:
-    """A script of benchmarks/ that has these options, itself or in a module beside it that it imports from."""
+    """A script of research/ that has these options, itself or in a module beside it that it imports from."""
     nodes = list(ast.walk(ast.parse((ROOT / script).read_text())))
     for name in [node.module for node in nodes if isinstance(node, ast.ImportFrom)]:
         if (beside := (ROOT / script).with_name(f"{name}.py")).exists():
@@ -177,7 +177,7 @@ def test_commands_of_code_blocks_would_run(page):
     for line in code_lines(page):
         if re.search(r"(^|\s|\()(taper|python3?|make|pip) ", line):
             checked += sum([check_command(words) for words in commands(line)])
-    assert checked or page.name in ("tour.md", "vllm-scale.md", "reliability.md")
+    assert checked or page.name in ("tour.md", "fleets.md", "reliability.md")
 
 
 @each_page
@@ -202,11 +202,11 @@ def test_commands_within_sentences_exist_and_know_their_options(page):
         'eval "vllm serve MODEL $(taper vllm-args --polcy fast)"',
         "cat prompts | taper chatt",
         "TAPER_CACHE=/tmp taper pul  # a comment",
-        "python benchmarks/none.py",
+        "python research/none.py",
         "taper bench --shap 34b",
         "python -m taper.evals run --modell taper",
-        "python benchmarks/decode.py --outt x.json",
-        "python benchmarks/render.py x",
+        "python research/decode.py --outt x.json",
+        "python research/render.py x",
         "make tests",
         'pip install ".[tourch]"',
     ],

@@ -1,4 +1,4 @@
-"""docs/vllm.md and vllm-scale.md show the committed results, and the commands they show work."""
+"""docs/vllm.md and the page on fleets show the committed results, and the commands they show work."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from taper.vllm_plugin.options import PluginOptions, vllm_args
 
 def test_numbers_are_those_of_the_committed_results():
     for page, text in render_vllm.rendered().items():
-        assert page.read_text() == text, "run: python benchmarks/render_vllm.py"
+        assert page.read_text() == text, "run: python research/render.py"
 
 
 def test_the_servers_shown_run_a_shipped_policy_on_its_own_model():

@@ -1,0 +1,165 @@
+"""What calibration takes and what comes out of it: one JSON file for a model, part by part.
+
+    python research/calibration.py --cache EMPTY_FOLDER policies orders growth
+    python research/calibration.py --cache EMPTY_FOLDER --model qwen2.5-coder-1.5b-instruct policies
+
+`policies` makes the shipped policies from an empty cache (a quarter of an hour for the default model), `orders`
+compares the order found with every baseline on held-out prompts (as long again), `growth` times whole calibrations on
+more and more prompts (half an hour). The last two are of the default model. Leave the machine alone while it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from taper.calibration.prompts import builtin_prompts
+from taper.calibration.summary import Summary, to_plain
+from taper.llm import DEFAULT_POLICY
+from taper.models.download import DEFAULT_MODEL, PACKAGED_MODELS
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "research" / "results"
+SHIPPED = ROOT / "src" / "taper" / "policies"
+PAGES = ROOT / "research" / "pages"
+SPEEDS = {"fast": 1.20, "balanced": 1.10, "gentle": 1.05}  # the first finds the cache empty
+ANSWER_TOKENS, CONTEXT, THREADS = 128, 1024, 2
+# The order that a first sketch found on other answers of the same model, with other code.
+FIRST_SKETCH = [3, 5, 17, 16, 25, 7, 6, 4, 18, 26]
+
+
+def run_cli(cache: Path, *options: str) -> tuple[Summary, dict[str, Any]]:
+    """`taper calibrate` in a process of its own: its summary, and the time and memory it took."""
+    command = [sys.executable, "-m", "taper", "calibrate", "--json", *options]
+    before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    done = subprocess.run(command, stdout=-1, env={**os.environ, "TAPER_CACHE": str(cache)}, check=True)
+    seconds, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
+    return Summary.from_json(json.loads(done.stdout)), {
+        "seconds": round(seconds, 1),
+        "cpu_seconds": round(after.ru_utime - before.ru_utime, 1),
+        "peak_mib_so_far": round(after.ru_maxrss / 1024),
+    }
+
+
+def policies(cache: Path, model: str) -> dict[str, Any]:
+    """The shipped policies: time, memory, predicted and measured speed, quality on held-out prompts."""
+    (SHIPPED / model).mkdir(exist_ok=True)
+    results = {}
+    resumed = (cache / "calibration.sqlite").exists()  # so the minutes of the first one are not of a whole calibration
+    for name, speed in SPEEDS.items():
+        options = ["--model", model, "--speedup", str(speed), "--answer-tokens", str(ANSWER_TOKENS), "--name", name]
+        options += [
+            "--threads",
+            str(THREADS),
+            "--context",
+            str(CONTEXT),
+            "--out",
+            str(SHIPPED / model / f"{name}.json"),
+        ]
+        if model != DEFAULT_MODEL and name == DEFAULT_POLICY:
+            options += ["--report", str(PAGES / model / "report")]
+        summary, took = run_cli(cache, *options)
+        keys = ("mean_depth", "speedup", "held_out", "free_running", "cost_ms", "skip_order", "frontier", "conditions")
+        ratio = round(summary.speedup.predicted / summary.speedup.measured.median, 4)
+        figures = {key: to_plain(getattr(summary, key)) for key in keys}
+        results[name] = {"resumed": resumed, **took, "predicted_over_measured": ratio, **figures}
+    return results
+
+
+def orders(cache: Path, model: str) -> dict[str, Any]:
+    """KL of the order found, every baseline and the first sketch's order on held-out prompts, by depth."""
+    os.environ["TAPER_CACHE"] = str(cache)
+    from taper import LLM
+    from taper.calibration.baselines import COMPARED, compare_orders
+    from taper.calibration.store import Measurements
+    from taper.calibration.prompts import completions, encode_prompts, split
+    from taper.calibration.search import first_steps
+    from taper.calibration.store import current_conditions, open_store
+    from taper.models.download import content_hash
+    from taper.models.policies import load_policy
+    from taper.policy import DepthPolicy
+
+    llm = LLM(model, threads=THREADS, max_batch_size=64)
+    store = open_store(content_hash(llm.path), current_conditions(llm))
+    full = DepthPolicy.full(llm.config.num_hidden_layers)
+    prompts = encode_prompts(llm, builtin_prompts(), 0, 256)
+    _, held_out = split(completions(llm, prompts, full, ANSWER_TOKENS, store, lambda: None))
+    measurements = Measurements(llm.engine, first_steps(held_out, COMPARED), store)
+    order = load_policy(SHIPPED / model / "fast.json").skip_order
+    more = {"first sketch": FIRST_SKETCH}
+    started = time.perf_counter()
+    comparison = compare_orders(measurements, order, range(29, 19, -1), lambda count: lambda: None, more)
+    steps = sum(len(reference.completion_ids) - 1 for reference in measurements.replay.references)
+    include_zero = {
+        name: {depth: difference for depth, difference in by_depth.items() if difference.low <= 0}
+        for name, by_depth in comparison.kl_above_measured_order.items()
+    }
+    return {
+        "seconds": round(time.perf_counter() - started, 1),
+        "steps": steps,
+        "answers": len(held_out),
+        "order": order[:10],
+        "not_clear_of_zero": {name: to_plain(by_depth) for name, by_depth in include_zero.items() if by_depth},
+        **to_plain(comparison),
+    }
+
+
+def growth(cache: Path, model: str) -> dict[str, Any]:
+    """Seconds of whole calibrations from empty caches, by the tokens of prompts and answers; and a line."""
+    rows = []
+    for count in (8, 14, 20, 26):  # above 72 the search has all it takes, and only the rest grows
+        folder = cache / f"growth-{count}"
+        with_model(folder, model)
+        file = folder / "prompts.jsonl"
+        file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in builtin_prompts()[:count]))
+        options = ["--prompts", str(file), "--speedup", "1.1", "--answer-tokens", "24"]
+        options += ["--threads", str(THREADS)]
+        summary, took = run_cli(folder, *options, "--out", str(folder / "policy.json"))
+        rows.append({"prompts": count, "tokens": summary.tokens, **took})
+        shutil.rmtree(folder)
+    tokens, seconds = (np.array([row[key] for row in rows], float) for key in ("tokens", "seconds"))
+    slope, fixed = np.polyfit(tokens, seconds, 1)
+    left = ((seconds - fixed - slope * tokens) ** 2).sum()
+    r_squared = 1 - left / ((seconds - seconds.mean()) ** 2).sum()
+    line = {"fixed_seconds": fixed, "seconds_per_1000_tokens": 1000 * slope}
+    return {"rows": rows, **{key: round(value, 2) for key, value in line.items()}, "r_squared": round(r_squared, 4)}
+
+
+def with_model(cache: Path, model: str) -> None:
+    """A cache folder that holds a model and nothing else."""
+    (cache / "models").mkdir(parents=True, exist_ok=True)
+    link = cache / "models" / PACKAGED_MODELS[model].path.name
+    if not link.exists():
+        link.symlink_to(PACKAGED_MODELS[model].path)
+
+
+def main() -> None:
+    """Run the parts asked for; each is written as it ends."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cache", type=Path, required=True, help="folder for what is measured; empty at first")
+    parser.add_argument("--model", choices=PACKAGED_MODELS, default=DEFAULT_MODEL, help="default %(default)s")
+    parser.add_argument("parts", nargs="+", choices=["policies", "orders", "growth"])
+    options = parser.parse_args()
+    if options.model != DEFAULT_MODEL and options.parts != ["policies"]:
+        parser.error(f"orders and growth are of {DEFAULT_MODEL}")
+    with_model(options.cache, options.model)
+    path = RESULTS / f"calibration-{options.model}.json"
+    for part in options.parts:
+        print(f"{part} ...", file=sys.stderr)
+        result = globals()[part](options.cache, options.model)
+        results = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(results | {part: result}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

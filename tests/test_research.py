@@ -1,0 +1,347 @@
+"""The benchmarks of methods and claims run end to end on a tiny model, and verdicts and pages follow their figures."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from itertools import pairwise
+
+import claim_tables
+import claims
+import harness
+import methods
+import numpy as np
+import pytest
+import render
+import render_calibration
+import render_claims
+import render_harness
+import render_methods
+import render_signals
+import task_options
+import task_signals
+import torch
+import unnested
+import word_problems
+from eval_data import write_data
+from tiny import TinyModel, random_prompt, reference_ids
+
+from taper import LLM, DepthPolicy
+from taper.calibration import clock as cost
+from taper.calibration.problems import builtin_problems
+from taper.calibration.replay import Reference, Replay
+from taper.evals import comparison
+from taper.evals.methods import FULL
+from taper.evals.records import RecordFile
+
+TASKS = "gsm8k,bbh_cot_zeroshot_boolean_expressions,bbh_cot_zeroshot_word_sorting"
+ORDER = (4, 1, 2, 3)
+POLICY = DepthPolicy.d3(6, 0.95, skip_order=ORDER)
+
+
+@pytest.fixture(scope="module")
+def arguments(tiny_llama, tmp_path_factory) -> list[str]:
+    """A tiny model, made-up problems and short outputs."""
+    folder = tmp_path_factory.mktemp("benchmark")
+    (folder / "policy.json").write_text(POLICY.to_json())
+    write_data(folder / "data")
+    options = {"model": tiny_llama.folder, "policy": folder / "policy.json", "data-dir": folder / "data"}
+    options |= {"folder": folder / "work", "limit": 2, "max-tokens": 24, "context": 1024, "threads": 1, "depth": 5}
+    return [f"--{name}={value}" for name, value in options.items()]
+
+
+@pytest.fixture(scope="module")
+def results(arguments, tmp_path_factory):
+    """The files of results of every part."""
+    folder = tmp_path_factory.mktemp("results")
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name, value in [
+            (cost, "ROUNDS", 1),
+            (claims, "LENGTHS", (8, 40)),
+            (claims, "HALVED", 4),
+            (unnested, "FREE", 2),
+            (unnested, "FREE_TOKENS", 8),
+            (comparison, "INFLUENCE_TOKENS", 4),
+            (comparison, "INFLUENCE_PROMPTS", 8),
+        ]:
+            patch.setattr(module, name, value)
+        out = f"--out={folder / 'methods-tiny.json'}"
+        methods.main([*arguments, f"--tasks={TASKS}", out, "quality"])
+        methods.main([*arguments, "--tasks=gsm8k", out, "speed"])
+        out = f"--out={folder / 'claims-tiny.json'}"
+        claims.main([*arguments, f"--tasks={TASKS}", out, *claims.PARTS])
+        claims.main([*arguments, "--tasks=gsm8k", "--limit=3", out, "accuracy"])
+    return folder
+
+
+def test_methods_are_measured_on_every_task(results):
+    result = json.loads((results / "methods-tiny.json").read_text())
+    assert set(result["tasks"]) == set(TASKS.split(","))
+    assert {FULL, *result["tasks"]["gsm8k"]["5"]["speed"]["rows"]} == set(result["tasks"]["gsm8k"]["5"]["methods"])
+    for cells in result["tasks"].values():
+        cell = cells["5"]
+        assert len(cell["methods"]) == 11
+        full = cell["methods"].pop(FULL)
+        assert full["mean_depth"] == 6
+        for name, row in cell["methods"].items():
+            assert abs(row["tuned_mean_depth"] - 5) <= 0.5, name
+            assert row["kl"][0] > 0
+            assert row["against_full"]["problems"] == row["problems"] == 2
+    assert "Ann has" not in json.dumps(result)
+
+
+def test_a_second_run_answers_only_what_lacks(arguments, tmp_path, monkeypatch):
+    out, written = tmp_path / "methods.json", []
+    append = RecordFile.append
+    monkeypatch.setattr(RecordFile, "append", lambda file, record: (written.append(record.key), append(file, record)))
+    arguments = [*arguments, f"--folder={tmp_path / 'work'}", "--tasks=gsm8k", f"--out={out}", "quality"]
+    methods.main([*arguments, "--methods=measured,early"])
+    problems = 6  # that policies are tuned on
+    assert len(written) == len(set(written)) == problems + 2 * 2
+    methods.main([*arguments, "--limit=3", "--methods=ShortGPT"])
+    assert len(written) == len(set(written)) == problems + 2 * 2 + 3
+    rows = json.loads(out.read_text())["tasks"]["gsm8k"]["5"]["methods"]
+    asked = {name: row["problems"] for name, row in rows.items()}
+    assert asked == {FULL: 3, "D3, measured order": 2, "early exit": 2, "ShortGPT": 3}
+    assert rows["early exit"]["against_full"]["problems"] == 2
+    methods.main([*arguments, "--limit=3"])
+    assert len(written) == len(set(written)) == problems + 3 * 10
+
+
+def test_results_of_another_model_are_rejected(results, arguments, tmp_path, capsys):
+    path = tmp_path / "claims.json"
+    path.write_text('{"model": {"name": "other"}}')
+    with pytest.raises(SystemExit) as stop:
+        task_options.run(lambda _: claims.main([*arguments, f"--out={path}", "core"]))
+    assert stop.value.code == 2
+    assert "has results of another model" in capsys.readouterr().err
+
+
+def test_what_is_replayed_was_written_by_full_depth(results, arguments, tiny_llama):
+    options = parsed(arguments)
+    study = task_options.open_study(options)
+    task = task_options.open_task(study, "gsm8k", options)
+    assert len(task.references) == len(task.records) == 2
+    for reference in task.references:
+        ids = reference.completion_ids
+        assert reference_ids(tiny_llama, list(reference.prompt_ids), DepthPolicy.full(6), len(ids)) == list(ids)
+
+
+def parsed(arguments):
+    """The options as the benchmarks parse them."""
+    parser = argparse.ArgumentParser()
+    task_options.add_options(parser)
+    return parser.parse_args(arguments)
+
+
+def test_the_harness_own_class_gives_the_same_strings_in_f32(arguments, tmp_path, monkeypatch):
+    for name, value in [("PROBLEMS", 6), ("BATCH", 4), ("TIMED", 5), ("TIMED_BATCH", 3), ("ROUNDS", 2)]:
+        monkeypatch.setattr(harness, name, value)
+    given = [argument for argument in arguments if argument.startswith(("--model", "--data-dir", "--max-t", "--thr"))]
+    harness.main([*given, f"--out={tmp_path / 'harness.json'}", "equality", "batching"])
+    result = json.loads((tmp_path / "harness.json").read_text())
+    theirs, exact, as_in_the_file = result["equality"]["rows"]
+    assert (exact["identical"], exact["scored_alike"], exact["solved"]) == (6, 6, theirs["solved"])
+    assert as_in_the_file["identical"] <= 6
+    assert result["batching"]["identical"] == result["batching"]["problems"] == 5
+    assert result["batching"]["tokens"] == {"1": 5 * 24, "3": 5 * 24}
+    page = "\n".join(render_harness.section(result))
+    assert page.count("research/harness.py --data-dir DATA") == 2
+    assert "| `taper`, f32 | 0.0 (0.0 to 39.0) | 6 | 6 |" in page
+    assert render_harness.section({"model": {}}) == render_harness.section(None) == []
+
+
+# Signals
+
+
+def test_signals_are_measured_on_some_problems_and_the_accuracy_on_others(tiny_llama, tmp_path, monkeypatch):
+    monkeypatch.setattr(task_signals, "DRAWS", 200)
+    problems = word_problems.problems(6, steps=[1])
+    (tmp_path / "sums.jsonl").write_text("".join(f"{json.dumps(problem)}\n" for problem in problems))
+    # Right where the problem's place in the file is even, and none of the later ones without layer 4.
+    monkeypatch.setattr(task_signals, "solved", lambda record, _: is_solved(record.problem, record.policy))
+
+    def is_solved(problem: int, policy: str) -> bool:
+        return problem % 2 == 0 and (policy != "4" or problem < 2)
+
+    asked = {"model": tiny_llama.folder, "task": tmp_path / "sums.jsonl", "sets": "4, 1, 4 2", "problems": 4}
+    asked |= {"signal-problems": 2, "max-tokens": 8, "records": tmp_path / "r.jsonl"}
+    task_signals.main([*(f"--{name}={value}" for name, value in asked.items()), f"--out={tmp_path / 'out.json'}"])
+    result = json.loads((tmp_path / "out.json").read_text())
+    rows = result["sets"]
+    assert {name: row["accuracy"] for name, row in rows.items()} == {"full": 0.5, "4": 0, "1": 0.5, "4 2": 0.5}
+    assert {row["own: solved"] for row in rows.values()} == {0.5}
+    assert rows["full"]["own: answer of full depth"] == 1
+    assert all(rows[name]["replay: KL"] > 0 for name in ("4", "1", "4 2"))
+    assert result["conditions"]["task"] == "sums"
+    assert str(tmp_path) not in (tmp_path / "out.json").read_text()
+    assert "NaN" not in (tmp_path / "out.json").read_text()
+
+
+def test_correlations_and_their_page(tmp_path):
+    rows = [{"accuracy": a, "same": a, "against": -(a**3), "constant": 1.0} for a in (0.1, 0.2, 0.5, 0.9)]
+    found = task_signals.correlations(rows)
+    assert found["same"]["spearman"][0] == found["same"]["pearson"][0] == 1
+    assert found["against"]["spearman"][0] == -1 < found["against"]["pearson"][0]
+    assert found["constant"]["spearman"] == [0, 0, 0]
+    assert task_signals._ranks(np.array([3.0, 1.0, 3.0, 2.0])).tolist() == [2.5, 0, 2.5, 1]
+    (page,) = render_signals.pages(task_options.RESULTS, tmp_path).values()
+    tables = page.split("| signal | Spearman | Pearson |\n| --- | --- | --- |\n")[1:]
+    assert len(tables) == len(list(task_options.RESULTS.glob("task_signals-*.json")))
+    for strongest in (table.split("\n") for table in tables):
+        values = [abs(float(line.split("|")[2].split()[0])) for line in strongest[: strongest.index("")]]
+        assert values == sorted(values, reverse=True)
+        assert len(values) > 12
+    assert render_signals.pages(tmp_path, tmp_path) == {}
+
+
+def test_a_signal_that_changes_its_sign_from_model_to_model_comes_last(tmp_path):
+    one = json.loads(next(task_options.RESULTS.glob("task_signals-*.json")).read_text())
+    other = json.loads(json.dumps(one))
+    changed, constant = (other["correlation"][name]["spearman"] for name in ("own: solved", "replay: KL"))
+    changed[:] = [-value for value in changed]
+    constant[:] = [0.0] * 3
+    for name, result in (("one", one), ("other", other)):
+        (tmp_path / f"task_signals-{name}.json").write_text(json.dumps(result))
+    (page,) = render_signals.pages(tmp_path, tmp_path).values()
+    rows = [line.split(" | ") for line in page.split("## ")[1].split("\n") if line.startswith(("| own", "| replay"))]
+    assert rows[-1][:2] == ["| own: solved", "0.00"]
+    assert "| replay: KL" not in [row[0] for row in rows]
+
+
+def test_builtin_problems_are_those_that_the_script_writes():
+    written = word_problems.problems(128)
+    assert [problem._asdict() for level in builtin_problems() for problem in level] == written
+
+
+# Rules that are not nested
+
+
+@pytest.fixture(scope="module")
+def answers() -> list[Reference]:
+    return [Reference(tuple(random_prompt(seed, 9)), tuple(random_prompt(seed + 10, 20))) for seed in (1, 2)]
+
+
+def test_a_nested_rule_costs_what_replay_says(tiny_llama, answers):
+    rules = {"nested": (POLICY, False), "filled": (POLICY, True)}
+    ours, filled = unnested.replay(tiny_llama.hf, answers, rules).values()
+    theirs = Replay(LLM(tiny_llama.folder, device="cpu", dtype="f32", context=64, threads=1).engine, answers)
+    expected = theirs.score(POLICY)
+    theirs.close()
+    for column in ("step", "depth", "kl", "agreement", "nll", "nll_full"):
+        np.testing.assert_allclose(getattr(ours, column), getattr(expected, column), atol=2e-4)
+    np.testing.assert_allclose(filled.kl, ours.kl, atol=1e-6)  # a nested rule misses nothing
+
+
+def test_a_rotating_rule_runs_layers_again_and_misses_their_keys(tiny_llama, answers):
+    rotating = unnested.Rotating(POLICY.schedule, POLICY.skip_order)
+    retained = [set(rotating.retained_layers(step)) for step in range(30)]
+    assert [len(layers) for layers in retained] == [POLICY.depth(step) for step in range(30)]
+    assert any(later - earlier for earlier, later in pairwise(retained))
+    prompt, model = list(answers[0].prompt_ids), unnested.load_f32(tiny_llama.folder)
+    written = reference_ids(TinyModel(model, tiny_llama.folder), prompt, rotating, tokens=20)
+    with torch.no_grad():
+        missing, filled = (
+            unnested.forward(model, [*prompt, *written], len(prompt), rotating, how)[-20:].argmax(-1).tolist()
+            for how in (False, True)
+        )
+    assert missing == written
+    assert filled != written
+
+
+# Verdicts and pages
+
+
+@pytest.mark.parametrize(
+    ("interval", "above", "below"),
+    [
+        ([1.0, 0.5, 1.5], "holds", "does not hold"),
+        ([-1.0, -1.5, -0.5], "does not hold", "holds"),
+        ([0.1, -0.1, 0.3], "cannot be told", "cannot be told"),
+        (None, "cannot be told", "cannot be told"),
+    ],
+)
+def test_verdicts_need_the_whole_interval(interval, above, below):
+    assert (claim_tables.above_zero(interval), claim_tables.below_zero(interval)) == (above, below)
+
+
+def test_a_claim_in_parts_holds_if_every_part_does():
+    holds, fails, unknown = claim_tables.HOLDS, claim_tables.FAILS, claim_tables.UNKNOWN
+    assert claim_tables.all_of([holds, holds]) == holds
+    assert claim_tables.all_of([holds, unknown]) == unknown
+    assert claim_tables.all_of([holds, unknown, fails]) == fails
+
+
+def test_a_start_of_its_own_saves_only_where_tasks_differ():
+    rng = np.random.default_rng(0)
+    noise = rng.uniform(0.9, 1.1, (2, 3, 40))
+    alike = {"a": noise[0] * [[1], [2], [3]], "b": noise[1] * [[1], [2], [3]]}
+    different = {"a": noise[0] * [[1], [2], [3]], "b": noise[1] * [[3], [2], [1]]}
+    assert claims._saved_by_own_start(alike) == (0, 0, 0)
+    saved = claims._saved_by_own_start(different)
+    assert claim_tables.start_verdict({"saved_by_own_start": saved}) == "holds"
+    assert saved.value == pytest.approx(0.5, abs=0.05)
+
+
+def test_pooling_adds_up_the_problems_of_tasks(results):
+    result = json.loads((results / "methods-tiny.json").read_text())
+    cells = [cells["5"] for cells in result["tasks"].values()]
+    for name in cells[0]["methods"]:
+        solved, difference, _ = render_methods.pooled(cells, name)
+        assert solved.value == pytest.approx(np.mean([cell["methods"][name]["accuracy"][0] for cell in cells]))
+        if difference is not None:
+            own = [cell["methods"][name]["against_full"]["difference"][0] for cell in cells]
+            assert difference.value == pytest.approx(np.mean(own))
+
+
+def test_pages_show_every_method_and_claim(results, tmp_path):
+    ((path, page),) = render_methods.pages(results, tmp_path).items()
+    assert path.name == "methods.md"
+    assert all(name in page for name in ("SkipDecode", "HSD", "#### GSM8K", "BBH, 2 tasks together"))
+    assert "| always the most frequent answer | 50 | " in page
+    assert [file.name for file in render_methods.draw_all(results, tmp_path)] == ["methods-tiny.png"]
+    ((path, page),) = render_claims.pages(results, tmp_path).items()
+    assert path.name == "paper.md"
+    for claim in render_claims.CLAIMS:
+        assert f"## {claim.title}" in page
+        assert claim.part in page
+    assert page.count("Repeat it with") == page.count("--max-tokens 24 --threads 1 ") == len(claims.PARTS) + 1
+    assert page.count(" accuracy\n") == 2  # other tasks stay as they were
+    assert "| gsm8k | 3 | full depth" in page
+    assert "| BBH | 4 | full depth" in page
+    assert "Not measured yet" not in page
+
+
+def test_a_second_model_has_a_place_on_every_page(tmp_path, monkeypatch):
+    default, other = render.DEFAULT_MODEL, "other-1.5b"
+    shipped = tmp_path / "src" / "taper" / "policies"
+    for model in (default, other):
+        shutil.copytree(render.ROOT / "src" / "taper" / "policies" / default, shipped / model)
+    results = shutil.copytree(render.RESULTS, tmp_path / "results")
+    for path in set(results.glob("claims-*")) - {results / f"claims-{default}.json"}:
+        path.unlink()  # what is not measured on them yet would be named together with the other model
+    for kind in ("bench", "calibration", "methods", "claims"):
+        text = (results / f"{kind}-{default}.json").read_text().replace(default, other)
+        (results / f"{kind}-{other}.json").write_text(text)
+    claimed = json.loads((results / f"claims-{other}.json").read_text())
+    del claimed["start"]
+    (results / f"claims-{other}.json").write_text(json.dumps(claimed))
+    calibrated = json.loads((results / f"calibration-{other}.json").read_text())
+    frontier = {"kl": {"measured order": {"29": 0.1, "28": 0.25}}}
+    calibrated["policies"]["fast"]["frontier"] = frontier  # committed results of the default model may lack it
+    (results / f"calibration-{other}.json").write_text(json.dumps(calibrated))
+    monkeypatch.setattr(render, "LARGER", (other,))
+    monkeypatch.setattr(render, "RESULTS", results)
+    monkeypatch.setattr(render_calibration, "ROOT", tmp_path)
+    pages = {path.relative_to(render.ROOT).as_posix(): page for path, page in render.rendered().items()}
+    for model in (default, other):
+        assert f"{model}, 30 layers:\n\n|  | mean depth" in pages["README.md"]
+        assert f"taper bench --model {model} " in pages["research/pages/results.md"]
+        assert f"\n## {model}\n" in pages["research/pages/methods.md"]
+        assert f"claims.py --model {model} " in pages["research/pages/paper.md"]
+    assert f"\nNot measured yet on {other}.\n" in pages["research/pages/paper.md"]
+    page = pages[f"research/pages/{other}/README.md"]
+    assert f"calibration.py --cache FOLDER --model {other} policies" in page
+    assert "| 2 | " in page
+    assert "word problems solved, policy, % | –" not in page
