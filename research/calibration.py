@@ -18,15 +18,20 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from taper.calibration.prompts import builtin_prompts
-from taper.calibration.summary import Summary, to_plain
+from taper.calibration.statistics import Estimate, by_completion, ratio_estimate
+from taper.calibration.store import Measurements, skipping
+from taper.calibration.summary import MEASURED_ORDER, to_plain
+from taper.evals.methods import baseline_policies, random_orders
 from taper.llm import DEFAULT_POLICY
 from taper.models.download import DEFAULT_MODEL, PACKAGED_MODELS
+from taper.policy import middle_first_order
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "research" / "results"
@@ -34,17 +39,19 @@ SHIPPED = ROOT / "src" / "taper" / "policies"
 PAGES = ROOT / "research" / "pages"
 SPEEDS = {"fast": 1.20, "balanced": 1.10, "gentle": 1.05}  # the first finds the cache empty
 ANSWER_TOKENS, CONTEXT, THREADS = 128, 1024, 2
-# The order that a first sketch found on other answers of the same model, with other code.
+COMPARED_STEPS = 48  # first steps of each held-out output, on which orders are compared
+DEPTHS = range(29, 19, -1)
+# The order that a first sketch found on other outputs of the same model, with other code.
 FIRST_SKETCH = [3, 5, 17, 16, 25, 7, 6, 4, 18, 26]
 
 
-def run_cli(cache: Path, *options: str) -> tuple[Summary, dict[str, Any]]:
+def run_cli(cache: Path, *options: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """`taper calibrate` in a process of its own: its summary, and the time and memory it took."""
     command = [sys.executable, "-m", "taper", "calibrate", "--json", *options]
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     done = subprocess.run(command, stdout=-1, env={**os.environ, "TAPER_CACHE": str(cache)}, check=True)
     seconds, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
-    return Summary.from_json(json.loads(done.stdout)), {
+    return json.loads(done.stdout), {
         "seconds": round(seconds, 1),
         "cpu_seconds": round(after.ru_utime - before.ru_utime, 1),
         "peak_mib_so_far": round(after.ru_maxrss / 1024),
@@ -58,21 +65,15 @@ def policies(cache: Path, model: str) -> dict[str, Any]:
     resumed = (cache / "calibration.sqlite").exists()  # so the minutes of the first one are not of a whole calibration
     for name, speed in SPEEDS.items():
         options = ["--model", model, "--speedup", str(speed), "--answer-tokens", str(ANSWER_TOKENS), "--name", name]
-        options += [
-            "--threads",
-            str(THREADS),
-            "--context",
-            str(CONTEXT),
-            "--out",
-            str(SHIPPED / model / f"{name}.json"),
-        ]
+        options += ["--threads", str(THREADS), "--context", str(CONTEXT)]
+        options += ["--out", str(SHIPPED / model / f"{name}.json")]
         if model != DEFAULT_MODEL and name == DEFAULT_POLICY:
             options += ["--report", str(PAGES / model / "report")]
         summary, took = run_cli(cache, *options)
         keys = ("mean_depth", "speedup", "held_out", "free_running", "cost_ms", "skip_order", "frontier", "conditions")
-        ratio = round(summary.speedup.predicted / summary.speedup.measured.median, 4)
-        figures = {key: to_plain(getattr(summary, key)) for key in keys}
-        results[name] = {"resumed": resumed, **took, "predicted_over_measured": ratio, **figures}
+        ratio = round(summary["speedup"]["predicted"] / summary["speedup"]["measured"][0], 4)
+        kept = {key: summary[key] for key in keys}
+        results[name] = {"resumed": resumed, **took, "predicted_over_measured": ratio, **kept}
     return results
 
 
@@ -80,8 +81,6 @@ def orders(cache: Path, model: str) -> dict[str, Any]:
     """KL of the order found, every baseline and the first sketch's order on held-out prompts, by depth."""
     os.environ["TAPER_CACHE"] = str(cache)
     from taper import LLM
-    from taper.calibration.baselines import COMPARED, compare_orders
-    from taper.calibration.store import Measurements
     from taper.calibration.prompts import completions, encode_prompts, split
     from taper.calibration.search import first_steps
     from taper.calibration.store import current_conditions, open_store
@@ -94,24 +93,54 @@ def orders(cache: Path, model: str) -> dict[str, Any]:
     full = DepthPolicy.full(llm.config.num_hidden_layers)
     prompts = encode_prompts(llm, builtin_prompts(), 0, 256)
     _, held_out = split(completions(llm, prompts, full, ANSWER_TOKENS, store, lambda: None))
-    measurements = Measurements(llm.engine, first_steps(held_out, COMPARED), store)
+    measurements = Measurements(llm.engine, first_steps(held_out, COMPARED_STEPS), store)
     order = load_policy(SHIPPED / model / "fast.json").skip_order
-    more = {"first sketch": FIRST_SKETCH}
     started = time.perf_counter()
-    comparison = compare_orders(measurements, order, range(29, 19, -1), lambda count: lambda: None, more)
-    steps = sum(len(reference.completion_ids) - 1 for reference in measurements.replay.references)
+    compared = compare_orders(measurements, order, {"first sketch": FIRST_SKETCH})
     include_zero = {
         name: {depth: difference for depth, difference in by_depth.items() if difference.low <= 0}
-        for name, by_depth in comparison.kl_above_measured_order.items()
+        for name, by_depth in compared["kl_above_measured_order"].items()
     }
     return {
         "seconds": round(time.perf_counter() - started, 1),
-        "steps": steps,
+        "steps": sum(len(reference.completion_ids) - 1 for reference in measurements.replay.references),
         "answers": len(held_out),
         "order": order[:10],
         "not_clear_of_zero": {name: to_plain(by_depth) for name, by_depth in include_zero.items() if by_depth},
-        **to_plain(comparison),
+        **to_plain(compared),
     }
+
+
+def compare_orders(
+    measurements: Measurements, order: Sequence[int], more: Mapping[str, Sequence[int]]
+) -> dict[str, dict[str, dict[int, Estimate]]]:
+    """Losses of an order, every baseline and `more` orders at each of DEPTHS, by metric, method and depth.
+
+    Depth is constant, except that SkipDecode and HSD have it as their mean. All are measured on the same steps.
+    """
+    references = measurements.replay.references
+    layers = measurements.replay.engine.backend.config.num_hidden_layers
+    lengths = [max(len(reference.completion_ids) for reference in references)]
+    influence = measurements.block_influence()
+    middle_first = [*middle_first_order(layers)]
+    middle_first += [layer for layer in range(layers - 1, 0, -1) if layer not in middle_first]  # for any depth
+    by_name = {MEASURED_ORDER: order, **more, "middle first (our reading of D3)": middle_first, **random_orders(layers)}
+    results: dict[str, dict[str, dict[int, Estimate]]] = {"kl": {}, "agreement": {}, "kl_above_measured_order": {}}
+    for depth in DEPTHS:
+        policies = {name: skipping(layers, skipped[: layers - depth]) for name, skipped in by_name.items()}
+        policies |= baseline_policies(layers, depth, influence, lengths)
+        ours, base = policies[MEASURED_ORDER], None
+        for name, policy in policies.items():
+            scores = measurements.scores(policy, lambda: None)
+            scores = scores.where(scores.step > 0)
+            base = base or scores
+            values = {"kl": scores.kl, "agreement": scores.agreement}
+            if policy.retained_layers(lengths[0]) != ours.retained_layers(lengths[0]):
+                values["kl_above_measured_order"] = scores.kl - base.kl
+            ones = by_completion(scores, np.ones(len(scores.step)))
+            for metric, of_steps in values.items():
+                results[metric].setdefault(name, {})[depth] = ratio_estimate(by_completion(scores, of_steps), ones)
+    return results
 
 
 def growth(cache: Path, model: str) -> dict[str, Any]:
@@ -125,7 +154,7 @@ def growth(cache: Path, model: str) -> dict[str, Any]:
         options = ["--prompts", str(file), "--speedup", "1.1", "--answer-tokens", "24"]
         options += ["--threads", str(THREADS)]
         summary, took = run_cli(folder, *options, "--out", str(folder / "policy.json"))
-        rows.append({"prompts": count, "tokens": summary.tokens, **took})
+        rows.append({"prompts": count, "tokens": summary["tokens"], **took})
         shutil.rmtree(folder)
     tokens, seconds = (np.array([row[key] for row in rows], float) for key in ("tokens", "seconds"))
     slope, fixed = np.polyfit(tokens, seconds, 1)

@@ -33,7 +33,6 @@ from task_options import (
 
 from taper import DepthPolicy
 from taper.bench.measure import mean_step_bytes
-from taper.evals.methods import closest_policy, mean_depth
 from taper.calibration.clock import measure_speedup
 from taper.calibration.replay import Reference, Scores
 from taper.calibration.search import first_steps
@@ -41,7 +40,7 @@ from taper.calibration.statistics import Estimate, by_completion, ratio_estimate
 from taper.calibration.summary import MEASURED_ORDER, to_plain
 from taper.evals import Evaluation, summarise
 from taper.evals.comparison import Study, TaskStudy, by_step, joined
-from taper.evals.methods import FULL, chosen
+from taper.evals.methods import FULL, chosen, closest_policy, mean_depth
 from taper.policy import Schedule, middle_first_order
 
 FEWER = 1.5  # times fewer operations, as the paper has them

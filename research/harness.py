@@ -29,10 +29,10 @@ from unnested import load_f32
 
 from taper import LLM
 from taper.bench.measure import alternate
+from taper.calibration.statistics import wilson
 from taper.calibration.summary import to_plain
 from taper.evals import evaluate, load_tasks
 from taper.evals.records import Record
-from taper.calibration.statistics import wilson
 from taper.evals.summary import chosen_filter, solved
 from taper.evals.tasks import Selection
 from taper.models.download import DEFAULT_MODEL

@@ -31,14 +31,13 @@ from task_options import (
 )
 
 from taper import DepthPolicy
-from taper.evals.methods import mean_depth
 from taper.calibration.clock import measure_speedup
 from taper.calibration.store import numbers
 from taper.calibration.summary import to_plain
 from taper.engine import Engine
 from taper.evals import summarise
 from taper.evals.comparison import TaskStudy
-from taper.evals.methods import FULL, chosen
+from taper.evals.methods import FULL, chosen, mean_depth
 from taper.evals.tasks import EvalTask
 from taper.policy import Schedule
 

@@ -6,14 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from pages import table
+from render_calibration import tapered
 
-from taper.calibration.summary import Figures, interval
+from taper.calibration.summary import interval
 
 LLAMA = "llama.cpp"
 TOKENS = 128
 
 
-def speeds(result: dict[str, Any], policies: Mapping[str, Figures]) -> list[str]:
+def speeds(result: dict[str, Any], policies: Mapping[str, Any]) -> list[str]:
     """Tokens per second of llama.cpp, of full depth, and of each policy with what it costs."""
     layers = result["conditions"]["num_hidden_layers"]
     rows = {row["name"].removeprefix("Taper, "): row for row in result["phases"][f"peers at {TOKENS}"]["rows"]}
@@ -51,14 +52,13 @@ def conditions(result: dict[str, Any]) -> str:
     """
 
 
-def _cost(figures: Figures) -> tuple[str, str]:
+def _cost(figures: Any) -> tuple[str, str]:
     """Over tapered steps, how often the likeliest token is that of full depth; and the problems that are solved."""
-    assert figures.held_out.tapered_steps is not None
     solved = figures.problems and figures.problems.policy
-    return interval(figures.held_out.tapered_steps.agreement, 100, digits=0), interval(solved, 100, digits=0)
+    return interval(tapered(figures).agreement, 100, digits=0), interval(solved, 100, digits=0)
 
 
-def _solved_at_full_depth(policies: Mapping[str, Figures]) -> str:
+def _solved_at_full_depth(policies: Mapping[str, Any]) -> str:
     """The same figure in every policy's provenance, as the problems are the same."""
     solved = next(iter(policies.values())).problems
     return interval(solved and solved.full, 100, digits=0)

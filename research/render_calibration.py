@@ -5,35 +5,39 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from pages import prose, table
 
-from taper.calibration.statistics import Estimate, LossEstimate
-from taper.calibration.summary import MEASURED_ORDER, Comparison, Figures, Provenance, from_plain, interval
+from taper.calibration.summary import MEASURED_ORDER, interval
 from taper.models.download import DEFAULT_MODEL
 
 ROOT = Path(__file__).parent.parent
 
 
-def shipped(model: str) -> dict[str, Provenance]:
-    """What the policies that come with Taper for a model say of their origin."""
+def shipped(model: str) -> dict[str, Any]:
+    """The provenance of each policy that comes with Taper for a model; its fields are attributes."""
     files = sorted((ROOT / "src" / "taper" / "policies" / model).glob("*.json"))
-    return {file.stem: Provenance.from_json(json.loads(file.read_text())["provenance"]) for file in files}
+    return {file.stem: fields(json.loads(file.read_text())["provenance"]) for file in files}
 
 
-def tapered(figures: Figures) -> LossEstimate:
+def fields(data: Any) -> Any:
+    """JSON whose fields are attributes; `problems`, which not every model has, is None where it is missing."""
+    return json.loads(json.dumps({"problems": None} | data), object_hook=lambda given: SimpleNamespace(**given))
+
+
+def tapered(provenance: Any) -> Any:
     """The loss over tapered steps, which every published policy has."""
-    assert figures.held_out.tapered_steps is not None
-    return figures.held_out.tapered_steps
+    return getattr(provenance.held_out, "tapered steps")
 
 
-def speed(figures: Figures) -> str:
+def speed(provenance: Any) -> str:
     """The measured speed, times that of full depth."""
-    return f"{figures.speedup.measured.median:.2f}x"
+    return f"{provenance.speedup.measured[0]:.2f}x"
 
 
-def deepest_first(model: str) -> list[tuple[str, Provenance]]:
+def deepest_first(model: str) -> list[tuple[str, Any]]:
     """The policies that come with Taper for a model, by name."""
     return sorted(shipped(model).items(), key=lambda item: -item[1].mean_depth)
 
@@ -42,7 +46,7 @@ def fewer_solved(models: Iterable[str]) -> str:
     """A sentence on the policies that solve fewer word problems than full depth, by more than chance explains."""
     fewer = []
     for model in models:
-        names = [f"`{name}`" for name, p in deepest_first(model) if p.problems and p.problems.difference.high < 0]
+        names = [f"`{name}`" for name, p in deepest_first(model) if p.problems and p.problems.difference[2] < 0]
         if names:
             fewer.append(f"{' and '.join(names)} of {model}")
     if not fewer:
@@ -52,7 +56,7 @@ def fewer_solved(models: Iterable[str]) -> str:
 
 
 # What is told of a policy, and what it means.
-FIGURES: list[tuple[str, Callable[[Figures], str]]] = [
+FIGURES: list[tuple[str, Callable[[Any], str]]] = [
     ("mean depth", lambda p: f"{p.mean_depth:.1f}"),
     ("speed, predicted", lambda p: f"{p.speedup.predicted:.2f}x"),
     ("speed, measured", speed),
@@ -148,16 +152,14 @@ def quality(calibrated: dict[str, Any]) -> list[str]:
 
 def orders(measured: dict[str, Any]) -> list[str]:
     """KL by depth, a column for each method, and how it differs from the measured order's."""
-    comparison = from_plain(Comparison, measured)
-    kl, above = comparison.kl, comparison.kl_above_measured_order
+    kl, above = measured["kl"], measured["kl_above_measured_order"]
     others = [method for method in kl if method != MEASURED_ORDER]
     include_zero = [
         f"- {method}: {', '.join(by_depth)} layers" for method, by_depth in measured["not_clear_of_zero"].items()
     ]
-    values = [(str(depth), *(f"{kl[method][depth].value:.2f}" for method in kl)) for depth in kl[MEASURED_ORDER]]
+    values = [(depth, *(f"{kl[method][depth][0]:.2f}" for method in kl)) for depth in kl[MEASURED_ORDER]]
     differences = [
-        (str(depth), *(_difference(above.get(method, {}).get(depth)) for method in others))
-        for depth in kl[MEASURED_ORDER]
+        (depth, *(_difference(above.get(method, {}).get(depth)) for method in others)) for depth in kl[MEASURED_ORDER]
     ]
     return [
         "",
@@ -185,12 +187,6 @@ def orders(measured: dict[str, Any]) -> list[str]:
         "",
         *table(("layers", *others), differences),
         "",
-        "![Loss against mean depth, with a line for each method](frontier.png)",
-        "",
-        "The picture is from this command:",
-        "",
-        "    taper calibrate --speedup 1.2 --answer-tokens 128 --baselines --report report",
-        "",
         "The 95 % interval of the difference includes zero for:",
         "",
         *(include_zero or ["- no method"]),
@@ -206,9 +202,9 @@ def orders(measured: dict[str, Any]) -> list[str]:
     ]
 
 
-def _difference(estimate: Estimate | None) -> str:
+def _difference(estimate: Sequence[float] | None) -> str:
     """The interval of a difference; nothing where there is none."""
-    return "" if estimate is None else f"{estimate.low:+.2f} to {estimate.high:+.2f}"
+    return "" if estimate is None else f"{estimate[1]:+.2f} to {estimate[2]:+.2f}"
 
 
 def model_page(model: str, calibrated: dict[str, Any]) -> str:
@@ -263,7 +259,7 @@ def model_page(model: str, calibrated: dict[str, Any]) -> str:
     return "\n".join([*lines, ""])
 
 
-def figures_table(policies: Sequence[tuple[str, Provenance]]) -> list[str]:
+def figures_table(policies: Sequence[tuple[str, Any]]) -> list[str]:
     """What policies save and cost, a column for each."""
     return table(
         ("figure", *(f"`{name}`" for name, _ in policies)),

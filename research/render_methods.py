@@ -18,10 +18,9 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from pages import measured, prose, table
 from task_options import DEFAULTS
 
-from taper.calibration.statistics import Estimate
+from taper.calibration.statistics import Estimate, bootstrap_difference, mcnemar, wilson
 from taper.calibration.summary import interval
 from taper.evals.methods import FULL
-from taper.calibration.statistics import bootstrap_difference, mcnemar, wilson
 
 Json = dict[str, Any]
 GSM8K, BBH = "gsm8k", "bbh"

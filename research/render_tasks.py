@@ -8,9 +8,8 @@ from typing import Any
 
 from pages import measured, prose, table
 
-from taper.calibration.statistics import Estimate
+from taper.calibration.statistics import Estimate, PairedComparison
 from taper.calibration.summary import interval
-from taper.calibration.statistics import PairedComparison
 
 Json = dict[str, Any]
 

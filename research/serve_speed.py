@@ -28,9 +28,9 @@ from server_process import COMPLETIONS, Reply, free_port, post, serving
 from taper import DepthPolicy
 from taper.bench.measure import alternate
 from taper.models import find_model, load_model
+from taper.models.config import ModelConfig
 from taper.models.download import DEFAULT_MODEL
 from taper.models.policies import fitting_policies
-from taper.models.tensors import ModelConfig
 
 NAME, PROMPT_TOKENS, NEWCOMER_TOKENS, CONTEXT = "speed", 32, 200, 1024
 AFTER_TOKENS = 16  # of each stream, before a newcomer comes

@@ -24,9 +24,9 @@ import numpy as np
 from decode import conditions
 
 from taper import LLM, DepthPolicy
-from taper.calibration.store import skipping
 from taper.calibration.replay import Reference, Replay, Scores
 from taper.calibration.statistics import repeated
+from taper.calibration.store import skipping
 from taper.evals import evaluate, load_tasks
 from taper.evals.harness import TaperLM
 from taper.evals.records import Record

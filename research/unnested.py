@@ -21,12 +21,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import taper.hf
 from taper import DepthPolicy
-from taper.evals.methods import closest_policy, mean_depth
 from taper.calibration.replay import Reference, Scores
 from taper.calibration.search import first_steps
 from taper.calibration.statistics import by_completion, free_running, ratio_estimate
 from taper.calibration.summary import to_plain
 from taper.evals.comparison import Study
+from taper.evals.methods import closest_policy, mean_depth
 
 NESTED, ROTATING, FILLED = "nested", "rotating", "rotating, filled in"
 ANSWERS, STEPS = 12, 96  # replayed, of each task in turn, and the first steps of each
@@ -156,7 +156,7 @@ def forward(
 def free_answers(
     model: PreTrainedModel, study: Study, prompts: Sequence[tuple[int, ...]], policies: Mapping[str, DepthPolicy]
 ) -> dict[str, Any]:
-    """Greedy answers of the reference implementation under each policy, judged by full depth beside full depth's own."""
+    """Greedy outputs of the reference implementation under each policy, judged by full depth beside its own."""
     full = DepthPolicy.full(study.num_hidden_layers)
     written = {"full": full, **policies}
     answers = {name: [_answer(model, study, prompt, one) for prompt in prompts] for name, one in written.items()}
