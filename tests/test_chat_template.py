@@ -178,7 +178,7 @@ HARMLESS = [
 ]
 
 RUN = """
-import json, resource, sys
+import json, re, resource, sys
 from taper.errors import RequestError
 from taper.models import chat_template
 chat_template.MAX_SECONDS = 0.2
@@ -192,7 +192,8 @@ for template in json.load(sys.stdin):
     chat_template._WORKER.stop()
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     before, seconds = seconds, sum(usage.ru_utime + usage.ru_stime for usage in usages)
-    print(json.dumps([seconds - before, max(usage.ru_maxrss for usage in usages), message]))
+    own = int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])  # ru_maxrss counts the fork too
+    print(json.dumps([seconds - before, max(own, usages[1].ru_maxrss), message]))
 """
 
 
