@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import render_tasks
+import render
 from click.testing import CliRunner
 
 from taper import LLM, DepthPolicy
@@ -204,13 +204,12 @@ def test_the_command_writes_a_policy_or_says_that_none_holds(llm, file, tiny_lla
     ]
     assert found["policy"] == json.loads(out.read_text())
     assert (found["settings"]["task"], found["settings"]["problems"]) == ("sums", {"search": 32, "validation": 64})
-    (tmp_path / "task_calibration-tiny.json").write_text(json.dumps(found))
-    (page,) = render_tasks.pages(tmp_path, tmp_path).values()
+    template = render.environment().get_template("tasks.md.j2")
+    page = template.render(task_calibration={"tiny": found})
     (row,) = (line for line in page.splitlines() if line.startswith("| 4 2 | "))
     assert row.endswith(" | fails |")
     found["trials"][1]["comparison"] |= {"verdict": "not enough problems", "needed": 1234}
-    (tmp_path / "task_calibration-tiny.json").write_text(json.dumps(found))
-    (page,) = render_tasks.pages(tmp_path, tmp_path).values()
+    page = template.render(task_calibration={"tiny": found})
     assert "| not enough problems: about 1,200 more needed |" in page
     assert "The policy that is kept skips 1 of 6 layers." in page
     assert DepthPolicy.from_json(out.read_text()).skip_order == (4,)
