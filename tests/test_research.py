@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 from itertools import pairwise
 
-import claim_tables
 import claims
 import harness
 import methods
 import numpy as np
+import pictures
 import pytest
 import render
-import render_calibration
-import render_claims
-import render_harness
-import render_methods
-import render_signals
+import tables
 import task_options
 import task_signals
 import torch
@@ -146,10 +143,11 @@ def test_the_harness_own_class_gives_the_same_strings_in_f32(arguments, tmp_path
     assert as_in_the_file["identical"] <= 6
     assert result["batching"]["identical"] == result["batching"]["problems"] == 5
     assert result["batching"]["tokens"] == {"1": 5 * 24, "3": 5 * 24}
-    page = "\n".join(render_harness.section(result))
+    template = render.environment().get_template("evaluation.md.j2")
+    page = template.render(harness={"tiny": result})
     assert page.count("research/harness.py --data-dir DATA") == 2
     assert "| `taper`, f32 | 0.0 (0.0 to 39.0) | 6 | 6 |" in page
-    assert render_harness.section({"model": {}}) == render_harness.section(None) == []
+    assert "harness.py" not in template.render(harness={"tiny": {"model": {}}})
 
 
 # Signals
@@ -179,35 +177,31 @@ def test_signals_are_measured_on_some_problems_and_the_accuracy_on_others(tiny_l
     assert "NaN" not in (tmp_path / "out.json").read_text()
 
 
-def test_correlations_and_their_page(tmp_path):
+def test_correlations_and_their_page():
     rows = [{"accuracy": a, "same": a, "against": -(a**3), "constant": 1.0} for a in (0.1, 0.2, 0.5, 0.9)]
     found = task_signals.correlations(rows)
     assert found["same"]["spearman"][0] == found["same"]["pearson"][0] == 1
     assert found["against"]["spearman"][0] == -1 < found["against"]["pearson"][0]
     assert found["constant"]["spearman"] == [0, 0, 0]
     assert task_signals._ranks(np.array([3.0, 1.0, 3.0, 2.0])).tolist() == [2.5, 0, 2.5, 1]
-    (page,) = render_signals.pages(task_options.RESULTS, tmp_path).values()
-    tables = page.split("| signal | Spearman | Pearson |\n| --- | --- | --- |\n")[1:]
-    assert len(tables) == len(list(task_options.RESULTS.glob("task_signals-*.json")))
-    for strongest in (table.split("\n") for table in tables):
+    page = render.rendered()[render.PAGES / "signals.md"]
+    shown = page.split("| signal | Spearman | Pearson |\n| --- | --- | --- |\n")[1:]
+    assert len(shown) == len(list(render.RESULTS.glob("task_signals-*.json")))
+    for strongest in (table.split("\n") for table in shown):
         values = [abs(float(line.split("|")[2].split()[0])) for line in strongest[: strongest.index("")]]
         assert values == sorted(values, reverse=True)
         assert len(values) > 12
-    assert render_signals.pages(tmp_path, tmp_path) == {}
 
 
-def test_a_signal_that_changes_its_sign_from_model_to_model_comes_last(tmp_path):
-    one = json.loads(next(task_options.RESULTS.glob("task_signals-*.json")).read_text())
+def test_a_signal_that_changes_its_sign_from_model_to_model_comes_last():
+    one = json.loads(next(render.RESULTS.glob("task_signals-*.json")).read_text())
     other = json.loads(json.dumps(one))
     changed, constant = (other["correlation"][name]["spearman"] for name in ("own: solved", "replay: KL"))
     changed[:] = [-value for value in changed]
     constant[:] = [0.0] * 3
-    for name, result in (("one", one), ("other", other)):
-        (tmp_path / f"task_signals-{name}.json").write_text(json.dumps(result))
-    (page,) = render_signals.pages(tmp_path, tmp_path).values()
-    rows = [line.split(" | ") for line in page.split("## ")[1].split("\n") if line.startswith(("| own", "| replay"))]
-    assert rows[-1][:2] == ["| own: solved", "0.00"]
-    assert "| replay: KL" not in [row[0] for row in rows]
+    rows = tables.mean_correlations([one, other])
+    assert rows[-1][:2] == ("own: solved", 0)
+    assert "replay: KL" not in [name for name, *_ in rows]
 
 
 def test_builtin_problems_are_those_that_the_script_writes():
@@ -263,14 +257,14 @@ def test_a_rotating_rule_runs_layers_again_and_misses_their_keys(tiny_llama, ans
     ],
 )
 def test_verdicts_need_the_whole_interval(interval, above, below):
-    assert (claim_tables.above_zero(interval), claim_tables.below_zero(interval)) == (above, below)
+    assert (tables.above_zero(interval), tables.below_zero(interval)) == (above, below)
 
 
 def test_a_claim_in_parts_holds_if_every_part_does():
-    holds, fails, unknown = claim_tables.HOLDS, claim_tables.FAILS, claim_tables.UNKNOWN
-    assert claim_tables.all_of([holds, holds]) == holds
-    assert claim_tables.all_of([holds, unknown]) == unknown
-    assert claim_tables.all_of([holds, unknown, fails]) == fails
+    holds, fails, unknown = tables.HOLDS, tables.FAILS, tables.UNKNOWN
+    assert tables.all_of([holds, holds]) == holds
+    assert tables.all_of([holds, unknown]) == unknown
+    assert tables.all_of([holds, unknown, fails]) == fails
 
 
 def test_a_start_of_its_own_saves_only_where_tasks_differ():
@@ -280,7 +274,7 @@ def test_a_start_of_its_own_saves_only_where_tasks_differ():
     different = {"a": noise[0] * [[1], [2], [3]], "b": noise[1] * [[3], [2], [1]]}
     assert claims._saved_by_own_start(alike) == (0, 0, 0)
     saved = claims._saved_by_own_start(different)
-    assert claim_tables.start_verdict({"saved_by_own_start": saved}) == "holds"
+    assert tables.start_verdict({"saved_by_own_start": saved}) == "holds"
     assert saved.value == pytest.approx(0.5, abs=0.05)
 
 
@@ -288,7 +282,7 @@ def test_pooling_adds_up_the_problems_of_tasks(results):
     result = json.loads((results / "methods-tiny.json").read_text())
     cells = [cells["5"] for cells in result["tasks"].values()]
     for name in cells[0]["methods"]:
-        solved, difference, _ = render_methods.pooled(cells, name)
+        solved, difference, _ = tables.pooled(cells, name)
         assert solved.value == pytest.approx(np.mean([cell["methods"][name]["accuracy"][0] for cell in cells]))
         if difference is not None:
             own = [cell["methods"][name]["against_full"]["difference"][0] for cell in cells]
@@ -296,16 +290,19 @@ def test_pooling_adds_up_the_problems_of_tasks(results):
 
 
 def test_pages_show_every_method_and_claim(results, tmp_path):
-    ((path, page),) = render_methods.pages(results, tmp_path).items()
-    assert path.name == "methods.md"
+    for name in {path.name for path in render.RESULTS.glob("*.json")}:
+        if not name.startswith(("methods", "claims")):
+            shutil.copy(render.RESULTS / name, results)
+    pages = {path.name: page for path, page in render.rendered(results).items()}
+    page = pages["methods.md"]
     assert all(name in page for name in ("SkipDecode", "HSD", "#### GSM8K", "BBH, 2 tasks together"))
     assert "| always the most frequent answer | 50 | " in page
-    assert [file.name for file in render_methods.draw_all(results, tmp_path)] == ["methods-tiny.png"]
-    ((path, page),) = render_claims.pages(results, tmp_path).items()
-    assert path.name == "paper.md"
-    for claim in render_claims.CLAIMS:
-        assert f"## {claim.title}" in page
-        assert claim.part in page
+    drawn = pictures.draw_all(render.load(results), tmp_path)
+    assert [file.name for file in drawn] == ["methods-tiny.png", "formats.png", "frontier.png"]
+    page = pages["paper.md"]
+    for title in "abcdefg":
+        assert f"\n## ({title}) " in page
+    assert all(f" {part}\n" in page for part in claims.PARTS)
     assert page.count("Repeat it with") == page.count("--max-tokens 24 --threads 1 ") == len(claims.PARTS) + 1
     assert page.count(" accuracy\n") == 2  # other tasks stay as they were
     assert "| gsm8k | 3 | full depth" in page
@@ -315,12 +312,12 @@ def test_pages_show_every_method_and_claim(results, tmp_path):
 
 def test_a_second_model_has_a_place_on_every_page(tmp_path, monkeypatch):
     default, other = render.DEFAULT_MODEL, "other-1.5b"
-    shipped = tmp_path / "src" / "taper" / "policies"
+    monkeypatch.setattr(render.shipped, "__defaults__", (tmp_path / "policies",))
     for model in (default, other):
-        shutil.copytree(render.ROOT / "src" / "taper" / "policies" / default, shipped / model)
+        shutil.copytree(render.ROOT / "src" / "taper" / "policies" / default, tmp_path / "policies" / model)
     results = shutil.copytree(render.RESULTS, tmp_path / "results")
-    for path in set(results.glob("claims-*")) - {results / f"claims-{default}.json"}:
-        path.unlink()  # what is not measured on them yet would be named together with the other model
+    for path in results.glob("*-qwen2.5-*"):
+        path.unlink()
     for kind in ("bench", "calibration", "methods", "claims"):
         text = (results / f"{kind}-{default}.json").read_text().replace(default, other)
         (results / f"{kind}-{other}.json").write_text(text)
@@ -331,10 +328,7 @@ def test_a_second_model_has_a_place_on_every_page(tmp_path, monkeypatch):
     frontier = {"kl": {"measured order": {"29": 0.1, "28": 0.25}}}
     calibrated["policies"]["fast"]["frontier"] = frontier  # committed results of the default model may lack it
     (results / f"calibration-{other}.json").write_text(json.dumps(calibrated))
-    monkeypatch.setattr(render, "LARGER", (other,))
-    monkeypatch.setattr(render, "RESULTS", results)
-    monkeypatch.setattr(render_calibration, "ROOT", tmp_path)
-    pages = {path.relative_to(render.ROOT).as_posix(): page for path, page in render.rendered().items()}
+    pages = {path.relative_to(render.ROOT).as_posix(): page for path, page in render.rendered(results).items()}
     for model in (default, other):
         assert f"{model}, 30 layers:\n\n|  | mean depth" in pages["README.md"]
         assert f"taper bench --model {model} " in pages["research/pages/results.md"]
@@ -345,3 +339,12 @@ def test_a_second_model_has_a_place_on_every_page(tmp_path, monkeypatch):
     assert f"calibration.py --cache FOLDER --model {other} policies" in page
     assert "| 2 | " in page
     assert "word problems solved, policy, % | –" not in page
+
+
+def test_every_number_in_a_template_that_is_not_of_a_result_is_a_setting():
+    """Measured numbers come from results: a template has no decimals of its own but those of a label or a method."""
+    allowed = {"0.15.3", "0.26", "0.998", "0.10.1", "0.20.2", "2503.08524", "1.5", "1.6", "0.5", "1.3", "10.6", "12.1"}
+    allowed |= {"1.12", "1.23", "1.15", "1.64", "0.005", "2.5"}
+    for template in render.TEMPLATES.glob("*.j2"):
+        text = re.sub(r"{{.*?}}|{%.*?%}", "", template.read_text(), flags=re.S)
+        assert set(re.findall(r"\d+(?:\.\d+)+", text)) <= allowed, template.name
