@@ -16,7 +16,7 @@ from taper.evals.methods import FULL
 
 Json = dict[str, Any]
 GSM8K, BBH = "gsm8k", "bbh"
-HOLDS, FAILS, UNKNOWN = "holds", "does not hold", "cannot be told"
+HOLDS, FAILS, UNKNOWN = "holds", "does not hold", "inconclusive"
 LEAST_SAVED = 0.05  # share of KL; a start of each task's own that saves less than this is of no use
 
 

@@ -25,8 +25,7 @@ from taper.bench import measure as bandwidth
 from taper.bench import peers, run, target, torch_device
 from taper.bench.measure import Clock, OutOfTimeError
 from taper.bench.peers import Speeds
-from taper.bench.shapes import RANDOM_DTYPES, SHAPES, SPREAD, TINY, random_tensors
-from taper.bench.target import BenchOptions
+from taper.bench.target import RANDOM_DTYPES, SHAPES, SPREAD, TINY, BenchOptions, random_tensors
 from taper.cli import bench as command
 from taper.cli import cli
 from taper.errors import RequestError, TaperError

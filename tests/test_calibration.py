@@ -20,10 +20,10 @@ import taper
 from taper import LLM, calibrate
 from taper.calibration import search
 from taper.calibration.clock import CostModel
-from taper.calibration.curve import LossTable, fit_quality, fit_speed, power_curves, power_curves_of_speed
 from taper.calibration.problems import MAX_TOKENS, Attempt, WordProblemSet, builtin_problems, word_problems
 from taper.calibration.prompts import builtin_prompts, encode_prompts, read_prompts
 from taper.calibration.replay import Reference, Scores
+from taper.calibration.search import LossTable, fit_quality, fit_speed, power_curves, power_curves_of_speed
 from taper.calibration.statistics import Estimate, LossEstimate, free_running, over_steps, ratio_estimate
 from taper.calibration.store import Measurements, Store, current_conditions, open_store, skipping
 from taper.calibration.summary import Budget

@@ -279,8 +279,9 @@ def test_python_examples_run(page, tiny_transformers, capsys):
     if page == README:
         assert len(names["outputs"]) == 2
         assert names["ids"].shape[1] == names["inputs"]["input_ids"].shape[1] + 64
-        assert DepthPolicy.from_json(Path("policy.json").read_text()) == names["result"].policy
         assert capsys.readouterr().out
+    if page.name == "calibration.md":
+        assert DepthPolicy.from_json(Path("policy.json").read_text()) == names["result"].policy
 
 
 def test_readme_says_to_which_depth_its_picture_falls():

@@ -19,7 +19,7 @@ from taper.calibration.task import calibrate_to_task
 from taper.cli import cli
 from taper.errors import RequestError
 from taper.evals import evaluate, load_tasks, summarise
-from taper.evals.problems import TaskProblems
+from taper.evals.run import TaskProblems
 
 COUNT = 32 + 64
 

@@ -1,4 +1,7 @@
-"""What a benchmark is asked to measure, and the model it measures: from files, or random weights of a known shape."""
+"""What a benchmark is asked to measure, and the model it measures: from files, or random weights of a known shape.
+
+The speed of a model does not depend on the values of its weights.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +13,57 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..backends import Backend, available_threads, choose_device, open_backend
 from ..errors import RequestError, number, one_of, shown, whole_number
 from ..models import find_model, load_model
-from ..models.config import ModelConfig, expected_shapes
+from ..models.config import LayerSpec, ModelConfig, Rope, expected_shapes
 from ..models.download import DEFAULT_MODEL
 from ..models.files import check_writable
 from ..models.policies import find_policy, fitting_policies
-from ..models.tensors import row_bytes
+from ..models.tensors import WEIGHT_TYPES, Tensor, row_bytes
 from ..policy import DepthPolicy
-from .shapes import RANDOM_DTYPES, SHAPES, random_tensors
 
 LENGTHS = (128, 512, 2048)
 _MAX_LENGTH = 1 << 20
 _ALPHA, _MIN_DEPTH = 0.998, 5 / 8  # of D3 by default: about the mean depth of the paper's 7B at 512 tokens
 _KV_BYTES = 2  # of each key and value
+SPREAD = 0.02  # standard deviation of random matrices, as models are initialised
+_ALIGNMENT = 64  # bytes; tensors at other addresses would be copied
+_POOL_BLOCKS = (1 << 21) + 11  # tensors repeat this many random blocks, as drawing all of them would take minutes
+# By type, the scale of a block whose values have that spread: the quotients are the spread of random integers.
+_SCALES = {"Q4_0": SPREAD / 4.61, "Q8_0": SPREAD / 73.9}
+RANDOM_DTYPES = tuple(name.lower() for name in _SCALES)
+
+
+def _shape(
+    layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, vocab: int, positions: int, theta: float
+) -> ModelConfig:
+    head_dim = hidden // heads
+    return ModelConfig(
+        architecture="llama",
+        layers=(LayerSpec(Rope(theta, head_dim), head_dim**-0.5),) * layers,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=vocab,
+        max_position_embeddings=positions,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        quantization="random",
+    )
+
+
+SHAPES = {
+    "llama-2-7b": _shape(32, 4096, 11008, 32, 32, 32000, 4096, 1e4),
+    "llama-2-13b": _shape(40, 5120, 13824, 40, 40, 32000, 4096, 1e4),
+    "llama-3-8b": _shape(32, 4096, 14336, 32, 8, 128256, 8192, 5e5),
+    "34b": _shape(48, 8192, 22016, 64, 8, 32000, 16384, 1e6),  # Code Llama's
+}
+TINY = _shape(6, 64, 128, 4, 2, 300, 4096, 1e4)
 
 
 @dataclass(frozen=True)
@@ -226,3 +265,27 @@ def _available_bytes() -> int | None:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return 1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable")))
     return None
+
+
+# Random weights on a CPU
+
+
+def random_tensors(config: ModelConfig, dtype: str = "q4_0") -> dict[str, Tensor]:
+    """Random weights of a shape: matrices in one of `RANDOM_DTYPES`, and norms of ones in f32."""
+    kind = dtype.upper()
+    blocks = np.random.default_rng(0).integers(0, 256, (_POOL_BLOCKS, WEIGHT_TYPES[kind][2]), np.uint8)
+    blocks[:, :2] = np.array([_SCALES[kind]], np.float16).view(np.uint8)
+    tensors = {}
+    for name, shape in expected_shapes(config).items():
+        if len(shape) == 1:
+            tensors[name] = Tensor("F32", shape, np.ones(shape, np.float32).view(np.uint8))
+        else:
+            data = _aligned(shape[0] * row_bytes(kind, shape[1]))
+            data[:] = np.resize(blocks, data.shape)
+            tensors[name] = Tensor(kind, shape, data)
+    return tensors
+
+
+def _aligned(size: int) -> np.ndarray:
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    return memory[-memory.ctypes.data % _ALIGNMENT :][:size]

@@ -18,7 +18,7 @@ from ..models.families import MODEL_TYPES
 from ..policy import DepthPolicy
 from ..sampling import SamplingParams
 from .measure import median_seconds
-from .shapes import SPREAD, TINY
+from .target import SPREAD, TINY
 
 _CHECKED_TOKENS = 24
 _CHECKED_PROMPT: list[int] = np.random.default_rng(0).integers(0, TINY.vocab_size, 17).tolist()

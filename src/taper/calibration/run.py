@@ -17,11 +17,25 @@ from ..llm import LLM, Prompt
 from ..models.download import content_hash
 from ..policy import DepthPolicy
 from .clock import CostModel, measure_cost, measure_speedup
-from .curve import ATTEMPTS, LossTable, fit_quality, fit_speed, power_curves, power_curves_of_speed
 from .problems import Problems, word_problems
 from .prompts import BATCH, builtin_prompts, completions, encode_prompts, split
 from .replay import Reference, Scores
-from .search import COMPLETIONS, HARMLESS, STEPS, Skipped, first_steps, flex_layers, layer_importance, layers_to_skip
+from .search import (
+    ATTEMPTS,
+    COMPLETIONS,
+    HARMLESS,
+    STEPS,
+    LossTable,
+    Skipped,
+    first_steps,
+    fit_quality,
+    fit_speed,
+    flex_layers,
+    layer_importance,
+    layers_to_skip,
+    power_curves,
+    power_curves_of_speed,
+)
 from .statistics import Losses, free_running, loss_by_step, over_steps
 from .store import Measurements, current_conditions, digest, open_store, skipping
 from .summary import Budget, CalibratedModel, CalibrationSummary, Frontier, PromptCounts, Provenance, Speedup

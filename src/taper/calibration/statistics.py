@@ -195,7 +195,7 @@ class PairedComparison:
         if self.verdict != "not enough problems":
             return self.verdict
         if self.needed is None:
-            return "cannot be told; at the observed difference, more problems would not show that it holds"
+            return "inconclusive; at the observed difference, more problems would not show that it holds"
         return f"not enough problems: about {float(f'{self.needed:.2g}'):,.0f} more needed"
 
 

@@ -169,7 +169,7 @@ def _to_task(out: Path, as_json: bool, options: dict[str, Any]) -> DepthPolicy |
     from ..calibration.summary import interval
     from ..calibration.task import PROBLEMS, calibrate_to_task
     from ..evals import load_tasks
-    from ..evals.problems import TaskProblems
+    from ..evals.run import TaskProblems
     from ..evals.summary import check_comparison
     from .terminal import print_table
 

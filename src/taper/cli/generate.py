@@ -193,8 +193,7 @@ def _follow(stream: Stream, thoughts: Thoughts, echo: bool) -> tuple[Output, lis
 def _compare(
     llm: LLM, prompt: Any, params: SamplingParams, policy: DepthPolicy, options: dict[str, Any], as_json: bool
 ) -> None:
-    from .compare import compare
-    from .terminal import console, depth_chart
+    from .terminal import compare, console, depth_chart
 
     picture = compare(llm, prompt, params, policy, options["think"], None if as_json else console())
     outputs = picture.by_mode()

@@ -1,4 +1,4 @@
-"""What Taper draws in a terminal: depth by step, and tokens coloured by depth."""
+"""What Taper draws in a terminal: depth by step, tokens coloured by depth, and two outputs side by side."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ import os
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import pairwise
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from itertools import pairwise, takewhile
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Column, Table
 from rich.text import Text
 
 from ..policy import DepthPolicy
 
 if TYPE_CHECKING:
-    from ..llm import Chunk, Output
+    from ..llm import LLM, Chunk, Output
+    from ..sampling import SamplingParams
 
 _BARS = " ▁▂▃▄▅▆▇█"
 # From full depth to the shallowest; readable on dark and light backgrounds.
@@ -151,3 +155,81 @@ def console(stderr: bool = True) -> Console:
     """The terminal; standard error, where everything but outputs goes, unless told otherwise."""
     too_narrow = os.environ.get("COLUMNS", "").isdigit() and int(os.environ["COLUMNS"]) < _MIN_WIDTH
     return Console(stderr=stderr, highlight=False, markup=False, width=_MIN_WIDTH if too_narrow else None)
+
+
+@dataclass
+class SideBySide:
+    """Two outputs beside each other while they grow."""
+
+    titles: tuple[str, str]
+    texts: list[str] = field(default_factory=lambda: ["", ""])
+    outputs: list[Output | None] = field(default_factory=lambda: [None, None])
+
+    def __rich__(self) -> Table:
+        grid = Table.grid(Column(ratio=1), Column(ratio=1), expand=True)
+        grid.add_row(*(self._panel(i) for i in (0, 1)))
+        return grid
+
+    def _panel(self, i: int) -> Panel:
+        output = self.outputs[i]
+        facts = Table.grid(padding=(0, 1))
+        if output is not None:
+            facts.add_row("tokens", str(output.completion_tokens))
+            facts.add_row("mean depth", f"{output.mean_depth:.1f} of {output.policy.num_hidden_layers}")
+            facts.add_row("tokens/s", f"{output.tokens_per_second:.1f}")
+            facts.add_row("first token", f"{output.ttft_s:.2f} s")
+        return Panel(Group(Text(without_controls(self.texts[i])), Text(""), facts), title=self.titles[i])
+
+    def by_mode(self) -> dict[str, Output]:
+        """The outputs by mode; those that Ctrl-C ended before they began are missing."""
+        modes = zip(("full", "taper"), self.outputs, strict=True)
+        return {mode: output for mode, output in modes if output is not None}
+
+    def verdict(self) -> str:
+        """What the comparison comes to, one line."""
+        full, tapered = self.outputs
+        if full is None or tapered is None or not full.tokens_per_second or not tapered.tokens_per_second:
+            return "too short to compare"
+        pairs = zip(full.token_ids, tapered.token_ids, strict=False)
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        same = len(full.token_ids) == len(tapered.token_ids) == shared
+        texts = "the same text" if same else f"the first {shared} tokens are the same"
+        ratio = tapered.tokens_per_second / full.tokens_per_second
+        return f"tapered runs {ratio:.2f}x as fast per token; {texts}"
+
+
+def compare(
+    llm: LLM,
+    prompt: Any,
+    params: SamplingParams,
+    policy: DepthPolicy,
+    think: bool | None = None,
+    screen: Console | None = None,
+) -> SideBySide:
+    """Complete at full depth and under a policy, a token of each in turn: what slows the machine slows both alike.
+
+    Drawn on `screen` while it runs, if that is a terminal. Ctrl-C ends both where they are.
+    """
+    from ..sampling import SamplingParams
+
+    full = DepthPolicy.full(llm.config.num_hidden_layers)
+    llm.generate("warm up", SamplingParams(max_tokens=4), policy=full, raw=True)
+    picture = SideBySide((f"full depth, {full.num_hidden_layers} layers", f"tapered, {policy.label}"))
+    streams = dict(enumerate(llm.stream(prompt, params, policy=chosen, think=think) for chosen in (full, policy)))
+    live = screen is not None and screen.is_terminal
+    with Live(picture, console=screen, refresh_per_second=8, transient=True) if live else nullcontext():
+        running = dict(streams)
+        try:
+            while running:
+                for i, stream in list(running.items()):
+                    chunk = next(stream)
+                    picture.texts[i] += chunk.text
+                    if chunk.output is not None:
+                        picture.outputs[i] = chunk.output
+                        del running[i]
+        except KeyboardInterrupt:
+            for i, stream in running.items():
+                for chunk in stream.abort():
+                    picture.texts[i] += chunk.text
+                    picture.outputs[i] = chunk.output
+    return picture

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..calibration.statistics import Estimate, PairedComparison, compare, wilson
 from ..calibration.summary import to_plain
 from ..errors import RequestError, number, shown
 from .records import Record
-from .run import Evaluation
 from .tasks import EvalTask, Selection
+
+if TYPE_CHECKING:
+    from .run import Evaluation
 
 MARGIN = 0.01  # the loss of accuracy that the paper calls nearly none
 _LENIENT = "flexible-extract"  # the harness's name for the filter that accepts the most forms of an answer
