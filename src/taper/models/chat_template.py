@@ -32,6 +32,8 @@ class ChatTemplate:
 
     def __init__(self, source: str) -> None:
         self.source = source
+        if source:
+            _WORKER.start()  # it imports Jinja while this process reads the model
 
     @cached_property
     def variables(self) -> frozenset[str]:
@@ -103,6 +105,11 @@ class _Worker:
         if process.returncode == -signal.SIGPROF:
             raise _too_much(f"takes more than {MAX_SECONDS:g} seconds")
         raise _too_much(f"needs more than {MAX_MEGABYTES} MB, or ended its process (exit code {process.returncode})")
+
+    def start(self) -> None:
+        """Start the process ahead of the first template, if it can be started."""
+        with self._lock, suppress(RequestError):
+            self._idle = self._idle or _start()
 
     def stop(self) -> None:
         """End the process."""
