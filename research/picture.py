@@ -14,8 +14,7 @@ from rich.console import Console, RenderableType
 from rich.terminal_theme import TerminalTheme
 
 from taper import LLM, SamplingParams
-from taper.cli.compare import SideBySide
-from taper.cli.terminal import coloured_tokens, depth_chart
+from taper.cli.terminal import SideBySide, coloured_tokens, depth_chart
 
 PICTURES = Path(__file__).parent.parent / "docs" / "pictures"
 PROMPT, MAX_TOKENS = "Why is the sky blue?", 128

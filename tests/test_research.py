@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import importlib.util
 import json
 import re
 import shutil
 from itertools import pairwise
+from pathlib import Path
 
 import claims
 import harness
@@ -348,3 +351,14 @@ def test_every_number_in_a_template_that_is_not_of_a_result_is_a_setting():
     for template in render.TEMPLATES.glob("*.j2"):
         text = re.sub(r"{{.*?}}|{%.*?%}", "", template.read_text(), flags=re.S)
         assert set(re.findall(r"\d+(?:\.\d+)+", text)) <= allowed, template.name
+
+
+@pytest.mark.parametrize("script", sorted((render.ROOT / "research").glob("*.py")), ids=lambda script: script.name)
+def test_scripts_import_what_there_is(script):
+    for node in ast.walk(ast.parse(script.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "taper":
+            module = Path(importlib.util.find_spec(node.module).origin)
+            defined = module.read_text()
+            for name in (alias.name for alias in node.names):
+                is_file = (module.parent / f"{name}.py").exists() and module.name == "__init__.py"
+                assert is_file or re.search(rf"\b{name}\b", defined), f"{node.module}.{name}"
