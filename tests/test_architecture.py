@@ -54,7 +54,7 @@ HEAVY = {
     "starlette": {f"server/{name}.py" for name in ("app", "completions", "limits", "protocol")},
     "uvicorn": {"server/app.py", "server/limits.py"},
     "prometheus_client": {"server/metrics.py", "vllm_plugin/metrics.py"},
-    "llguidance": {"server/grammars.py"},
+    "llguidance": {"server/grammars.py", "server/schema_worker.py"},
     "lm_eval": {f"evals/{name}.py" for name in ("__main__", "harness", "tasks")},
     "datasets": {"evals/tasks.py"},
     "vllm": {

@@ -18,6 +18,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from taper.errors import RequestError
 from taper.models import chat_template
 from taper.models.chat_template import ChatTemplate
+from taper.models.limited_process import Limits
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 SYSTEM = {"role": "system", "content": " Be brief.\n"}
@@ -181,7 +182,8 @@ RUN = """
 import json, re, resource, sys
 from taper.errors import RequestError
 from taper.models import chat_template
-chat_template.MAX_SECONDS = 0.2
+from taper.models.limited_process import Limits
+chat_template._PROCESS.limits = Limits(0.2, 512)
 seconds = 0.0
 for template in json.load(sys.stdin):
     try:
@@ -189,7 +191,7 @@ for template in json.load(sys.stdin):
         message = "rendered"
     except RequestError as error:
         message = str(error)
-    chat_template._WORKER.stop()
+    chat_template._PROCESS.stop()
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     before, seconds = seconds, sum(usage.ru_utime + usage.ru_stime for usage in usages)
     own = int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])  # ru_maxrss counts the fork too
@@ -224,7 +226,8 @@ def test_hostile_templates_are_refused_within_seconds_and_a_gigabyte():
     ids=lambda value: value[:30],
 )  # fmt: skip
 def test_each_limit_is_named(monkeypatch, template, says):
-    monkeypatch.setattr("taper.models.chat_template.MAX_SECONDS", 0.5)
+    chat_template._PROCESS.stop()
+    monkeypatch.setattr(chat_template._PROCESS, "limits", Limits(0.5, chat_template.MAX_MEGABYTES))
     with pytest.raises(RequestError, match=says):
         ChatTemplate(template).render({"messages": [USER]})
 
@@ -234,7 +237,7 @@ def test_a_refused_rendering_leaves_the_template_as_it_was(end):
     template = ChatTemplate("{{ 'x' * n }}")
     assert template.render({"n": 3}) == "xxx"
     if end == "killed meanwhile":
-        process, _ = chat_template._WORKER._idle
+        process, _ = chat_template._PROCESS._idle
         process.kill()
         process.wait()
     else:
@@ -266,7 +269,7 @@ def test_messages_that_are_not_json_are_refused_and_surrogates_pass():
 
 
 def test_nothing_is_left_of_a_process_that_rendered():
-    code = "from taper.models import chat_template as c; c.ChatTemplate('').render({}); print(c._WORKER._idle[0].pid)"
+    code = "from taper.models import chat_template as c; c.ChatTemplate('').render({}); print(c._PROCESS._idle[0].pid)"
     for ending in ("", "; import os; os.kill(os.getpid(), 9)"):
         command = [sys.executable, "-uc", code + ending]
         worker = int(subprocess.run(command, capture_output=True, text=True, timeout=60).stdout)

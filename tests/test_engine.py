@@ -170,10 +170,19 @@ def test_requests_that_cannot_be_completed_are_refused_and_leave_nothing(tiny_ll
         Engine(engine.backend, max_num_batched_tokens=0)
 
 
+class NoNumbers:
+    """A token filter that spoils every logit of its own sequence."""
+
+    def restrict(self, logits):
+        return np.full_like(logits, np.nan)
+
+    def accept(self, token_id): ...
+
+
 def test_an_output_that_is_no_number_ends_its_sequence_and_no_other(tiny_llama):
     engine = Engine(make_backend("ggml", tiny_llama.load(), num_slots=2))
     fine = engine.add(Request(random_prompt(1), LONG, FULL))
-    broken = engine.add(Request(random_prompt(2), SamplingParams(repetition_penalty=5e-324), FULL))
+    broken = engine.add(Request(random_prompt(2), SamplingParams(), FULL, token_filter=NoNumbers))
     outputs = {output.sequence_id: output for output in engine.step()}
     assert (outputs[broken.id].token_id, outputs[broken.id].finish_reason) == (-1, "error")
     assert outputs[fine.id].finish_reason is None

@@ -247,9 +247,6 @@ def test_weights_that_give_no_numbers_are_a_model_error(llm, monkeypatch):
     for options in ({}, {"temperature": 1.0}, {"logprobs": 3}):
         with pytest.raises(ModelError, match="not a number at step 0"):
             answer(llm, **options)
-    monkeypatch.undo()
-    with pytest.raises(ModelError, match="not a number at step"):
-        answer(llm, repetition_penalty=5e-324)
     assert llm.engine.num_free_slots == 2
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -136,3 +137,22 @@ def test_logprobs_are_the_models_own():
 def test_values_out_of_range_are_refused_with_the_rule(bad):
     with pytest.raises(RequestError, match="must be"):
         SamplingParams(**bad)
+
+
+@pytest.mark.filterwarnings("error")
+def test_every_extreme_in_range_samples_a_token():
+    extremes = {
+        "temperature": (0.0, 5e-324, 100.0),
+        "top_k": (0, 1, 2**62),
+        "top_p": (5e-324, 1.0),
+        "min_p": (0.0, 1.0),
+        "repetition_penalty": (0.01, 100.0),
+        "presence_penalty": (-2.0, 2.0),
+        "frequency_penalty": (-2.0, 2.0),
+        "logit_bias": ({0: -100.0, 1: 100.0}, {}),
+    }
+    logits = np.array([1e4, -1e4, 0, -np.inf, 3], np.float32)
+    for values in itertools.product(*extremes.values()):
+        params = SamplingParams(**dict(zip(extremes, values, strict=True)))
+        token = sample(logits, params, [0, 1, 2], [1, 3] * 500, np.random.default_rng(0))
+        assert token in (0, 1, 2, 4), params

@@ -82,7 +82,7 @@ def check_refused(response: httpx.Response, *statuses: int) -> dict:
             "exclude each other",
         ),
         ({"messages": [{"role": "user", "content": "x" * 5000}]}, None, "context"),
-        ({"messages": [{"role": "user", "content": "\ud800"}]}, None, "Unicode"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages.0.content", "surrogate"),
     ],
 )
 def test_mistakes_are_named(server, fields, param, said):
@@ -313,9 +313,10 @@ def test_a_key_is_asked_of_all_but_the_page_and_probes(tiny_llama):
 
 def test_other_hosts_names_are_refused_without_a_key(server):
     """A page whose name was made to point here must not use the server."""
-    for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", ""):
+    wrong = ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "[::1]evil.com", "127.0.0.1:80@evil.com")
+    for host in (*wrong, "127.0.0.1:evil.com", "[::1", "localhost, evil.com"):
         check_refused(server.http.get("/v1/models", headers={"host": host}), 403, 400)
-    for host in ("localhost:1", "127.0.0.1", "[::1]:8000"):
+    for host in ("localhost:1", "127.0.0.1", "[::1]:8000", "LOCALHOST", "LocalHost:80"):
         assert server.http.get("/v1/models", headers={"host": host}).status_code == 200
 
 
@@ -348,6 +349,21 @@ def test_options_that_would_surprise_are_refused(options, said):
     if "host" in options:
         assert not Limits(**options, api_key="x").is_local
         assert Limits(**options, insecure=True)
+
+
+def test_a_body_with_two_lengths_is_refused(server):
+    lengths = ["Content-Length: 4", "Transfer-Encoding: chunked"]
+    for lines in (lengths, lengths[::-1]):
+        with socket.create_connection((server.http.base_url.host, server.http.base_url.port), timeout=10) as connection:
+            head = [f"POST {CHAT} HTTP/1.1", "Host: localhost", "Content-Type: application/json", *lines, "", ""]
+            connection.sendall("\r\n".join(head).encode() + b"2\r\n{}\r\n0\r\n\r\n")
+            assert connection.recv(100).startswith(b"HTTP/1.1 400")
+
+
+@pytest.mark.parametrize("key", ["schlüssel", "with\nline", " space", "\udcff", "\x7f"])
+def test_keys_that_no_client_can_send_are_refused_at_the_start(key):
+    with pytest.raises(RequestError, match="API key has characters"):
+        Limits(api_key=key)
 
 
 def test_local_addresses_need_no_key():

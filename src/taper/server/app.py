@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import resource
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from importlib import metadata, resources
-from typing import Any, TypeVar
+from typing import Any
 
 import uvicorn
+from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
+from fastapi.routing import APIRoute
 from starlette import types
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -25,12 +29,13 @@ from starlette.responses import Response
 from .. import engine
 from ..errors import TaperError
 from .completions import ChatEvents, CompletionResponse, Events, TextEvents
-from .engine_loop import EngineLoop
+from .engine_loop import EngineLoop, queue_full
 from .limits import Gate, Limits, TimedConnection
 from .metrics import Metrics
 from .protocol import (
     ChatCompletion,
     ChatRequest,
+    CompletionFields,
     CompletionRequest,
     ErrorReply,
     ModelList,
@@ -38,14 +43,14 @@ from .protocol import (
     TextCompletion,
     TokenizeRequest,
     Tokens,
+    read_json,
     to_api_error,
 )
 from .served import ServedModel
 
-Body = TypeVar("Body", ChatRequest, CompletionRequest)
-
 log = logging.getLogger("taper.server")
 MAX_CONNECTIONS = 1 << 14
+MAX_WAITING_SCHEMAS = 8  # each may take two seconds, and SIGTERM waits for them
 _PUBLIC_PATHS = ("/", "/health", "/ready")  # and the page's files: they hold no secrets and show no data
 _CONTENT_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 # The page may load its own files and talk to its own server, and nothing else.
@@ -66,6 +71,9 @@ def serve(served: ServedModel, limits: Limits, listener: socket.socket) -> None:
     with suppress(OSError, ValueError):  # each connection is a file
         wanted = MAX_CONNECTIONS if hard == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+    gc.set_threshold(
+        50_000, 20, 100
+    )  # a body may hold a million lists; by default, reading them takes five times as long
     uvicorn.Server(uvicorn_config(served, limits)).run(sockets=[listener])
 
 
@@ -98,6 +106,7 @@ def create_app(served: ServedModel, limits: Limits) -> types.ASGIApp:
     app = FastAPI(
         title="Taper", version=metadata.version("taper-llm"), lifespan=lifespan, docs_url=None, redoc_url=None
     )
+    app.router.route_class = _Route
     for kind in (HTTPException, RequestValidationError, TaperError, Exception):
         app.add_exception_handler(kind, _error_response)
     _add_openai_routes(app, served, limits, engine_loop, metrics)
@@ -114,38 +123,40 @@ def _add_openai_routes(
     errors: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorReply}}
     stream: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
 
-    async def complete(
-        body: Body, prepare: Callable[[Body], list[engine.Request]], make_events: Callable[[int], Events]
+    one_schema = CapacityLimiter(1)  # at a time, in a thread that nothing else waits for
+
+    def complete(
+        body: CompletionFields, prepare: Callable[[], Awaitable[list[engine.Request]]], make: Callable[[int], Events]
     ) -> CompletionResponse:
         arrived = time.perf_counter()
         if limits.log_prompts:
             log.info("request: %s", body.model_dump_json(exclude_unset=True))
         engine_loop.check_room(1)  # before the prompt is encoded
-        requests = await run_sync(prepare, body)
+        max_seconds = limits.max_seconds
         return CompletionResponse(
-            engine_loop,
-            requests,
-            make_events(len(requests)),
-            body,
-            arrived=arrived,
-            max_seconds=limits.max_seconds,
-            metrics=metrics,
+            engine_loop, prepare, make, body, arrived=arrived, max_seconds=max_seconds, metrics=metrics
         )
 
     @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=errors | stream)
     async def chat_completions(body: ChatRequest) -> Response:
         """Complete a conversation."""
+
+        async def prepare() -> list[engine.Request]:
+            if body.json_schema is None:
+                return await run_sync(served.chat, body, None)
+            if one_schema.statistics().tasks_waiting >= MAX_WAITING_SCHEMAS:
+                raise queue_full()
+            token_filter = await run_sync(served.token_filter, body, limiter=one_schema)
+            return await run_sync(served.chat, body, token_filter)
+
         tools = bool(body.usable_tools)
-        return await complete(
-            body, served.chat, lambda count: ChatEvents(served.name, served.llm.tokenizer, count, tools)
-        )
+        return complete(body, prepare, lambda count: ChatEvents(served.name, served.llm.tokenizer, count, tools))
 
     @app.post("/v1/completions", response_model=TextCompletion, responses=errors | stream)
     async def completions(body: CompletionRequest) -> Response:
         """Complete texts."""
-        return await complete(
-            body, served.complete, lambda count: TextEvents(served.name, served.llm.tokenizer, count, body.n or 1)
-        )
+        prepare = partial(run_sync, served.complete, body)
+        return complete(body, prepare, lambda count: TextEvents(served.name, served.llm.tokenizer, count, body.n or 1))
 
     @app.get("/v1/models", response_model_exclude_none=True)
     async def models() -> ModelList:
@@ -200,6 +211,22 @@ def _file_route(content: bytes, content_type: str) -> Callable[[], Awaitable[Res
         return Response(content, headers=_PAGE_HEADERS, media_type=content_type)
 
     return file
+
+
+class _JsonRequest(Request):
+    async def json(self) -> Any:
+        """The value of the body, read in a thread: the largest ones take a while."""
+        return await run_sync(read_json, await self.body())
+
+
+class _Route(APIRoute):
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_json(request: Request) -> Response:
+            return await handle(_JsonRequest(request.scope, request.receive))
+
+        return handle_json
 
 
 async def _error_response(_: Request, error: Exception) -> Response:

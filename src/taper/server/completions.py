@@ -7,7 +7,7 @@ import json
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -38,8 +38,8 @@ class CompletionResponse(Response):
 
     Args:
         engine_loop: completes the requests.
-        requests: for the engine.
-        events: turns their chunks into events.
+        prepare: makes the engine's requests.
+        make_events: makes what turns the chunks of so many outputs into events.
         body: says whether to stream, and whether with the usage.
         arrived: when the HTTP request arrived, by `time.perf_counter`.
         max_seconds: how long it may take from then on.
@@ -49,8 +49,8 @@ class CompletionResponse(Response):
     def __init__(
         self,
         engine_loop: EngineLoop,
-        requests: Sequence[Request],
-        events: Events,
+        prepare: Callable[[], Awaitable[list[Request]]],
+        make_events: Callable[[int], Events],
         body: CompletionFields,
         *,
         arrived: float,
@@ -58,7 +58,7 @@ class CompletionResponse(Response):
         metrics: Metrics,
     ) -> None:
         super().__init__()
-        self._engine_loop, self._requests, self._events = engine_loop, requests, events
+        self._engine_loop, self._prepare, self._make_events = engine_loop, prepare, make_events
         self._stream = bool(body.stream)
         self._include_usage = body.stream_options is not None and body.stream_options.include_usage
         self._arrived, self._max_seconds, self._metrics = arrived, max_seconds, metrics
@@ -67,14 +67,17 @@ class CompletionResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Complete the requests and send the reply. Raises only while nothing was sent."""
         left = self._max_seconds - (time.perf_counter() - self._arrived)
-        with anyio.move_on_after(left) as deadline, self._engine_loop.submit(self._requests, self._arrived) as job:
+        with anyio.move_on_after(left) as deadline:
             watch = asyncio.ensure_future(self._watch_for_disconnect(receive, deadline))
             try:
-                if self._stream:
-                    await self._send_stream(job, send)
-                else:
-                    reply = self._events.fold([self._events.event(chunk) async for chunk in job])
-                    await Response(_json_bytes(reply), media_type="application/json")(scope, receive, send)
+                requests = await self._prepare()
+                events = self._make_events(len(requests))
+                with self._engine_loop.submit(requests, self._arrived) as job:
+                    if self._stream:
+                        await self._send_stream(job, events, send)
+                    else:
+                        reply = events.fold([events.event(chunk) async for chunk in job])
+                        await Response(_json_bytes(reply), media_type="application/json")(scope, receive, send)
             finally:
                 watch.cancel()
         if deadline.cancelled_caught and self._disconnected:
@@ -88,10 +91,10 @@ class CompletionResponse(Response):
         self._disconnected = True
         completing.cancel()
 
-    async def _send_stream(self, job: Job, send: Send) -> None:
+    async def _send_stream(self, job: Job, events: Events, send: Send) -> None:
         """Send events as they come. If there is an error before the first, the reply is that error, not a stream."""
         try:
-            async for event in self._encoded(job):
+            async for event in self._encoded(job, events):
                 if not self._started:
                     self._started = True
                     await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
@@ -103,14 +106,14 @@ class CompletionResponse(Response):
         else:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _encoded(self, job: Job) -> AsyncIterator[bytes]:
+    async def _encoded(self, job: Job, events: Events) -> AsyncIterator[bytes]:
         async for chunk in job:
-            event = self._events.event(chunk)
+            event = events.event(chunk)
             if self._include_usage:
                 event["usage"] = None  # as in OpenAI's streams, until the last event
             yield _server_sent(event)
         if self._include_usage:
-            yield _server_sent(self._events.usage_event())
+            yield _server_sent(events.usage_event())
         yield b"data: [DONE]\n\n"
 
     async def _time_out(self, send: Send) -> None:

@@ -28,6 +28,12 @@ RETRY_AFTER = "1"  # seconds; after a step or two there is room in the queue aga
 _Result = Chunk | Exception
 
 
+def queue_full() -> ApiError:
+    """The error for a request that would have too many before it."""
+    message, retry = "too many requests are waiting; try again later", {"Retry-After": RETRY_AFTER}
+    return ApiError(429, message, code="queue_full", headers=retry)
+
+
 class Job:
     """The outputs of one HTTP request: an asynchronous iterator over their chunks, as they come.
 
@@ -100,8 +106,7 @@ class EngineLoop:
         """
         self.check_alive()
         if self._in_flight + count > self._max_in_flight:
-            message, retry = "too many requests are waiting; try again later", {"Retry-After": RETRY_AFTER}
-            raise ApiError(429, message, code="queue_full", headers=retry)
+            raise queue_full()
 
     @contextmanager
     def submit(self, requests: Sequence[Request], arrived: float) -> Iterator[Job]:

@@ -1,21 +1,29 @@
-"""JSON schemas as filters of tokens: the only place that compiles a schema, or knows llguidance."""
+"""JSON schemas as filters of tokens: the only place that compiles a schema, or knows llguidance.
+
+A schema of a few hundred bytes may take any time and memory to compile, and llguidance's own limits do not cover all of
+it. So a process with limits tries it first.
+"""
 
 from __future__ import annotations
 
 import json
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
 from ..errors import RequestError
+from ..models.limited_process import LimitedProcess, LimitExceeded, Limits
 from ..models.tokenizer import Tokenizer, texts_of
+from . import schema_worker
 
 MAX_SCHEMA_CHARACTERS = 1 << 16
-# JSON without spaces: a small model that may write spaces may write nothing else.
-_COMPACT: Any = {"whitespace_flexible": False}
+MAX_REASON = 1000  # characters of what is wrong with a schema
+MAX_SECONDS, MAX_MEGABYTES = 2.0, 512
+_PROCESS = LimitedProcess(Path(schema_worker.__file__), Limits(MAX_SECONDS, MAX_MEGABYTES))
 
 
 class Grammars:
@@ -33,7 +41,8 @@ class Grammars:
         """A function that makes a filter for each completion that must keep a schema.
 
         Raises:
-            RequestError: the schema is damaged, too large or nested too deep, or has an unsupported keyword.
+            RequestError: the schema is damaged, too large, nested too deep or too much work, or has an unsupported
+                keyword.
         """
         texts_of([schema])  # rejects deep nesting
         text = json.dumps(schema)
@@ -41,10 +50,18 @@ class Grammars:
             raise RequestError(f"the schema has {len(text)} characters; it may have at most {MAX_SCHEMA_CHARACTERS}")
         if not self._tokenizer.eos_token_ids:
             raise RequestError("this model has no token that ends an output, so JSON would never end")
-        grammar = LLMatcher.grammar_from_json_schema(text, overrides=_COMPACT)
-        matcher = LLMatcher(self._read_vocabulary(), grammar, log_level=0)
-        if matcher.is_error():
-            raise RequestError(f"outputs cannot keep this schema: {matcher.get_error()}")
+        try:
+            problem = _PROCESS.ask(text)
+        except LimitExceeded as error:
+            problem = f"compiling it {error}"
+        except OSError as error:
+            raise RequestError(f"cannot start the process that tries schemas: {error.strerror}") from None
+        if not problem:
+            grammar = LLMatcher.grammar_from_json_schema(text, overrides=schema_worker.COMPACT)
+            matcher = LLMatcher(self._read_vocabulary(), grammar, log_level=0, limits=schema_worker.LIMITS)
+            problem = matcher.get_error()
+        if problem:
+            raise RequestError(f"outputs cannot keep this schema: {problem[:MAX_REASON]}")
         return lambda: JsonFilter(matcher.deep_copy(), self._vocab_size)
 
     def _read_vocabulary(self) -> LLTokenizer:

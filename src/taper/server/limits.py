@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import ipaddress
+import re
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -62,6 +63,8 @@ class Limits:
         whole_number("max_n", self.max_n, 1, 128)
         whole_number("max_body_bytes", self.max_body_bytes, 1024)
         number("max_seconds", self.max_seconds, 0, 86400, above=True)
+        if not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key.strip() == self.api_key):
+            raise RequestError("the API key has characters that clients cannot send", "use visible ASCII characters")
         if not self.is_local and not (self.api_key or self.insecure):
             raise RequestError(
                 f"other machines reach {self.host}, and there is no API key",
@@ -76,6 +79,7 @@ class Limits:
 
 def _is_loopback(host: str) -> bool:
     """Whether a host is this machine itself."""
+    host = host.lower()
     if host == "localhost" or host.endswith(".localhost"):
         return True
     try:
@@ -96,6 +100,7 @@ def listen(limits: Limits) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((limits.host, limits.port))
+        listener.listen()  # two that share a port may both bind it, but only one may listen
     except OSError as error:
         listener.close()
         reason = error.strerror or str(error)
@@ -178,8 +183,10 @@ class Gate:
                     code="invalid_api_key",
                     headers={"WWW-Authenticate": "Bearer"},
                 )
-        elif limits.is_local and not _is_loopback(_without_port(headers.get("host", ""))):
+        elif limits.is_local and not _is_loopback(_named_host(headers.get("host", ""))):
             raise ApiError(403, "this server answers to names of this machine only", code="wrong_host")
+        if "content-length" in headers and "transfer-encoding" in headers:  # proxies may disagree on where it ends
+            raise ApiError(400, "a request has Content-Length or Transfer-Encoding, not both", code="two_lengths")
         length = headers.get("content-length", "0")
         if length.isdigit() and int(length[:20]) > limits.max_body_bytes:
             raise self._too_large()
@@ -202,8 +209,7 @@ class Gate:
         return ApiError(413, f"the body is larger than {self._limits.max_body_bytes} bytes", code="body_too_large")
 
 
-def _without_port(host: str) -> str:
-    """The name or address of a Host header: "[::1]:8000" is ::1."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0]
+def _named_host(header: str) -> str:
+    """The name or address of a Host header, "[::1]:8000" is ::1; "" if it is no such header."""
+    found = re.fullmatch(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9.-]+))(?::[0-9]*)?", header, re.I)
+    return (found[1] or found[2]) if found else ""

@@ -8,11 +8,12 @@ out of their ranges.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
@@ -21,18 +22,95 @@ from ..errors import ModelError, RequestError, TaperError, printable, shown
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 1000
 MAX_BIASED_TOKENS = 1024
 MAX_TOOLS = 128
+MAX_MESSAGES, MAX_PARTS = 4096, 1024
+MAX_PROMPTS, MAX_PROMPT_TOKENS = 128, 1 << 20
+MAX_METADATA = 16  # as OpenAI documents
 MAX_PARAM_CHARACTERS = 100  # of a field's name in an error
 
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+TokenIds = Annotated[list[int], Field(fail_fast=True, max_length=MAX_PROMPT_TOKENS)]
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 # Requests
 
 
+def read_json(body: bytes) -> Any:
+    """The value of a request's body.
+
+    Raises:
+        ApiError: it is not UTF-8, or a text in it has half of a surrogate pair, which no tokenizer takes.
+        json.JSONDecodeError: it is not JSON.
+        RecursionError: it is nested too deep.
+    """
+    try:
+        value = json.loads(body.decode())
+    except UnicodeDecodeError as error:
+        raise ApiError(400, f"the body is not UTF-8 (byte {error.start})", code="invalid_json") from None
+    if re.search(rb"\\u[dD][89a-fA-F]", body) and (path := _surrogate(value)) is not None:
+        param = printable(".".join(path))[:MAX_PARAM_CHARACTERS]
+        message = f"{param or 'the body'}: half of a surrogate pair is no character"
+        raise ApiError(400, message, param=param or None, code="invalid_value")
+    return value
+
+
+def _surrogate(value: Any) -> list[str] | None:
+    """Where the first text with a lone surrogate is, as names and indices; None if there is none."""
+    levels = [iter([("", value)])]
+    path: list[str] = []
+    while levels:
+        for name, item in levels[-1]:
+            if _is_broken(name):
+                return path[1:]
+            if isinstance(item, str) and _is_broken(item):
+                return [*path, name][1:]
+            if isinstance(item, dict | list):
+                inside = item.items() if isinstance(item, dict) else ((str(i), part) for i, part in enumerate(item))
+                levels.append(iter(inside))
+                path.append(name)
+                break
+        else:
+            levels.pop()
+            if path:
+                path.pop()
+    return None
+
+
+def _is_broken(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
 class Strict(BaseModel):
-    """Rejects unknown fields, and values whose type would have to be converted."""
+    """Rejects unknown fields, and values whose type would have to be converted.
+
+    A body of a few megabytes has room for a million mistakes, so each object and each list stops at its first one.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _first_unknown(cls, data: Any) -> Any:
+        """Of more fields than there are, the known ones and the first unknown one."""
+        names = {field.alias or name for name, field in cls.model_fields.items()}
+        if not isinstance(data, dict) or len(data) <= len(names):
+            return data
+        unknown = next(name for name in data if name not in names)
+        return {name: data[name] for name in (*names, unknown) if name in data}
+
+
+def _at_most(count: int) -> BeforeValidator:
+    """Rejects an object of more keys before its values are looked at."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > count:
+            raise ValueError(f"an object of {len(value)} keys; it may have {count}")
+        return value
+
+    return BeforeValidator(check)
 
 
 class IgnoredFields(Strict):
@@ -43,12 +121,12 @@ class IgnoredFields(Strict):
 
     user: str | None = None
     safety_identifier: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str] | None, _at_most(MAX_METADATA)] = None
     store: bool | None = None
     service_tier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_options: Annotated[dict[str, Any] | None, _at_most(MAX_METADATA)] = None
 
 
 class TaperFields(Strict):
@@ -60,7 +138,7 @@ class TaperFields(Strict):
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    stop_token_ids: list[int] = Field(default=[], max_length=MAX_STOPS)
+    stop_token_ids: list[int] = Field(default=[], fail_fast=True, max_length=MAX_STOPS)
     ignore_eos: bool = False
 
 
@@ -80,9 +158,9 @@ class CompletionFields(IgnoredFields):
     top_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = Field(default=None, max_length=MAX_BIASED_TOKENS)
+    logit_bias: Annotated[dict[str, float] | None, _at_most(MAX_BIASED_TOKENS)] = None
     seed: int | None = None
-    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
     n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -101,7 +179,12 @@ class CompletionFields(IgnoredFields):
 class CompletionRequest(CompletionFields):
     """POST /v1/completions: text or token ids, one prompt or several."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: (
+        str
+        | Annotated[list[str], Field(fail_fast=True, max_length=MAX_PROMPTS)]
+        | TokenIds
+        | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_PROMPTS)]
+    )
     logprobs: int | None = None
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None
@@ -140,9 +223,9 @@ class RequestMessage(Strict):
     """A message of a conversation. The last four fields, always empty, are there as clients send replies back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
     name: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
     refusal: None = None
     audio: None = None
@@ -166,6 +249,9 @@ class RequestMessage(Strict):
             for call in message["tool_calls"]:
                 call["function"]["arguments"] = _read_arguments(call["function"]["arguments"])
         return message
+
+
+Messages = Annotated[list[RequestMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
 
 
 def _read_arguments(text: str) -> dict[str, Any]:
@@ -219,12 +305,12 @@ class SchemaFormat(Strict):
 class ChatRequest(CompletionFields):
     """POST /v1/chat/completions."""
 
-    messages: list[RequestMessage] = Field(min_length=1)
+    messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     response_format: Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")] | None = None
-    tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS)
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: Literal[True] | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
@@ -260,7 +346,7 @@ class TokenizeRequest(Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[RequestMessage] | None = Field(default=None, min_length=1)
+    messages: Messages | None = None
 
     @model_validator(mode="after")
     def _check_fields(self) -> TokenizeRequest:

@@ -51,7 +51,15 @@ class ServedModel:
     def __post_init__(self) -> None:
         self._grammars = Grammars(self.llm.tokenizer, self.llm.config.vocab_size)
 
-    def chat(self, body: ChatRequest) -> list[Request]:
+    def token_filter(self, body: ChatRequest) -> Callable[[], TokenFilter] | None:
+        """Makes the filter that keeps outputs to the schema of a request, if it has one.
+
+        Raises:
+            RequestError: the schema cannot be compiled.
+        """
+        return None if body.json_schema is None else self._grammars.compile(body.json_schema)
+
+    def chat(self, body: ChatRequest, token_filter: Callable[[], TokenFilter] | None) -> list[Request]:
         """The engine's requests for a chat completion: `n` times the same prompt.
 
         Raises:
@@ -69,7 +77,7 @@ class ServedModel:
         tools = [tool.model_dump(exclude_none=True) for tool in body.usable_tools]
         messages = [message.for_template() for message in body.messages]
         prompt = self.llm.encode(messages, tools=tools, think=body.taper.think)
-        return self._requests(body, [prompt], params, self._token_filter(body))
+        return self._requests(body, [prompt], params, token_filter)
 
     def complete(self, body: CompletionRequest) -> list[Request]:
         """The engine's requests for a text completion: each prompt `n` times; raises what `chat` raises."""
@@ -158,9 +166,6 @@ class ServedModel:
         if fields.mode == "taper" and self.default_policy == "full":
             raise RequestError("this server runs every layer by default", "name a policy; /v1/models lists them")
         return self.policies[self.default_policy]
-
-    def _token_filter(self, body: ChatRequest) -> Callable[[], TokenFilter] | None:
-        return None if body.json_schema is None else self._grammars.compile(body.json_schema)
 
 
 def _sampling_params(body: CompletionFields, max_tokens: int, logprobs: int | None) -> SamplingParams:

@@ -98,7 +98,8 @@ class GgmlBackend:
         self._fill(graph, key, batch)
         if not self._compute.compute(graph.pointer):  # interrupted by a signal whose handler returned: run to the end
             self._fill(graph, key, batch)
-            self._compute.compute(graph.pointer, interruptible=False)
+            is_whole = self._compute.compute(graph.pointer, interruptible=False)
+            assert is_whole, "a computation that no signal may end was ended"
         wanted = len(batch.logits_rows)
         return ForwardOutput(
             logits=graph.logits[:wanted].copy(),
