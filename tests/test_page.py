@@ -59,7 +59,7 @@ def script(server, text: str, monkeypatch) -> None:
     """Make every completion this text."""
     from test_server import force_text
 
-    monkeypatch.setattr(server.served, "_token_filter", server.served._token_filter)
+    monkeypatch.setattr(server.served, "chat", server.served.chat)  # put back at the end
     force_text(server, text)
 
 

@@ -103,9 +103,11 @@ class Sequence:
 
     def recover(self) -> None:
         """Return to the last committed token, after an interrupt while a token was being committed."""
-        completion_ids = [output.token_id for output in self.outputs]
+        completion_ids = [output.token_id for output in self.outputs if output.token_id != NOT_A_NUMBER]
         self.token_ids[len(self.request.prompt_ids) :] = completion_ids
         self.depth = self.request.policy.depth(self.step)
+        self.rng = np.random.default_rng(self.request.params.seed)
+        self.rng.random(len(completion_ids))  # `sample` draws one number a token
         if self.request.token_filter is not None:
             self.token_filter = self.request.token_filter()
             for token_id in completion_ids:
@@ -375,6 +377,7 @@ class Engine:
         """Choose the next token of a sequence, set its next depth, and see whether it has finished."""
         sequence, request, params = part.sequence, part.sequence.request, part.sequence.request.params
         depth, step, logprobs = sequence.depth, sequence.step, None
+        self._committing = sequence
         if isinstance(prediction, int):
             token_id = prediction
         else:
@@ -392,7 +395,6 @@ class Engine:
         elif step + 1 >= params.max_tokens or len(sequence.token_ids) + 1 >= self.backend.context_length:
             reason = "length"
         output = StepOutput(sequence.id, token_id, depth, reason, logprobs)
-        self._committing = sequence
         if token_id != NOT_A_NUMBER:
             if sequence.token_filter:
                 sequence.token_filter.accept(token_id)

@@ -347,6 +347,7 @@ class Stream(Iterator[Chunk]):
     def abort(self) -> list[Chunk]:
         """End every output that has not finished with what there is, as "abort"; the chunks that are left."""
         self.close()
+        self._take_all()
         for output in self._outputs:
             output.abort()
         return [output.deliver() for output in self._outputs for _ in output.chunks[output.num_delivered :]]
@@ -382,18 +383,20 @@ class Stream(Iterator[Chunk]):
             RequestError: the request's filter allows no token.
         """
         output = next(output for output in self._outputs if output.sequence.id == step.sequence_id)
-        self._take(output)
+        output.take(time.perf_counter() - self._started)
+        self._end(output)
         return output.deliver()
 
     def _take_all(self) -> None:
         """Make chunks of all tokens that have come."""
         for output in self._outputs:
             while not output.has_ended and len(output.chunks) < len(output.sequence.outputs):
-                self._take(output)
+                output.take(time.perf_counter() - self._started)
+            self._end(output)
 
-    def _take(self, output: OutputBuilder) -> None:
-        output.take(time.perf_counter() - self._started)
-        if output.has_ended:  # its sequence goes on after a stop string
+    def _end(self, output: OutputBuilder) -> None:
+        """End the sequence of an output that has ended, as at a stop string."""
+        if output.has_ended and output.sequence.finish_reason is None:
             self._engine.abort(output.sequence)
 
     def _unfinished(self) -> list[EngineSequence]:
@@ -412,9 +415,9 @@ class OutputBuilder:
         self.chunks: list[Chunk] = []
         self.num_delivered = 0  # of them
         self.has_failed = False
-        self._is_whole = True  # False while a chunk is made
+        self._text, self._stops = TextStream(tokenizer), _StopStrings(sequence.request.params.stop)
         self._times: list[float] = []  # seconds from the call to each token
-        self._reset()
+        self._is_whole = True  # False while a chunk is made
 
     @property
     def output(self) -> Output | None:
@@ -449,13 +452,9 @@ class OutputBuilder:
                 f"the model's output is not a number at step {self.sequence.step}",
                 "try --dtype f32; if that does not help, its files are damaged",
             )
-        if not self._is_whole:
-            self._reset()
-            for earlier in self.sequence.outputs[: len(self.chunks)]:
-                self._text_of(earlier)
-        del self._times[len(self.chunks) :]
-        self._times.append(seconds)
+        self._recover()
         self._is_whole = False
+        self._times.append(seconds)
         text, finish_reason = self._text_of(step), "stop" if self._stops.complete else step.finish_reason
         logprobs = None if step.finish_reason == "stop" else step.logprobs
         output = None if finish_reason is None else self._finished(finish_reason, text)
@@ -465,13 +464,19 @@ class OutputBuilder:
     def abort(self) -> None:
         """End the output here, with what there is."""
         if not self.has_ended:
-            text = self._stops.push(self._text.flush()) + self._stops.flush() if self._is_whole else ""
+            self._recover()
+            self._is_whole = False
+            text = self._stops.push(self._text.flush()) + self._stops.flush()
             self.chunks.append(Chunk(self._index, text, -1, 0, self._finished("abort", text)))
 
-    def _reset(self) -> None:
-        """The state before the first token."""
-        self._text, self._stops = TextStream(self._tokenizer), _StopStrings(self.sequence.request.params.stop)
-        self._is_whole = True
+    def _recover(self) -> None:
+        """Return to the last chunk, after an interrupt while one was being made."""
+        if not self._is_whole:
+            self._text, self._stops = TextStream(self._tokenizer), _StopStrings(self.sequence.request.params.stop)
+            for step in self.sequence.outputs[: len(self.chunks)]:
+                self._text_of(step)
+            del self._times[len(self.chunks) :]
+            self._is_whole = True
 
     def _text_of(self, step: StepOutput) -> str:
         """The text that became certain with a token; the stop token is no part of the completion."""

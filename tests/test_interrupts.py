@@ -1,0 +1,162 @@
+"""Ctrl-C at every line of a step and of a stream: what came stays, what was asked for still comes.
+
+A trace function raises at the n-th line that runs in the engine or the stream, for every n.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from taper import LLM, DepthPolicy, SamplingParams
+from taper.engine import Engine, Sequence, Slots
+from taper.llm import OutputBuilder, Stream
+
+TAPERED = DepthPolicy.d3(6, 0.9, skip_order=[4, 1, 2])
+PROMPTS = ["one", "a longer prompt, number two", "three"]  # for two slots: one has to wait
+SAMPLED = SamplingParams(max_tokens=4, ignore_eos=True, temperature=1.0, seed=7)
+
+
+def functions(*classes: type) -> set:
+    """The code of what `next` runs; not of making a stream, nor of ending one."""
+    left_out = {"__init__", "__del__", "close", "abort", "add", "deliver", "_exclusive"}
+    members = [(name, getattr(member, "fget", member)) for cls in classes for name, member in vars(cls).items()]
+    return {member.__code__ for name, member in members if name not in left_out and hasattr(member, "__code__")}
+
+
+WATCHED = functions(Engine, Sequence, Slots, Stream, OutputBuilder)
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt at the `at`-th line of the watched code, once; counts lines."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.lines, self.place = at, 0, ""
+
+    def __enter__(self) -> Interrupt:
+        sys.settrace(self.call)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def call(self, frame, event, argument):
+        return self.line if frame.f_code in WATCHED else None
+
+    def line(self, frame, event, argument):
+        if event == "line":
+            self.lines += 1
+            if self.lines == self.at:
+                self.place = f"{frame.f_code.co_qualname}, line {frame.f_lineno}"
+                raise KeyboardInterrupt
+        return self.line
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_llama) -> LLM:
+    return LLM(str(tiny_llama.folder), dtype="f32", threads=1, context=64, max_batch_size=2)
+
+
+def outputs_of(stream: Stream) -> list:
+    return [output.output for output in stream._outputs]
+
+
+def read(stream: Stream, chunks: list) -> None:
+    for chunk in stream:
+        chunks.append(chunk)
+
+
+def interrupted(llm, at: int, params: SamplingParams) -> tuple[Stream, list, Interrupt]:
+    """A stream whose `at`-th line was interrupted, and the chunks that it gave before."""
+    stream, chunks, interrupt = llm.stream(PROMPTS, params, policy=TAPERED), [], Interrupt(at)
+    try:
+        with interrupt:
+            read(stream, chunks)
+    except KeyboardInterrupt:
+        pass
+    return stream, chunks, interrupt
+
+
+def ends(llm) -> None:
+    assert llm.engine.num_free_slots == 2
+    assert llm.engine.num_waiting == 0
+
+
+# A stop string ends an output before its sequence; the first word of this one is found when the tests are run.
+@pytest.mark.parametrize("kind", ["sampled", "stop string"])
+def test_an_interrupt_at_any_line_loses_nothing(llm, kind):
+    params = SAMPLED
+    if kind == "stop string":
+        params = SamplingParams(max_tokens=4, ignore_eos=True)
+        text = llm.generate(PROMPTS[1], params, policy=TAPERED).text
+        params = SamplingParams(max_tokens=4, ignore_eos=True, stop=[text[len(text) // 2 :][:2]])
+    whole = llm.generate(PROMPTS, params, policy=TAPERED)
+    assert kind == "sampled" or "stop" in [output.finish_reason for output in whole]
+    at, places = 0, set()
+    while True:
+        at += 1
+        stream, chunks, interrupt = interrupted(llm, at, params)
+        places.add(interrupt.place)
+        if at % 3 == 0:  # goes on
+            read(stream, chunks)
+            expected = [(output.token_ids, output.text, output.finish_reason) for output in whole]
+            got = [(output.token_ids, output.text, output.finish_reason) for output in outputs_of(stream)]
+            assert got == expected, interrupt.place
+        elif at % 3 == 1:  # keeps what there is
+            chunks += stream.abort()
+            for index, (output, complete) in enumerate(zip(outputs_of(stream), whole, strict=True)):
+                assert output.token_ids == complete.token_ids[: len(output.token_ids)], interrupt.place
+                assert complete.text.startswith(output.text), interrupt.place
+                assert output.text == "".join(chunk.text for chunk in chunks if chunk.index == index), interrupt.place
+                delivered = [chunk.token_id for chunk in chunks if chunk.index == index and chunk.token_id >= 0]
+                assert output.token_ids == delivered[: len(output.token_ids)], interrupt.place
+            assert list(stream) == []
+        else:
+            stream.close()
+        ends(llm)
+        if interrupt.lines < at:  # this time there was no such line
+            break
+    assert len(places) > 100, "the trace found the code"
+    again = llm.generate(PROMPTS, params, policy=TAPERED)
+    assert [output.token_ids for output in again] == [output.token_ids for output in whole]
+
+
+def test_streams_made_in_one_thread_are_read_in_an_executor(llm):
+    """As `asyncio.run_in_executor(None, next, stream)` does; more of them than slots, each in turns."""
+    expected = [llm.generate(prompt, SAMPLED, policy=TAPERED).token_ids for prompt in PROMPTS]
+
+    async def tokens(stream: Stream) -> list[int]:
+        loop = asyncio.get_running_loop()
+        chunks = []
+        while chunk := await loop.run_in_executor(None, next, stream, None):
+            chunks.append(chunk)
+        return [chunk.token_id for chunk in chunks]
+
+    async def main() -> list[list[int]]:
+        streams = [llm.stream(prompt, SAMPLED, policy=TAPERED) for prompt in PROMPTS]
+        return await asyncio.wait_for(asyncio.gather(*map(tokens, streams)), 60)
+
+    assert asyncio.run(main()) == expected
+    ends(llm)
+
+
+def test_a_stream_waits_for_slots_that_another_thread_frees(llm):
+    """The streams that hold every slot were made here and are read elsewhere, after one that waits."""
+    streams = [llm.stream(prompt, SAMPLED, policy=TAPERED) for prompt in PROMPTS]
+    first = [next(streams[0]), next(streams[1])]
+    with ThreadPoolExecutor(1) as pool:
+        last = pool.submit(list, streams[2]).result(60)
+    assert len(last) == 4
+    others: list[list] = [[], []]
+    threads = [threading.Thread(target=read, args=pair, daemon=True) for pair in zip(streams, others, strict=False)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    got = [[head.token_id, *(chunk.token_id for chunk in tail)] for head, tail in zip(first, others, strict=True)]
+    assert got == [llm.generate(prompt, SAMPLED, policy=TAPERED).token_ids for prompt in PROMPTS[:2]]
+    ends(llm)
