@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import taper
 from taper.models.families import ARCHITECTURES, MODEL_TYPES
 
 SRC = Path(__file__).parent.parent / "src" / "taper"
@@ -141,6 +142,10 @@ def test_import_loads_only_what_it_needs(code, unwanted):
     code = f"{code}\nimport sys; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not unwanted & set(loaded)
+
+
+def test_every_public_name_is_there():
+    assert all(hasattr(taper, name) for name in taper.__all__)
 
 
 def test_shared_fixtures_need_no_ggml():

@@ -16,7 +16,7 @@ __all__ = ["LLM", "Calibration", "DepthPolicy", "Output", "SamplingParams", "Tap
 
 _HOMES = {
     "LLM": "llm",
-    "Output": "output",
+    "Output": "llm",
     "Calibration": "calibration.run",
     "calibrate": "calibration.run",
     "DepthPolicy": "policy",

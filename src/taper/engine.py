@@ -266,7 +266,8 @@ class Engine:
     @property
     def num_waiting(self) -> int:
         """How many sequences wait for a slot."""
-        return len(self._unfinished) - (len(self.slots.sequences) - self.slots.num_free)
+        unfinished = sum(sequence.finish_reason is None for sequence in list(self._unfinished.values()))
+        return unfinished - (len(self.slots.sequences) - self.slots.num_free)
 
     def _exclusive(self) -> threading.RLock:
         """The lock by which threads take turns. A fork would have the lock, but not the backend's threads."""
@@ -407,9 +408,9 @@ class Engine:
         return output
 
     def _finish(self, sequence: Sequence, reason: str) -> None:
-        """End a sequence and free its slot, which goes on holding its leading tokens that every layer has."""
-        sequence.finish_reason = reason
+        """Free the slot of a sequence, which goes on holding its leading tokens that every layer has, and end it."""
         self.slots.release(sequence)
+        sequence.finish_reason = reason
         self._unfinished.pop(sequence.id, None)
 
 

@@ -333,16 +333,21 @@ class Stream(Iterator[Chunk]):
     def __next__(self) -> Chunk:
         self._started += time.perf_counter() - self._handed_over  # the caller's own time is not counted
         try:
-            while True:
-                self._take_all()
-                waiting = [output for output in self._outputs if output.num_delivered < len(output.chunks)]
-                if waiting:  # outputs take turns
-                    return min(waiting, key=lambda output: output.num_delivered).deliver()
-                if not (sequences := self._unfinished()):
-                    raise StopIteration
-                self._engine.step(sequences)
+            output = self._next_output()
         finally:
             self._handed_over = time.perf_counter()
+        return output.deliver()
+
+    def _next_output(self) -> OutputBuilder:
+        """The output whose turn it is, once it has a chunk; raises StopIteration if none will have any."""
+        while True:
+            self._take_all()
+            waiting = [output for output in self._outputs if output.num_delivered < len(output.chunks)]
+            if waiting:
+                return min(waiting, key=lambda output: output.num_delivered)
+            if not (sequences := self._unfinished()):
+                raise StopIteration
+            self._engine.step(sequences)
 
     def abort(self) -> list[Chunk]:
         """End every output that has not finished with what there is, as "abort"; the chunks that are left."""
