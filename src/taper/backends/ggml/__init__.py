@@ -23,7 +23,7 @@ from typing import Any
 import ggml
 import numpy as np
 
-from ...errors import QUANTISED_DTYPES
+from ...errors import QUANTISED_DTYPES, ModelError
 from ...models.config import LayerSpec, ModelConfig
 from ...models.tensors import Tensor
 from .. import ForwardOutput, TokenBatch, available_threads, runs_by_slot
@@ -98,8 +98,7 @@ class GgmlBackend:
         self._fill(graph, key, batch)
         if not self._compute.compute(graph.pointer):  # interrupted by a signal whose handler returned: run to the end
             self._fill(graph, key, batch)
-            is_whole = self._compute.compute(graph.pointer, interruptible=False)
-            assert is_whole, "a computation that no signal may end was ended"
+            self._compute.compute(graph.pointer, interruptible=False)
         wanted = len(batch.logits_rows)
         return ForwardOutput(
             logits=graph.logits[:wanted].copy(),
@@ -191,6 +190,7 @@ class InterruptibleCompute:
         """Compute a graph; False if a signal ended it, and the signal's handler returned: nothing was computed.
 
         Raises:
+            ModelError: ggml did not compute it.
             BaseException: what the handler of a signal raised, such as KeyboardInterrupt. The graph has ended.
         """
         if not interruptible or threading.current_thread() is not threading.main_thread():  # where handlers run
@@ -203,8 +203,11 @@ class InterruptibleCompute:
             finally:
                 signal.set_wakeup_fd(previous, warn_on_full_buffer=False)
                 self._pass_on(previous)
-        assert status in (ggml.GGML_STATUS_SUCCESS, ggml.GGML_STATUS_ABORTED), f"ggml status {status}"
-        return bool(status == ggml.GGML_STATUS_SUCCESS)
+        if interruptible and status == ggml.GGML_STATUS_ABORTED:
+            return False
+        if status != ggml.GGML_STATUS_SUCCESS:
+            raise ModelError(f"ggml did not finish this computation (status {status})", "retry with more memory free")
+        return True
 
     def close(self) -> None:
         """Close the file; no graph is computed afterwards."""
