@@ -7,7 +7,6 @@ kept; a forward then sets its inputs and computes. Knows neither policies nor te
 from __future__ import annotations
 
 import ctypes
-import math
 import mmap
 import os
 import signal
@@ -33,7 +32,6 @@ from .tensors import TensorContext
 from .weights import LoadProgress, Weights
 
 MAX_GRAPHS = 64
-_C: Any = ctypes.cdll.msvcrt if os.name == "nt" else ctypes.CDLL(None)
 _NONE = -1  # what Python calls no file to write to
 
 
@@ -159,10 +157,7 @@ class GgmlBackend:
 def _greedy(logits: np.ndarray) -> np.ndarray:
     """The argmax of each row, -1 where its logit is not a finite number: int64 [rows]."""
     ids: np.ndarray = logits.argmax(-1)  # the first NaN, if there is one
-    for row, token_id in enumerate(ids.tolist()):
-        if not math.isfinite(logits[row, token_id]):
-            ids[row] = -1
-    return ids
+    return np.where(np.isfinite(logits[np.arange(len(ids)), ids]), ids, -1)
 
 
 class InterruptibleCompute:
@@ -183,7 +178,7 @@ class InterruptibleCompute:
         os.set_blocking(self._file.fileno(), False)
         self._signals = mmap.mmap(self._file.fileno(), mmap.PAGESIZE)
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._signals))
-        callback = ctypes.cast(_C.strlen, ggml.ggml_abort_callback)
+        callback = ctypes.cast(ctypes.CDLL(None).strlen, ggml.ggml_abort_callback)
         ggml.ggml_backend_cpu_set_abort_callback(backend, callback, address)
 
     def compute(self, graph: Any, interruptible: bool = True) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
-import sys
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -40,7 +40,7 @@ class RepackedMatrices:
     ) -> None:
         ggml.ggml_log_set(_SILENT, None)  # it logs a line for each matrix
         self.tensors: dict[str, Any] = {}
-        self._held: list[tuple[TensorContext, Any]] = []  # contexts and the buffers of their tensors
+        self._contexts: list[TensorContext] = []
 
         def repack(name: str) -> str:
             data = read(name)
@@ -62,18 +62,14 @@ class RepackedMatrices:
                 for name in pool.map(repack, names):
                     on_repacked(name)
 
-    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not is_finalizing():
-            for _, buffer in self._held:
-                ggml.ggml_backend_buffer_free(buffer)
-
     def _allocate(self, buffer_type: Any, kinds: dict[str, tuple[str, tuple[int, ...]]]) -> bool:
         """Make tensors of these types and shapes; False if there is no memory for them."""
         context = TensorContext(len(kinds))
         tensors = {name: context.new(WEIGHT_TYPES[dtype][0], shape) for name, (dtype, shape) in kinds.items()}
         buffer = ggml.ggml_backend_alloc_ctx_tensors_from_buft(context.pointer, buffer_type)
         if buffer:
-            self._held.append((context, buffer))
+            weakref.finalize(self, ggml.ggml_backend_buffer_free, buffer).atexit = False
+            self._contexts.append(context)
             self.tensors |= tensors
         return bool(buffer)
 
