@@ -18,6 +18,7 @@ from transformers import Qwen2Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from taper.errors import ModelError, RequestError
+from taper.models.files import Settings
 from taper.models.tokenizer import TextStream, Tokenizer
 from taper.models.tokenizer_files import tokenizer_from_folder, tokenizer_from_gguf
 
@@ -175,7 +176,7 @@ def rebuilt(metadata: dict, vocab_size: int = 2000, **changed) -> Tokenizer:
     """Our tokenizer of metadata, with keys changed, or left out where they are None."""
     given = {key: value for key, value in {**metadata, **changed}.items() if value is not None}
     keyed = {("tokenizer." if key == "chat_template" else "tokenizer.ggml.") + key: given[key] for key in given}
-    return tokenizer_from_gguf("tiny.gguf", keyed, vocab_size)
+    return tokenizer_from_gguf(Settings(keyed, "tiny.gguf"), vocab_size)
 
 
 def differing(ours, theirs, strings=STRINGS) -> list:
