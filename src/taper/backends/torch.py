@@ -26,6 +26,7 @@ DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 # Tokens, positions and slots, int64 [N] each.
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Rotations = dict[Rope, torch.Tensor]
 
 
 class TorchBackend:
@@ -102,13 +103,13 @@ class TorchBackend:
         if self._use_graphs and whole and one_depth and len(runs) == count == len(rows):
             return self._replay((batch.num_active, count, kv_length), inputs)[list(rows)], {}
         if batch.hidden_states is None:
-            x = self._embed(inputs[0])
+            x = self.embed(inputs[0])
         else:
             x = torch.tensor(batch.hidden_states).to(self.device, self.dtype)
         one_each = None if len(runs) == count else runs
         sharing = batch.first_layer, batch.output_hidden_states
         hidden_states = self._decode(x, inputs, batch.num_active, one_each, kv_length, *sharing)
-        return self._logits(x[self._upload(np.asarray(rows, np.int32))]), hidden_states
+        return self.logits(x[self._upload(np.asarray(rows, np.int32))]), hidden_states
 
     def _kv_length(self, longest: int) -> int:
         bucket = FIRST_BUCKET
@@ -133,9 +134,9 @@ class TorchBackend:
         tokens, positions, slots = (tensor.clone() for tensor in inputs)  # the memory that the graph reads
 
         def step() -> torch.Tensor:
-            x = self._embed(tokens)
+            x = self.embed(tokens)
             self._decode(x, (tokens, positions, slots), num_active, None, kv_length)
-            return self._logits(x)
+            return self.logits(x)
 
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -169,8 +170,7 @@ class TorchBackend:
         `runs` None promises one token a slot, so that nothing depends on which slots they are.
         """
         _, positions, slots = inputs
-        # [2, N, 1, dim / 2]
-        rotations = {rope: table[:, positions].unsqueeze(2) for rope, table in self._rotations.items()}
+        rotations = self.rotations(positions)
         visible = {window: visible_cells(positions, kv_length, window) for window in self._windows}
         hidden_states = {}
         for layer, n in enumerate((*num_active, 0)):
@@ -178,30 +178,57 @@ class TorchBackend:
                 hidden_states[layer] = x.clone()
             if n == 0 or layer < first_layer:
                 continue
-            spec = self.config.layers[layer]
-            rotation = rotations[spec.rope][:, :n] if spec.rope else None
-            q, k, v = self._project(self._norm(x[:n], f"layers.{layer}.pre_attention_norm"), layer, rotation)
+            q, k, v = self.project(x[:n], layer, rotations)
             keys, values = self._cache[layer]  # [num_slots, key-value heads, context_length, head_dim]
             keys[slots[:n], :, positions[:n]], values[slots[:n], :, positions[:n]] = k, v
             cached = keys[:, :, :kv_length], values[:, :, :kv_length]
+            spec = self.config.layers[layer]
             attended = attend(q, *cached, visible[spec.window][:n], slots[:n], runs, spec.attention_scale)
-            self._add(x[:n], self._times(attended, layer, "o_proj"), f"layers.{layer}.post_attention_norm")
-            h = self._mlp(self._norm(x[:n], f"layers.{layer}.pre_mlp_norm"), layer)
-            self._add(x[:n], h, f"layers.{layer}.post_mlp_norm")
+            x[:n] = self.finish_layer(x[:n], attended, layer)
         return hidden_states
 
-    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Hidden states [N, hidden_size] before the first layer."""
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Hidden states [N, hidden_size] before the first layer, of token ids [N]."""
         return _scaled(F.embedding(tokens, self._weights["embed_tokens"]), self.config.embedding_scale)
 
-    def _add(self, x: torch.Tensor, h: torch.Tensor, norm: str) -> None:
-        """Add what attention or MLP computed to hidden states, in place."""
-        x.add_(self._norm(h, norm), alpha=self.config.residual_scale)
+    def rotations(self, positions: torch.Tensor) -> Rotations:
+        """Cosines and sines at positions [N], for each kind of rotary embedding: [2, N, 1, dim / 2]."""
+        return {rope: table[:, positions].unsqueeze(2) for rope, table in self._rotations.items()}
 
-    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+    def project(
+        self, x: torch.Tensor, layer: int, rotations: Rotations
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What a layer attends with, from the first n hidden states x [n, hidden_size] of those that are rotated.
+
+        Returns:
+            Queries [n, heads, head_dim], keys and values [n, key-value heads, head_dim].
+        """
+        spec, out = self.config.layers[layer], {}
+        h = self._norm(x, f"layers.{layer}.pre_attention_norm")
+        for name in "qkv":
+            bias = self._weights.get(f"layers.{layer}.{name}_bias")
+            projected = F.linear(h, self._weights[f"layers.{layer}.{name}_proj"], bias)
+            norm, whole = f"layers.{layer}.{name}_norm", spec.qk_norm == "whole"
+            heads = (self._norm(projected, norm) if whole else projected).unflatten(-1, (-1, self.config.head_dim))
+            out[name] = heads if whole else self._norm(heads, norm)
+            if spec.rope and name != "v":
+                out[name] = rotate(out[name], rotations[spec.rope][:, : len(x)], spec.rope.interleaved)
+        return out["q"], out["k"], out["v"]
+
+    def finish_layer(self, x: torch.Tensor, attended: torch.Tensor, layer: int) -> torch.Tensor:
+        """Hidden states [n, hidden_size] after a layer, from those before it and from attention's outputs."""
+        x = self._added(x, self._times(attended, layer, "o_proj"), f"layers.{layer}.post_attention_norm")
+        h = self._mlp(self._norm(x, f"layers.{layer}.pre_mlp_norm"), layer)
+        return self._added(x, h, f"layers.{layer}.post_mlp_norm")
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Logits [N, vocab_size] of hidden states [N, hidden_size] after the last layer."""
         head = self._weights.get("lm_head", self._weights["embed_tokens"])
         return _scaled(F.linear(self._norm(x, "norm"), head), self.config.logit_scale)
+
+    def _added(self, x: torch.Tensor, h: torch.Tensor, norm: str) -> torch.Tensor:
+        """Hidden states and what attention or MLP computed, added."""
+        return torch.add(x, self._norm(h, norm), alpha=self.config.residual_scale)
 
     def _times(self, h: torch.Tensor, layer: int, name: str) -> torch.Tensor:
         """Rows h times a matrix of a layer."""
@@ -239,22 +266,6 @@ class TorchBackend:
         """RMS norm along rows, where the model has one of this name; else x itself."""
         weight = self._weights.get(name)
         return x if weight is None else F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
-
-    def _project(
-        self, h: torch.Tensor, layer: int, rotation: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries [n, heads, head_dim], keys and values [n, key-value heads, head_dim], ready to attend."""
-        spec = self.config.layers[layer]
-        out = {}
-        for name in "qkv":
-            bias = self._weights.get(f"layers.{layer}.{name}_bias")
-            projected = F.linear(h, self._weights[f"layers.{layer}.{name}_proj"], bias)
-            norm, whole = f"layers.{layer}.{name}_norm", spec.qk_norm == "whole"
-            heads = (self._norm(projected, norm) if whole else projected).unflatten(-1, (-1, self.config.head_dim))
-            out[name] = heads if whole else self._norm(heads, norm)
-            if rotation is not None and spec.rope and name != "v":
-                out[name] = rotate(out[name], rotation, spec.rope.interleaved)
-        return out["q"], out["k"], out["v"]
 
 
 def _scaled(x: torch.Tensor, scale: float) -> torch.Tensor:
