@@ -22,7 +22,12 @@ def builtin_prompts() -> list[str]:
     for problem in data["arithmetic"]:
         for _ in range(PROBLEMS):
             name, other = rng.sample(data["names"], 2)
-            numbers = {"a": rng.randint(6, 24), "b": rng.randint(3, 12), "c": rng.randint(2, 9), "big": 10 * rng.randint(20, 40)}
+            numbers = {
+                "a": rng.randint(6, 24),
+                "b": rng.randint(3, 12),
+                "c": rng.randint(2, 9),
+                "big": 10 * rng.randint(20, 40),
+            }
             prompts.append(problem.format(name=name, other=other, **numbers))
     rng.shuffle(prompts)
     return prompts
