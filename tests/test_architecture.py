@@ -41,7 +41,7 @@ SERVER = {"fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client", "l
 OTHERS_NAMES = {"vllm_plugin/__init__.py", "models/download.py", "bench/peers.py", "bench/target.py", "cli/bench.py"}
 HEAVY = {
     "torch": {
-        *(f"backends/{name}.py" for name in ("__init__", "torch/__init__", "torch/blocks")),
+        *(f"backends/{name}.py" for name in ("__init__", "torch")),
         *("hf.py", "bench/torch_device.py", "bench/peers.py", "vllm_plugin/models.py"),
     },
     "ggml": {f"backends/ggml/{name}.py" for name in ("__init__", "cache", "graph", "repack", "tensors", "weights")},

@@ -17,6 +17,7 @@ from test_bad_input import _own_environment, finish, patched, refused, start, u3
 
 from taper.errors import ModelError, RequestError
 from taper.models import load_model
+from taper.models.files import Settings
 from taper.models.tokenizer import Tokenizer, loading_tokenizer
 from taper.models.tokenizer_files import tokenizer_from_gguf
 
@@ -205,7 +206,7 @@ def pieces(*groups: list[str]) -> dict:
 def test_sentencepiece_vocabulary_that_would_take_minutes_is_refused(tokens, says):
     started = time.process_time()
     with pytest.raises(ModelError, match=says):
-        tokenizer_from_gguf("tiny.gguf", pieces(tokens), len(tokens))
+        tokenizer_from_gguf(Settings(pieces(tokens), "tiny.gguf"), len(tokens))
     assert time.process_time() - started < 10
 
 

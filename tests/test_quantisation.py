@@ -14,6 +14,8 @@ from tiny import one_slot
 
 from taper.backends.ggml import GgmlBackend
 from taper.backends.ggml.weights import convert
+from taper.backends.torch import TorchBackend
+from taper.errors import ModelError
 from taper.models.config import LayerSpec, ModelConfig, Rope, expected_shapes
 from taper.models.tensors import WEIGHT_TYPES, Tensor, row_bytes
 
@@ -31,8 +33,7 @@ CONFIG = ModelConfig(
     tie_word_embeddings=True,
     quantization="F32",
 )
-
-
+TOKENS = np.random.default_rng(7).integers(0, 256, 9)
 ONE_LAYER = replace(CONFIG, layers=CONFIG.layers[:1], intermediate_size=256)
 # To quantise to these, ggml prepares tables for seconds.
 TABLES = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S")
@@ -47,6 +48,24 @@ def quantised(dtype: str, floats: np.ndarray) -> Tensor:
     pointer = np.ascontiguousarray(floats, np.float32).ctypes.data_as(ctypes.POINTER(ctypes.c_float))
     ggml.ggml_quantize_chunk(WEIGHT_TYPES[dtype][0], pointer, data.ctypes.data, 0, rows, columns, None)
     return Tensor(dtype, floats.shape, data)
+
+
+def random_model(config: ModelConfig, dtype: str, seed: int = 0, embedding: float = 0.06) -> dict[str, Tensor]:
+    """Random matrices of a type, and norms of ones; `embedding` is how wide the values of the embeddings spread."""
+    rng = np.random.default_rng(seed)
+    tensors = {}
+    for name, shape in expected_shapes(config).items():
+        if len(shape) == 1:
+            tensors[name] = Tensor("F32", shape, np.ones(shape, np.float32).view(np.uint8))
+        else:
+            floats = rng.normal(0, embedding if name == "embed_tokens" else 0.06, shape)
+            tensors[name] = quantised(dtype, floats.astype(np.float32))
+    return tensors
+
+
+def logits(backend, tokens) -> np.ndarray:
+    """Of all tokens: float32 [tokens, vocab_size]."""
+    return backend.forward(one_slot(backend, tokens, tuple(range(len(tokens))))).logits
 
 
 def random_blocks(dtype: str, count: int, seed: np.ndarray) -> np.ndarray:
@@ -69,42 +88,29 @@ def test_sizes_are_those_of_ggml():
 
 @pytest.mark.parametrize("dtype", WEIGHT_TYPES)
 def test_forward_agrees_with_the_same_weights_in_f32(dtype):
-    rng = np.random.default_rng(0)
-    tensors = {}
-    for name, shape in expected_shapes(ONE_LAYER).items():
-        floats = rng.normal(0, 0.06, shape).astype(np.float32)
-        tensors[name] = (
-            quantised(dtype, floats)
-            if len(shape) == 2
-            else Tensor("F32", shape, np.ones(shape, np.float32).view(np.uint8))
-        )
-    config = replace(ONE_LAYER, quantization=dtype)
-    tokens = rng.integers(0, 256, 9)
-    logits = []
-    for target in (None, "f32"):
-        backend = GgmlBackend(config, tensors, context_length=64, dtype=target, kv_dtype="f32", threads=1)
-        logits.append(backend.forward(one_slot(backend, tokens, tuple(range(9)))).logits.ravel())
-    assert np.corrcoef(*logits)[0, 1] > 0.99
+    tensors, config = random_model(ONE_LAYER, dtype), replace(ONE_LAYER, quantization=dtype)
+    backends = (
+        GgmlBackend(config, tensors, context_length=64, dtype=target, kv_dtype="f32", threads=1)
+        for target in (None, "f32")
+    )
+    assert np.corrcoef(*(logits(backend, TOKENS).ravel() for backend in backends))[0, 1] > 0.99
 
 
 @pytest.mark.parametrize("dtype", ["Q4_0", "Q4_1", "Q5_K", "Q6_K", "Q8_0", "IQ4_NL"])
 def test_quantised_weights_on_the_torch_backend_equal_ggmls_in_f32(dtype):
-    from taper.backends.torch import TorchBackend
-
-    rng = np.random.default_rng(2)
-    tensors = {
-        name: quantised(dtype, rng.normal(0, 0.06, shape).astype(np.float32))
-        if len(shape) == 2
-        else Tensor("F32", shape, np.ones(shape, np.float32).view(np.uint8))
-        for name, shape in expected_shapes(CONFIG).items()
-    }
-    tokens, config = rng.integers(0, 256, 9), replace(CONFIG, quantization=dtype)
+    tensors, config = random_model(CONFIG, dtype), replace(CONFIG, quantization=dtype)
     ggml_backend = GgmlBackend(config, tensors, context_length=64, dtype="f32", kv_dtype="f32", threads=1)
     torch_backend = TorchBackend(config, tensors, context_length=64, dtype="f32", device="cpu")
-    one, two = (
-        backend.forward(one_slot(backend, tokens, tuple(range(9)))).logits for backend in (ggml_backend, torch_backend)
-    )
-    np.testing.assert_allclose(one, two, atol=2e-4, rtol=1e-3)
+    np.testing.assert_allclose(logits(ggml_backend, TOKENS), logits(torch_backend, TOKENS), atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("statuses", [(1, 1), (1, -1), (-1,), (-2,)])  # 1: aborted, -1: failed, -2: no memory
+def test_a_computation_that_ggml_does_not_finish_is_an_error(monkeypatch, statuses):
+    backend, left = GgmlBackend(CONFIG, random_model(CONFIG, "F32"), context_length=64, threads=1), list(statuses)
+    monkeypatch.setattr(ggml, "ggml_backend_graph_compute", lambda *_: left.pop(0))
+    with pytest.raises(ModelError, match=rf"ggml did not finish this computation \(status {statuses[-1]}\)"):
+        logits(backend, TOKENS)
+    assert not left
 
 
 @pytest.mark.parametrize("dtype", sorted(set(WEIGHT_TYPES) - {"Q1_0"}))  # which the gguf package cannot read yet

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import io
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,8 +18,9 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 from rich.console import Console
 from test_bad_input import _own_environment, refused  # noqa: F401  (a fixture)
-from test_quantisation import CONFIG
-from tiny import make_tiny, one_slot, random_prompt, write_gguf
+from test_quantisation import CONFIG, TOKENS, quantised, random_model
+from test_quantisation import logits as all_logits
+from tiny import make_tiny, random_prompt, write_gguf
 
 from taper import LLM, SamplingParams
 from taper.backends import open_backend
@@ -29,37 +31,19 @@ from taper.calibration.store import current_conditions
 from taper.cli import cli, terminal
 from taper.errors import DTYPES, QUANTISED_DTYPES, RequestError, TaperWarning
 from taper.models import load_model
-from taper.models.config import expected_shapes
-from taper.models.tensors import WEIGHT_TYPES, Tensor, row_bytes
+from taper.models.tensors import WEIGHT_TYPES, Tensor
 
 each_dtype = pytest.mark.parametrize("dtype", QUANTISED_DTYPES)
 UNTIED = replace(CONFIG, tie_word_embeddings=False)
 
 
-def tensor_of(floats: np.ndarray, dtype: str = "F32") -> Tensor:
-    """Weights in a type that is not quantised."""
-    if dtype == "BF16":
-        data = (np.ascontiguousarray(floats, np.float32).view(np.uint32) >> 16).astype(np.uint16)
-    else:
-        data = np.ascontiguousarray(floats, {"F32": np.float32, "F16": np.float16}[dtype])
-    return Tensor(dtype, floats.shape, data.view(np.uint8).reshape(-1))
+def zeros(*shape: int) -> Tensor:
+    return Tensor("F32", shape, np.zeros(4 * math.prod(shape), np.uint8))
 
 
-def random_model(config, dtype: str = "F32") -> dict[str, Tensor]:
-    rng = np.random.default_rng(5)
-    return {
-        name: tensor_of(np.ones(shape)) if len(shape) == 1 else tensor_of(rng.normal(0, 0.06, shape), dtype)
-        for name, shape in expected_shapes(config).items()
-    }
-
-
-def quantised(dtype: str, floats: np.ndarray) -> np.ndarray:
+def rows(dtype: str, floats: np.ndarray) -> np.ndarray:
     """Weights [out, in] as ggml quantises them in one call: uint8 [out, bytes of a row]."""
-    floats = np.ascontiguousarray(floats, np.float32)
-    data = np.zeros((len(floats), row_bytes(dtype, floats.shape[1])), np.uint8)
-    pointer = floats.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
-    ggml.ggml_quantize_chunk(WEIGHT_TYPES[dtype][0], pointer, data.ctypes.data, 0, *floats.shape, None)
-    return data
+    return quantised(dtype, floats).data.reshape(len(floats), -1)
 
 
 def held(weights: Weights, name: str) -> tuple[str, bytes]:
@@ -76,14 +60,14 @@ def wide(tmp_path_factory):
     return make_tiny(tmp_path_factory.mktemp("wide"), layers=3, tied=False, **sizes)
 
 
-def answer(path: Path, dtype: str = "auto", **options) -> list[int]:
+def token_ids(path: Path, dtype: str = "auto", **options) -> list[int]:
     llm = LLM(path, device="cpu", dtype=dtype, threads=1, context=64, **options)
     return llm.generate("abc", SamplingParams(max_tokens=24, ignore_eos=True), mode="full").token_ids
 
 
 def logits(path: Path, dtype: str = "auto", **options) -> np.ndarray:
     backend = open_backend(load_model(path), device="cpu", dtype=dtype, context_length=64, threads=1, **options)
-    return backend.forward(one_slot(backend, random_prompt(1), tuple(range(23)))).logits
+    return all_logits(backend, random_prompt(1))
 
 
 # Bytes and types
@@ -101,7 +85,7 @@ def test_quantised_bytes_are_those_of_ggml(monkeypatch, dtype, original, threads
             continue
         asked = "Q6_K" if name == "lm_head" and dtype != "q8_0" else dtype.upper()
         floats = dequantize(tensor.data.reshape(len(tensor.data) // 2 // 256, -1), GGMLQuantizationType[original])
-        expected = quantised(asked, floats.reshape(tensor.shape))
+        expected = rows(asked, floats.reshape(tensor.shape))
         assert held(weights, name) == (asked, expected.tobytes()), name
 
 
@@ -124,16 +108,16 @@ def test_quantised_bytes_are_those_of_ggml(monkeypatch, dtype, original, threads
     ],
 )
 def test_types_are_those_of_llama_quantize(dtype, columns, matrix, makes_logits):
-    rows = tensor_of(np.zeros((2, columns)))
-    tied = {"embed_tokens": rows, "norm": tensor_of(np.zeros(columns)), "layers.0.q_proj": rows}
+    tensor = zeros(2, columns)
+    tied = {"embed_tokens": tensor, "norm": zeros(columns), "layers.0.q_proj": tensor}
     assert stored_types(tied, dtype) == {"embed_tokens": makes_logits, "norm": "F32", "layers.0.q_proj": matrix}
-    untied = stored_types(tied | {"lm_head": rows}, dtype)
+    untied = stored_types(tied | {"lm_head": tensor}, dtype)
     assert (untied["embed_tokens"], untied["lm_head"]) == (matrix, makes_logits)
 
 
 def test_matrices_that_do_not_fit_are_told_in_one_line():
-    tensors = {f"layers.{i}.q_proj": tensor_of(np.zeros((2, columns))) for i, columns in enumerate([256, 96, 64, 40])}
-    tensors["embed_tokens"] = tensor_of(np.zeros((2, 64)))
+    tensors = {f"layers.{i}.q_proj": zeros(2, columns) for i, columns in enumerate([256, 96, 64, 40])}
+    tensors["embed_tokens"] = zeros(2, 64)
     with pytest.warns(TaperWarning) as warned:
         Weights(tensors, "q4_k")
     assert [str(one.message) for one in warned] == [
@@ -143,7 +127,7 @@ def test_matrices_that_do_not_fit_are_told_in_one_line():
 
 @each_dtype
 def test_nothing_is_said_where_all_fit(dtype, recwarn):
-    weights = Weights(random_model(CONFIG), dtype)
+    weights = Weights(random_model(CONFIG, "F32"), dtype)
     assert not recwarn.list
     assert weights.quantization == dtype.upper()
 
@@ -155,24 +139,23 @@ def test_nothing_is_said_where_all_fit(dtype, recwarn):
 def test_a_folder_generates_what_a_file_of_the_same_types_does(tmp_path, wide, dtype):
     def quantise(name: str, floats: np.ndarray) -> tuple[str, np.ndarray]:
         asked = "Q6_K" if name == "output.weight" and dtype != "q8_0" else dtype.upper()
-        return asked, quantised(asked, floats)
+        return asked, rows(asked, floats)
 
     write_gguf(tmp_path / "quantised.gguf", wide, quantise=quantise)
     write_gguf(tmp_path / "f32.gguf", wide)
-    expected = answer(tmp_path / "quantised.gguf")
-    assert answer(wide.folder, dtype) == answer(tmp_path / "f32.gguf", dtype) == expected
+    expected = token_ids(tmp_path / "quantised.gguf")
+    assert token_ids(wide.folder, dtype) == token_ids(tmp_path / "f32.gguf", dtype) == expected
     np.testing.assert_array_equal(logits(tmp_path / "f32.gguf", dtype), logits(tmp_path / "quantised.gguf"))
     again = logits(tmp_path / "quantised.gguf", dtype)  # which is no second time
     np.testing.assert_array_equal(again, logits(tmp_path / "quantised.gguf"))
 
 
 def test_more_bits_are_closer_to_the_original():
-    config, tensors = replace(CONFIG, quantization="F32"), random_model(CONFIG)
-    tokens = np.random.default_rng(6).integers(0, 256, 23)
+    tensors = random_model(CONFIG, "F32")
 
     def of(dtype: str) -> np.ndarray:
-        backend = GgmlBackend(config, tensors, context_length=64, dtype=dtype, kv_dtype="f32", threads=1)
-        return backend.forward(one_slot(backend, tokens, tuple(range(23)))).logits.ravel()
+        backend = GgmlBackend(CONFIG, tensors, context_length=64, dtype=dtype, kv_dtype="f32", threads=1)
+        return all_logits(backend, TOKENS).ravel()
 
     close = {dtype: np.corrcoef(of(dtype), of("f32"))[0, 1] for dtype in QUANTISED_DTYPES}
     print(close)
@@ -183,7 +166,7 @@ def test_more_bits_are_closer_to_the_original():
 @each_dtype
 def test_a_narrow_model_generates(tiny_llama, dtype, recwarn):
     """Rows of 64 and 128 are no blocks of k-quants."""
-    assert len(answer(tiny_llama.folder, dtype)) == 24
+    assert len(token_ids(tiny_llama.folder, dtype)) == 24
     lines = [str(one.message) for one in recwarn if one.category is TaperWarning and "blocks" in str(one.message)]
     assert len(lines) == (dtype in ("q4_k", "q6_k"))
 
@@ -197,8 +180,7 @@ def test_quantised_matrices_are_repacked(wide, dtype):
     assert not plain._model.weights._repacked.tensors
     if not packed._model.weights._repacked.tensors:
         pytest.skip(f"this processor has no layout for {dtype}")
-    batch = one_slot(plain, random_prompt(2), tuple(range(23)))
-    ours, theirs = (backend.forward(batch).logits.ravel() for backend in (packed, plain))
+    ours, theirs = (all_logits(backend, random_prompt(2)).ravel() for backend in (packed, plain))
     assert np.corrcoef(ours, theirs)[0, 1] > 0.9999
 
 
@@ -216,17 +198,17 @@ def test_a_model_is_known_by_the_type_it_runs_in(wide, tiny_llama):
 
 
 def test_weights_are_not_quantised_twice(tmp_path, tiny_llama):
-    write_gguf(tmp_path / "q8_0.gguf", tiny_llama, quantise=lambda name, floats: ("Q8_0", quantised("Q8_0", floats)))
+    write_gguf(tmp_path / "q8_0.gguf", tiny_llama, quantise=lambda name, floats: ("Q8_0", rows("Q8_0", floats)))
     for dtype in ("q4_0", "iq4_nl"):  # of the rows of 64, q6_k would become q8_0, as they are
         line = refused("generate", "--model", tmp_path / "q8_0.gguf", "--dtype", dtype, "hi")
         assert f"dtype {dtype} is for f32, f16 and bf16 weights; " in line
         assert "is q8_0 already" in line
-    assert answer(tmp_path / "q8_0.gguf", "f32")
+    assert token_ids(tmp_path / "q8_0.gguf", "f32")
 
 
 @pytest.mark.parametrize("held_in", ["Q4_0", "Q4_1"])
 def test_a_file_of_few_bits_is_not_made_finer(held_in):
-    tensors = {"layers.0.q_proj": Tensor(held_in, (2, 256), quantised(held_in, np.ones((2, 256))).reshape(-1))}
+    tensors = {"layers.0.q_proj": quantised(held_in, np.ones((2, 256)))}
     with pytest.raises(RequestError, match=f"layers.0.q_proj is {held_in.lower()}"):
         Weights(tensors, "q8_0")
     assert Weights(tensors, "f32")["layers.0.q_proj"].contents.type == WEIGHT_TYPES["F32"][0]

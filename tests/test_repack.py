@@ -8,11 +8,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_quantisation import CONFIG, quantised
+from test_quantisation import CONFIG, random_model
 from tiny import one_slot
 
 from taper.backends.ggml import GgmlBackend, repack
-from taper.models.config import expected_shapes
 from taper.models.tensors import Tensor
 
 REPACKED = ["Q4_0", "Q4_K", "IQ4_NL", "MXFP4", "Q2_K"]  # on x86; Q2_K with AVX-512 only
@@ -20,14 +19,8 @@ STEPS = 2000
 
 
 def weights(dtype: str) -> dict[str, Tensor]:
-    """Random weights, so wide that the likeliest token is clear at most steps, as in a trained model."""
-    rng = np.random.default_rng(3)
-    return {
-        name: quantised(dtype, rng.normal(0, 0.3 if name == "embed_tokens" else 0.06, shape).astype(np.float32))
-        if len(shape) == 2
-        else Tensor("F32", shape, np.ones(shape, np.float32).view(np.uint8))
-        for name, shape in expected_shapes(CONFIG).items()
-    }
+    """So wide that the likeliest token is clear at most steps, as in a trained model."""
+    return random_model(CONFIG, dtype, embedding=0.3)
 
 
 def taken(backend: GgmlBackend) -> set[str]:

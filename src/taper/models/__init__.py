@@ -19,6 +19,8 @@ from .download import HUB_ID, PACKAGED_MODELS, DownloadProgress, find_hub_model,
 if TYPE_CHECKING:
     from .tensors import LoadedModel
 
+_PACKAGED = " or ".join(PACKAGED_MODELS)
+
 
 def find_model(name: str) -> Path:
     """The GGUF file or folder of a model: a packaged model's name, a path, or a hub id that was pulled.
@@ -32,7 +34,7 @@ def find_model(name: str) -> Path:
         return Path(name)
     if HUB_ID.fullmatch(name) and not (name.endswith(".gguf") and name.count("/") == 1):
         return find_hub_model(name)
-    raise ModelError(f"no model {name!r} here", f"give a file, a folder, a hub id (ORG/MODEL) or {_packaged_names()}")
+    raise ModelError(f"no model {name!r} here", f"give a file, a folder, a hub id (ORG/MODEL) or {_PACKAGED}")
 
 
 def pull(name: str, progress: DownloadProgress) -> Path:
@@ -45,11 +47,7 @@ def pull(name: str, progress: DownloadProgress) -> Path:
         return PACKAGED_MODELS[name].pull(progress)
     if HUB_ID.fullmatch(name):
         return pull_hub_model(name)
-    raise ModelError(f"{name!r} cannot be fetched", f"taper pull takes a hub id (ORG/MODEL) or {_packaged_names()}")
-
-
-def _packaged_names() -> str:
-    return " or ".join(PACKAGED_MODELS)
+    raise ModelError(f"{name!r} cannot be fetched", f"taper pull takes a hub id (ORG/MODEL) or {_PACKAGED}")
 
 
 def load_model(path: Path) -> LoadedModel:

@@ -47,8 +47,7 @@ class ChatTemplate:
             raise _too_much(f"writes more than {reply['too_long']} characters")
         if "refused" in reply:
             raise RequestError(f"the model's chat template refused these messages: {reply['refused']}")
-        text: str = reply["text"]
-        return text
+        return str(reply["text"])
 
     def _run(self, values: Mapping[str, Any] | None) -> dict[str, Any]:
         if len(self.source) > MAX_SOURCE:
@@ -57,9 +56,9 @@ class ChatTemplate:
             given = json.dumps(values, ensure_ascii=False, default=dict)  # other mappings are objects too
         except (TypeError, ValueError, RecursionError) as error:
             raise RequestError(f"messages must be JSON: {error}") from None
-        characters = MAX_OUTPUT + OUTPUT_PER_CHARACTER * len(given)
+        max_characters = MAX_OUTPUT + OUTPUT_PER_CHARACTER * len(given)
         try:
-            reply: dict[str, Any] = _PROCESS.ask(f"[{json.dumps(self.source)}, {given}, {characters}]")
+            reply: dict[str, Any] = _PROCESS.ask(f"[{json.dumps(self.source)}, {given}, {max_characters}]")
         except LimitExceeded as error:
             raise _too_much(str(error)) from None
         except OSError as error:
@@ -70,5 +69,5 @@ class ChatTemplate:
 _PROCESS = LimitedProcess(Path(__file__).with_name("template_worker.py"), Limits(MAX_SECONDS, MAX_MEGABYTES))
 
 
-def _too_much(what: str) -> RequestError:
-    return RequestError(f"the model's chat template {what}", "a template of a chat model does far less")
+def _too_much(reason: str) -> RequestError:
+    return RequestError(f"the model's chat template {reason}", "a template of a chat model does far less")

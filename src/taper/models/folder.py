@@ -37,7 +37,8 @@ def load_folder(path: Path) -> LoadedModel:
     names = family.folder_names
     tensors = names.rename({name: t for name, t in _read_weights(path).items() if "rotary_emb" not in name})
     config = read_config(family, settings, tensors)
-    tensors = {name: _with_offset(name, tensor, family.norm_offset) for name, tensor in tensors.items()}
+    if family.norm_offset:
+        tensors |= {name: _plus(t, family.norm_offset) for name, t in tensors.items() if name.endswith("norm")}
     tensors = fit_tensors(config, tensors, names)
     return LoadedModel(config, tensors, tokenizer_from_folder(path, config.vocab_size))
 
@@ -55,9 +56,8 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
         names = sorted(file.name for file in path.glob("*.safetensors"))
     if not names:
         if any(path.glob("*.bin")) or any(path.glob("*.pt*")):
-            raise ModelError(
-                f"{path} holds pickled weights only; Taper never loads pickle", "convert the model to safetensors"
-            )
+            pickled = f"{path} holds pickled weights only; Taper never loads pickle"
+            raise ModelError(pickled, "convert the model to safetensors")
         raise ModelError(f"{path} has no *.safetensors file", "give a complete Hugging Face model folder")
     tensors: dict[str, Tensor] = {}
     for name in names:
@@ -93,10 +93,8 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _with_offset(name: str, tensor: Tensor, offset: float) -> Tensor:
-    """Add the family's offset to the weights of a norm, as f32; any other tensor stays as it is."""
-    if not offset or not name.endswith("norm"):
-        return tensor
+def _plus(tensor: Tensor, offset: float) -> Tensor:
+    """A tensor with a number added to its weights, as f32."""
     stored = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}[tensor.dtype]
     values = np.frombuffer(tensor.data.tobytes(), stored)
     # A bf16 number is the upper half of an f32 one.

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import struct
-from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from ..errors import ModelError
 from .families import ARCHITECTURES, MODEL_TYPES, Family, find_family, head_size
 from .files import Settings, open_file
 from .read_config import read_config
-from .tensors import WEIGHT_TYPES, LoadedModel, Tensor, fit_tensors
+from .tensors import WEIGHT_TYPES, LoadedModel, Tensor, fit_tensors, row_bytes
 from .tokenizer_files import tokenizer_from_gguf
 
 # Keys of a header, without the architecture before them -> transformers' names.
@@ -52,9 +50,9 @@ _ROPE_KEYS = {
     "rope.scaling.yarn_beta_slow": "beta_slow",
 }
 # Keys that do not change the computation, or that have their own checks.
-_OTHER_KEYS = (
-    *("attention.causal", "attention.value_length", "rope.scaling.finetuned", "tensor_data_layout", "vocab_size"),
-)
+_OTHER_KEYS = {
+    *("attention.causal", "attention.value_length", "rope.scaling.finetuned", "tensor_data_layout", "vocab_size")
+}
 _ROPE_TABLES = {"rope_factors_short.weight": "short_factor", "rope_factors_long.weight": "long_factor"}
 # Rotary tables that some converters leave behind; they are computed from the config instead.
 _UNUSED_SUFFIXES = ("rotary_emb.inv_freq", "attn_rot_embd", "attn_rot_embd.weight")
@@ -74,8 +72,6 @@ _MAPPING: dict[str, Any] = (
     else {"access": mmap.ACCESS_READ}
 )
 
-_TensorHeader = tuple[str, str, tuple[int, ...], int, int]  # name, type, shape, first byte in the file, bytes
-
 
 def load_gguf(path: Path) -> LoadedModel:
     """Read a model from a GGUF file; weights stay in the mapped file.
@@ -83,45 +79,41 @@ def load_gguf(path: Path) -> LoadedModel:
     Raises:
         ModelError: the file is damaged, or the model is not supported.
     """
-    file = read_gguf(path)
-    architecture = Settings(file.metadata, path.name).get("general.architecture", str)
+    header, tensors = read_gguf(path)
+    metadata = Settings(header, path.name)
+    architecture: str = metadata.get("general.architecture", str)
     # Mixtral's files call it llama.
-    mixture = architecture == "llama" and file.metadata.get("llama.expert_count")
+    mixture = architecture == "llama" and header.get("llama.expert_count")
     family = MODEL_TYPES["mixtral"] if mixture else find_family(architecture, ARCHITECTURES)
     names = family.gguf_names
-    tensors = names.rename({name: t for name, t in file.tensors.items() if not name.endswith(_UNUSED_SUFFIXES)})
-    factors = _rope_table(file, tensors, "rope_freqs.weight")
-    settings = _settings(file, architecture, family, tensors)
+    tensors = names.rename({name: t for name, t in tensors.items() if not name.endswith(_UNUSED_SUFFIXES)})
+    factors = _rope_table(path.name, tensors, "rope_freqs.weight")
+    settings = _settings(metadata, architecture, family, tensors)
     config = read_config(family, settings, tensors, family.interleaved, factors)
     tensors = fit_tensors(config, tensors, names)
-    return LoadedModel(config, tensors, tokenizer_from_gguf(file.path.name, file.metadata, config.vocab_size))
+    return LoadedModel(config, tensors, tokenizer_from_gguf(metadata, config.vocab_size))
 
 
-def _settings(file: GGUFFile, architecture: str, family: Family, tensors: dict[str, Tensor]) -> Settings:
+def _settings(metadata: Settings, architecture: str, family: Family, tensors: dict[str, Tensor]) -> Settings:
     """The settings of the header by transformers' names. Removes tables of rotary factors from the tensors."""
-    header = {
-        key.removeprefix(f"{architecture}."): value
-        for key, value in file.metadata.items()
-        if key.startswith(f"{architecture}.")
-    }
+    prefix, source = f"{architecture}.", metadata.source
+    header = {key.removeprefix(prefix): value for key, value in metadata.values.items() if key.startswith(prefix)}
     for key, value in header.items():
         if value and key not in {*_KEYS, *_ROPE_KEYS, *_OTHER_KEYS}:
-            raise ModelError(
-                f"{file.path.name} has the metadata key {architecture}.{key}, which Taper does not know",
-                "this variant is not supported",
-            )
+            unknown = f"{source} has the metadata key {prefix}{key}, which Taper does not know"
+            raise ModelError(unknown, "this variant is not supported")
     values = {ours: header.get(theirs) for theirs, ours in _KEYS.items()}
-    settings = Settings(values, file.path.name, {ours: f"{architecture}.{theirs}" for theirs, ours in _KEYS.items()})
+    settings = Settings(values, source, {ours: f"{prefix}{theirs}" for theirs, ours in _KEYS.items()})
     if header.get("attention.causal", True) is not True:
-        raise ModelError(f"{file.path.name} holds a model without causal attention", "it does not generate text")
+        raise ModelError(f"{source} holds a model without causal attention", "it does not generate text")
     if header.get("attention.value_length", head_dim := head_size(settings)) != head_dim:
-        raise ModelError(f"{file.path.name}: keys and values must both have {head_dim} dimensions")
+        raise ModelError(f"{source}: keys and values must both have {head_dim} dimensions")
     if "embed_tokens" not in tensors:
         raise ModelError("tensor token_embd.weight is missing", _DAMAGED)
     rope = {ours: header[theirs] for theirs, ours in _ROPE_KEYS.items() if theirs in header}
     if rope.get("rope_type") == "none":
         del rope["rope_type"]
-    tables = {ours: table for name, ours in _ROPE_TABLES.items() if (table := _rope_table(file, tensors, name))}
+    tables = {ours: table for name, ours in _ROPE_TABLES.items() if (table := _rope_table(source, tensors, name))}
     if tables:
         rope |= {"rope_type": "longrope", "attention_factor": rope.get("attention_factor", 1.0), **tables}
     values |= {
@@ -135,28 +127,19 @@ def _settings(file: GGUFFile, architecture: str, family: Family, tensors: dict[s
     return settings
 
 
-def _rope_table(file: GGUFFile, tensors: dict[str, Tensor], name: str) -> list[float] | None:
+def _rope_table(source: str, tensors: dict[str, Tensor], name: str) -> list[float] | None:
     """Remove a table of divisors of rotary frequencies from the tensors and return it; None if there is none."""
     table = tensors.pop(name, None)
     if table is None:
         return None
     if table.dtype != "F32":
-        raise ModelError(f"{file.path.name}: {name} must be F32")
+        raise ModelError(f"{source}: {name} must be F32")
     values: list[float] = table.data.view(np.float32).tolist()
     return values
 
 
-@dataclass(frozen=True)
-class GGUFFile:
-    """A parsed file: metadata by key, and mapped tensors by the file's own names."""
-
-    path: Path
-    metadata: dict[str, Any]
-    tensors: dict[str, Tensor]
-
-
-def read_gguf(path: Path) -> GGUFFile:
-    """Map and parse a file.
+def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Map and parse a file: its metadata by key, and its tensors by the file's own names.
 
     Raises:
         ModelError: it cannot be read, or is not valid GGUF of version 2 or 3.
@@ -164,26 +147,25 @@ def read_gguf(path: Path) -> GGUFFile:
     try:
         with open_file(path) as file:
             if file.read(4) != b"GGUF":
-                raise ModelError(
-                    f"{path} is not a GGUF file", "give a .gguf file, a Hugging Face folder or a model name"
-                )
+                hint = "give a .gguf file, a Hugging Face folder or a model name"
+                raise ModelError(f"{path} is not a GGUF file", hint)
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            metadata, headers, end = _read_header(_Reader(path, memoryview(mapped)), len(mapped))
+            metadata, places, end = _read_header(_Reader(path.name, memoryview(mapped)), len(mapped))
             data = np.frombuffer(mmap.mmap(file.fileno(), end, **_MAPPING), np.uint8)
     except (OSError, ValueError) as error:  # ValueError: the file shrank meanwhile
         raise ModelError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
-    tensors = {name: Tensor(dtype, shape, data[start : start + size]) for name, dtype, shape, start, size in headers}
-    return GGUFFile(path, metadata, tensors)
+    return metadata, {name: Tensor(dtype, shape, data[place]) for name, (dtype, shape, place) in places.items()}
 
 
-def _read_header(reader: _Reader, file_bytes: int) -> tuple[dict[str, Any], list[_TensorHeader], int]:
-    """The metadata, the places of the tensors in the file, and the end of the last one."""
+def _read_header(
+    reader: _Reader, file_bytes: int
+) -> tuple[dict[str, Any], dict[str, tuple[str, tuple[int, ...], slice]], int]:
+    """The metadata; the type, shape and place in the file of each tensor; and the end of the last one."""
     reader.take(4)
     version = reader.scalar("<I")
     if version not in (2, 3):
-        raise ModelError(
-            f"{reader.path.name} is GGUF version {version}; versions 2 and 3 are read", "convert the model again"
-        )
+        versions = f"{reader.source} is GGUF version {version}; versions 2 and 3 are read"
+        raise ModelError(versions, "convert the model again")
     tensor_count = reader.count("tensors", 24)
     if tensor_count > MAX_TENSORS:
         raise reader.damaged(f"{tensor_count} tensors; at most {MAX_TENSORS} are read")
@@ -193,31 +175,33 @@ def _read_header(reader: _Reader, file_bytes: int) -> tuple[dict[str, Any], list
         if key in metadata:
             raise reader.damaged(f"metadata {key} appears twice")
         metadata[key] = reader.value(reader.scalar("<I"))
-    tensors = [_read_tensor_header(reader) for _ in range(tensor_count)]
-    if len({name for name, *_ in tensors}) < tensor_count:
-        name, _ = Counter(name for name, *_ in tensors).most_common(1)[0]
-        raise reader.damaged(f"tensor {name} appears twice")
+    headers: dict[str, tuple[str, tuple[int, ...], int]] = {}
+    for _ in range(tensor_count):
+        name = reader.string()
+        if name in headers:
+            raise reader.damaged(f"tensor {name} appears twice")
+        headers[name] = _read_tensor_header(reader, name)
 
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or not 32 <= alignment <= 1 << 20 or alignment & (alignment - 1):
         raise reader.damaged(f"alignment {alignment!r} is not a power of two from 32")
     data_start = end = math.ceil(reader.offset / alignment) * alignment
-    headers: list[_TensorHeader] = []
-    for name, dtype, shape, offset in sorted(tensors, key=lambda tensor: tensor[-1]):
-        _, block, block_bytes = WEIGHT_TYPES[dtype]
-        start, size = data_start + offset, math.prod(shape) // block * block_bytes
+    places = {}
+    for name, (dtype, shape, offset) in sorted(headers.items(), key=lambda header: header[1][-1]):
+        start = data_start + offset
         if offset % alignment:
             raise reader.damaged(f"tensor {name} lies at {offset}, not a multiple of {alignment}")
         if start < end:
             raise reader.damaged(f"tensor {name} lies at {offset}, inside another one")
-        if (end := start + size) > file_bytes:
+        end = start + math.prod(shape[:-1]) * row_bytes(dtype, shape[-1])
+        if end > file_bytes:
             raise reader.damaged(f"tensor {name} ends past the end of the file")
-        headers.append((name, dtype, shape, start, size))
-    return metadata, headers, min(end, file_bytes)
+        places[name] = dtype, shape, slice(start, end)
+    return metadata, places, min(end, file_bytes)
 
 
-def _read_tensor_header(reader: _Reader) -> tuple[str, str, tuple[int, ...], int]:
-    name = reader.string()
+def _read_tensor_header(reader: _Reader, name: str) -> tuple[str, tuple[int, ...], int]:
+    """The type, shape and place of a tensor, in bytes behind the header."""
     dimensions = reader.scalar("<I")
     if not 1 <= dimensions <= 4:
         raise reader.damaged(f"tensor {name} has {dimensions} dimensions")
@@ -230,7 +214,7 @@ def _read_tensor_header(reader: _Reader) -> tuple[str, str, tuple[int, ...], int
         raise reader.damaged(f"tensor {name} has the shape {list(shape)}")
     if shape[-1] % WEIGHT_TYPES[dtype][1]:
         raise reader.damaged(f"tensor {name} has rows of {shape[-1]}, not whole {dtype} blocks")
-    return name, dtype, shape, reader.scalar("<Q")
+    return dtype, shape, reader.scalar("<Q")
 
 
 class _Reader:
@@ -239,12 +223,12 @@ class _Reader:
     It reads at most `MAX_BYTES`, and `MAX_ITEMS` metadata entries and values of arrays together.
     """
 
-    def __init__(self, path: Path, buffer: memoryview) -> None:
-        self.path, self.buffer, self.offset, self.num_items = path, buffer[:MAX_BYTES], 0, 0
+    def __init__(self, source: str, buffer: memoryview) -> None:
+        self.source, self.buffer, self.offset, self.num_items = source, buffer[:MAX_BYTES], 0, 0
         self._room = "the file" if len(buffer) <= MAX_BYTES else f"the {MAX_BYTES} bytes that a header may have"
 
     def damaged(self, reason: str) -> ModelError:
-        return ModelError(f"{self.path.name} is not a valid GGUF file: {reason} at byte {self.offset}", _DAMAGED)
+        return ModelError(f"{self.source} is not a valid GGUF file: {reason} at byte {self.offset}", _DAMAGED)
 
     def check_room(self, count: int, items: str, item_bytes: int) -> None:
         if count > (len(self.buffer) - self.offset) // item_bytes:
@@ -269,14 +253,10 @@ class _Reader:
             raise self.damaged(f"{count} {items} make it more than {MAX_ITEMS} metadata items")
         return count
 
-    def raw_string(self) -> bytes:
-        length: int = self.scalar("<Q")
-        first = self.take(length, "characters")
-        return bytes(self.buffer[first : self.offset])
-
     def string(self) -> str:
+        first = self.take(self.scalar("<Q"), "characters")
         try:
-            return self.raw_string().decode()
+            return str(self.buffer[first : self.offset], "utf-8")
         except UnicodeDecodeError:
             raise self.damaged("text that is not UTF-8") from None
 
@@ -297,13 +277,10 @@ class _Reader:
     def value(self, type_id: int) -> Any:
         if type_id == _STRING:
             return self.string()
-        if type_id == _ARRAY:
-            return self.array()
-        if type_id not in _SCALARS:
+        if type_id in _SCALARS:
+            return self.scalar(_SCALARS[type_id])
+        if type_id != _ARRAY:
             raise self.damaged(f"unknown metadata type {type_id}")
-        return self.scalar(_SCALARS[type_id])
-
-    def array(self) -> list[Any]:
         type_id = self.scalar("<I")
         if type_id == _STRING:
             return self.strings(self.count("strings", 8))
@@ -311,5 +288,4 @@ class _Reader:
             raise self.damaged(f"unsupported array type {type_id}")
         dtype = np.dtype(_SCALARS[type_id])
         count = self.count("values", dtype.itemsize)
-        values = np.frombuffer(self.buffer, dtype, count, self.take(count * dtype.itemsize))
-        return values.tolist()  # type: ignore[no-any-return]
+        return np.frombuffer(self.buffer, dtype, count, self.take(count * dtype.itemsize)).tolist()

@@ -9,15 +9,18 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import runpy
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import suppress
+from io import BufferedRWPair
 from pathlib import Path
 from typing import Any, NamedTuple
+
+_Running = tuple[subprocess.Popen[bytes], BufferedRWPair]  # a process, and the channel to it
 
 
 class Limits(NamedTuple):
@@ -40,7 +43,7 @@ class LimitedProcess:
     def __init__(self, script: Path, limits: Limits) -> None:
         self._script, self.limits = script, limits
         self._lock = threading.Lock()
-        self._idle: tuple[subprocess.Popen[bytes], socket.socket] | None = None  # None too while it answers
+        self._idle: _Running | None = None  # None too while it answers
         atexit.register(self.stop)
         os.register_at_fork(after_in_child=self._forget)
 
@@ -63,20 +66,19 @@ class LimitedProcess:
             self._idle, reply = None, b""
             try:
                 with suppress(ConnectionError):  # it has ended
-                    channel.sendall(request.encode(errors="surrogatepass") + b"\n")
-                    while part := channel.recv(1 << 20):
-                        reply += part
-                        if reply.endswith(b"\n"):
-                            self._idle = running
-                            return json.loads(reply)
+                    channel.write(request.encode(errors="surrogatepass") + b"\n")
+                    channel.flush()
+                    reply = channel.readline()
+                if reply.endswith(b"\n"):
+                    self._idle = running
+                    return json.loads(reply)
             finally:
                 if self._idle is None:
                     _end(*running)
         if process.returncode == -signal.SIGPROF:
             raise LimitExceeded(f"takes more than {self.limits.seconds:g} seconds")
-        raise LimitExceeded(
-            f"needs more than {self.limits.megabytes} MB, or ended its process (exit code {process.returncode})"
-        )
+        reason = f"needs more than {self.limits.megabytes} MB, or ended its process (exit code {process.returncode})"
+        raise LimitExceeded(reason)
 
     def stop(self) -> None:
         """End the process."""
@@ -90,36 +92,28 @@ class LimitedProcess:
             self._idle[1].close()
         self._lock, self._idle = threading.Lock(), None
 
-    def _start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
-        seconds, megabytes = map(str, self.limits)
-        command = [sys.executable, "-I", "-S", __file__, str(self._script), seconds, megabytes, *sys.path]
+    def _start(self) -> _Running:
+        command = [sys.executable, "-I", "-S", __file__, str(self._script), *map(str, self.limits), *sys.path]
         ours, its = socket.socketpair()
-        with its:
-            try:
-                process = subprocess.Popen(
-                    command,
-                    stdin=its.fileno(),
-                    stdout=its.fileno(),
-                    stderr=subprocess.DEVNULL,
-                    start_new_session=True,  # Ctrl-C is for this process
-                )
-            except BaseException:
-                ours.close()
-                raise
-        return process, ours
+        with ours, its:
+            fd, quiet = its.fileno(), subprocess.DEVNULL
+            # In a session of its own: Ctrl-C is for this process.
+            process = subprocess.Popen(command, stdin=fd, stdout=fd, stderr=quiet, start_new_session=True)
+            return process, ours.makefile("rwb")
 
 
-def _end(process: subprocess.Popen[bytes], channel: socket.socket) -> None:
-    channel.close()
+def _end(process: subprocess.Popen[bytes], channel: BufferedRWPair) -> None:
     process.kill()
     process.wait()
+    with suppress(OSError):  # what was not sent yet
+        channel.close()
 
 
-def _serve(reply: Callable[[Any], Any], limits: Limits) -> None:
+def _serve(script: str, seconds: float, max_bytes: int) -> None:
     """Answer requests until standard input ends."""
     import resource
 
-    max_bytes = limits.megabytes << 20
+    reply = runpy.run_path(script)["reply"]
     with suppress(ValueError, OSError):  # a lower limit holds already, or the system has none
         resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
     # The parent may ignore or block the signal of the timer, and this process would inherit that.
@@ -127,7 +121,7 @@ def _serve(reply: Callable[[Any], Any], limits: Limits) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     for line in sys.stdin.buffer:
         request = json.loads(line)
-        signal.setitimer(signal.ITIMER_PROF, limits.seconds)
+        signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
             answer = json.dumps(reply(request))
         except MemoryError:
@@ -137,12 +131,5 @@ def _serve(reply: Callable[[Any], Any], limits: Limits) -> None:
 
 
 if __name__ == "__main__":
-    from importlib.util import module_from_spec, spec_from_file_location
-
-    script, seconds, megabytes, *sys.path[:] = sys.argv[1:]  # the parent's, to import the same libraries
-    spec = spec_from_file_location("script", script)
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    _serve(module.reply, Limits(float(seconds), int(megabytes)))
+    script, seconds, megabytes, *sys.path[:] = sys.argv[1:]  # the parent's path, to import the same libraries
+    _serve(script, float(seconds), int(megabytes) << 20)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from importlib import resources
+from itertools import chain
 from pathlib import Path
 
 from ..errors import PolicyError, shown
@@ -20,8 +22,7 @@ def shipped_policies() -> dict[str, list[DepthPolicy]]:
     shipped: dict[str, list[DepthPolicy]] = {}
     for folder in resources.files("taper").joinpath("policies").iterdir():
         files = [file for file in folder.iterdir() if file.name.endswith(".json")] if folder.is_dir() else []
-        policies = [DepthPolicy.from_json(file.read_text(encoding="utf-8")) for file in files]
-        if policies:
+        if policies := [DepthPolicy.from_json(file.read_text(encoding="utf-8")) for file in files]:
             shipped[folder.name] = sorted(policies, key=lambda policy: -policy.mean_depth(128))
     return shipped
 
@@ -29,12 +30,10 @@ def shipped_policies() -> dict[str, list[DepthPolicy]]:
 def fitting_policies(num_hidden_layers: int, identity: ModelIdentity) -> dict[str, DepthPolicy]:
     """The shipped policies that fit a model, by name."""
     fitting = {}
-    for policy in (policy for policies in shipped_policies().values() for policy in policies):
-        try:
+    for policy in chain.from_iterable(shipped_policies().values()):
+        with suppress(PolicyError):
             policy.check_model(num_hidden_layers, identity)
-        except PolicyError:
-            continue
-        fitting[policy.name] = policy
+            fitting[policy.name] = policy
     return fitting
 
 

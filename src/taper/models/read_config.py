@@ -1,4 +1,4 @@
-"""Turns the settings in a model's files into a `ModelConfig`, in the same way for every format."""
+"""Turns the settings in a model's files into a `ModelConfig`, in the same way for every format, and checks it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
 from ..errors import ModelError, limited_attention, shown
-from .config import Experts, LayerSpec, ModelConfig, Rope, check_config, check_layers
+from ..policy import MAX_LAYERS
+from .config import Experts, LayerSpec, ModelConfig, Rope
 from .families import SWITCHES, Family, head_size
 from .files import Settings
 from .tensors import Tensor
@@ -40,18 +41,18 @@ def read_config(
         if key not in family.reads and settings.values.get(key) not in (None, neutral):
             raise settings.error(key, f"Taper does not know what this means for {family.architecture} models")
     try:
-        ropes = _ropes(family, settings, interleaved, rope_factors)
-        config = _read(family, settings, tensors, *ropes)
+        config = _read(family, settings, tensors, *_ropes(family, settings, interleaved, rope_factors))
     except (TypeError, ValueError, ArithmeticError) as error:  # a value of a type that no formula expects
         raise ModelError(f"{settings.source} holds a value that makes no sense: {error}") from None
-    check_config(config)
+    _check(config)
     return config
 
 
 def _read(family: Family, settings: Settings, tensors: dict[str, Tensor], rope: Rope, local_rope: Rope) -> ModelConfig:
     get, head_dim = settings.get, head_size(settings)
     hidden, count = max(get("hidden_size", int), 0), get("num_hidden_layers", int)
-    check_layers(count)
+    if not 1 <= count <= MAX_LAYERS:
+        raise _unreal("num_hidden_layers", count)
     for key in ("hidden_act", "hidden_activation"):
         if settings.values.get(key) not in (None, family.activation):
             raise settings.error(key, f"it must be {family.activation}")
@@ -111,16 +112,30 @@ def _ropes(family: Family, settings: Settings, interleaved: bool, factors: Seque
 
 
 def _rope(family: Family, settings: Settings, parameters: dict[str, Any], interleaved: bool) -> Rope:
+    """The embeddings that a `rope_parameters` (or `rope_scaling`) object describes."""
     # Old files have these values beside the object, new ones inside it. transformers prefers the length beside it.
     both = Settings({**settings.values, **parameters}, settings.source)
     theta, part = both.get("rope_theta", float, 10000.0), both.get("partial_rotary_factor", float, 1.0)
-    if (original := settings.values.get("original_max_position_embeddings")) is not None:
-        parameters = {**parameters, "original_max_position_embeddings": original}
-    head_dim = head_size(settings)
+    head_dim, max_positions = head_size(settings), settings.get("max_position_embeddings", int)
     dim = settings.get("rotary_dim", int, int(head_dim * part))
     if dim != head_dim and "partial_rotary_factor" not in family.reads:
         raise ModelError(f"{settings.source}: {dim} of {head_dim} dimensions of a head are rotated; all must be")
-    return _scaled_rope(parameters, theta, dim, interleaved, settings.get("max_position_embeddings", int))
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    kind = "longrope" if kind == "su" else kind  # its old name
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise ModelError(f"rope scaling {shown(kind)} is not supported", f"supported: {', '.join(_KINDS)}")
+    needed, scaled = _KINDS[kind]
+    if not all(_positive(parameters.get(key)) for key in needed):
+        raise ModelError(f"rope scaling {kind!r} needs positive numbers for {', '.join(needed)}")
+    if not (0 < theta < 1e12 and 2 <= dim <= 1024):
+        raise ModelError(f"rope_theta is {theta} and {dim} dimensions of a head are rotated; no model has that")
+    original = settings.values.get("original_max_position_embeddings")
+    if original is None:
+        original = parameters.get("original_max_position_embeddings", max_positions)
+    if type(original) is not int or not 2 <= original <= 1 << 30:
+        raise ModelError(f"original_max_position_embeddings is {shown(original)}; it must be an integer above 1")
+    parameters = {**parameters, "original_max_position_embeddings": original, "max_positions": max_positions}
+    return Rope(theta, dim, interleaved, **(scaled(parameters, theta, dim) if scaled else {}))
 
 
 def _experts(settings: Settings) -> Experts:
@@ -166,30 +181,6 @@ def _has_rope(family: Family, settings: Settings, count: int) -> list[bool]:
     if not isinstance(listed, list) or len(listed) < count or not all(flag in (0, 1) for flag in listed):
         raise settings.error("no_rope_layers", f"it must be a list of 0 or 1 for each of {count} layers")
     return [bool(flag) for flag in listed[:count]]
-
-
-def _scaled_rope(parameters: dict[str, Any], theta: float, dim: int, interleaved: bool, max_positions: int) -> Rope:
-    """The embeddings that a `rope_parameters` (or `rope_scaling`) object describes.
-
-    `theta`, `dim` and `interleaved` are as in `Rope`; `max_positions` is `max_position_embeddings`.
-
-    Raises:
-        ModelError: the scaling is not supported, or a number is out of range.
-    """
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    kind = "longrope" if kind == "su" else kind  # its old name
-    if not isinstance(kind, str) or kind not in _KINDS:
-        raise ModelError(f"rope scaling {shown(kind)} is not supported", f"supported: {', '.join(_KINDS)}")
-    needed, scaled = _KINDS[kind]
-    if not all(_positive(parameters.get(key)) for key in needed):
-        raise ModelError(f"rope scaling {kind!r} needs positive numbers for {', '.join(needed)}")
-    if not (0 < theta < 1e12 and 2 <= dim <= 1024):
-        raise ModelError(f"rope_theta is {theta} and {dim} dimensions of a head are rotated; no model has that")
-    parameters = {"original_max_position_embeddings": max_positions} | parameters | {"max_positions": max_positions}
-    original = parameters["original_max_position_embeddings"]
-    if type(original) is not int or not 2 <= original <= 1 << 30:
-        raise ModelError(f"original_max_position_embeddings is {shown(original)}; it must be an integer above 1")
-    return Rope(theta, dim, interleaved, **(scaled(parameters, theta, dim) if scaled else {}))
 
 
 def _positive(number: Any) -> bool:
@@ -242,20 +233,16 @@ def _yarn_scale(factor: float, scale: float) -> float:
 def _longrope(parameters: dict[str, Any], theta: float, dim: int) -> dict[str, Any]:
     """Two tables of divisors, found by search (LongRoPE, arXiv 2402.13753)."""
     keys = ("short_factor", "long_factor")
-    tables = [parameters.get(key) for key in keys]
+    tables: list[Any] = [parameters.get(key) for key in keys]
     if not all(isinstance(table, list) and all(map(_positive, table)) for table in tables):
         raise ModelError(f"rope scaling 'longrope' needs lists of positive numbers for {', '.join(keys)}")
     original, attention = parameters["original_max_position_embeddings"], parameters.get("attention_factor")
     factor = parameters.get("factor") or parameters["max_positions"] / original
     if attention is None:
         attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    short, long = (tuple(map(float, table)) for table in tables if table is not None)
-    return {
-        "factors": short,
-        "long_factors": long,
-        "original_context": original,
-        "attention_factor": float(attention),
-    }
+    short, long = (tuple(map(float, table)) for table in tables)
+    more = {"original_context": original, "attention_factor": float(attention)}
+    return {"factors": short, "long_factors": long, **more}
 
 
 _Scaled = Callable[[dict[str, Any], float, int], dict[str, Any]]
@@ -267,3 +254,44 @@ _KINDS: dict[str, tuple[tuple[str, ...], _Scaled | None]] = {
     "yarn": (("factor",), _yarn),
     "longrope": ((), _longrope),
 }
+
+
+def _check(config: ModelConfig) -> None:
+    """Reject numbers that no real model has, or that contradict each other, before anything is sized by them."""
+    _check_numbers(config)
+    if config.num_attention_heads % config.num_key_value_heads:
+        heads = f"{config.num_attention_heads} heads and {config.num_key_value_heads} key-value heads"
+        raise ModelError(f"{heads}: the first must be a multiple of the second")
+    for spec in set(config.layers):
+        _check_numbers(spec)
+        if (experts := spec.experts) is not None:
+            _check_numbers(experts)
+            if experts.num_experts_per_tok > experts.num_experts:
+                chosen = f"{experts.num_experts_per_tok} of {experts.num_experts} experts"
+                raise ModelError(f"a token cannot have {chosen}", "the file is damaged")
+        if (rope := spec.rope) is not None:
+            _check_numbers(rope)
+            if rope.dim % 2 or rope.dim > config.head_dim:
+                rule = f"it must be an even number up to {config.head_dim}"
+                raise ModelError(f"{rope.dim} dimensions of a head are rotated; {rule}")
+            pairs = rope.dim // 2
+            for factors in (rope.factors, rope.long_factors):
+                if factors is not None and not (len(factors) == pairs and all(0 < f < math.inf for f in factors)):
+                    raise ModelError(f"rope factors must be {pairs} positive numbers")
+
+
+_FILES_NAMES = {"theta": "rope_theta", "window": "sliding_window"}  # of facts that have another name in files
+
+
+def _check_numbers(facts: ModelConfig | LayerSpec | Experts | Rope) -> None:
+    bounds = {"head_dim": 1024, "num_attention_heads": 1 << 16, "num_experts": 1 << 12}
+    for item in fields(facts):
+        value, name = getattr(facts, item.name), _FILES_NAMES.get(item.name, item.name)
+        if item.type in ("int", "int | None") and value is not None and not 1 <= value <= bounds.get(name, 1 << 30):
+            raise _unreal(name, value)
+        if item.type == "float" and not (math.isfinite(value) and 0 < value < 1e12):
+            raise ModelError(f"{name} is {value}; it must be a positive number")
+
+
+def _unreal(name: str, value: int) -> ModelError:
+    return ModelError(f"{name} is {value}; no model has that", "the file is damaged or not a model")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from datetime import datetime
 from functools import lru_cache
-from typing import Any
+from typing import Any, NoReturn
 
 import jinja2
 from jinja2 import meta, nodes
@@ -21,7 +20,7 @@ def reply(request: tuple[str, dict[str, Any] | None, int]) -> dict[str, Any]:
     source, values, max_characters = request
     try:
         if values is None:
-            return {"variables": sorted(meta.find_undeclared_variables(_environment().parse(source)))}
+            return {"variables": sorted(meta.find_undeclared_variables(_ENVIRONMENT.parse(source)))}
         text = _compiled(source).render(values)
     except MemoryError:
         raise
@@ -32,18 +31,7 @@ def reply(request: tuple[str, dict[str, Any] | None, int]) -> dict[str, Any]:
 
 @lru_cache(maxsize=1)
 def _compiled(source: str) -> jinja2.Template:
-    return _environment().from_string(source)
-
-
-@lru_cache(maxsize=1)
-def _environment() -> ImmutableSandboxedEnvironment:
-    """transformers' environment of chat templates."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
-    return environment
+    return _ENVIRONMENT.from_string(source)
 
 
 class _Generation(Extension):
@@ -56,19 +44,21 @@ class _Generation(Extension):
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
+# A signature of its own: templates must not reach the rest of `json.dumps`, which calls what it is given.
 def _tojson(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
+    value: object, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _raise_exception(message: str) -> Callable[..., Any]:
+def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
+# transformers' environment of chat templates.
+_ENVIRONMENT = ImmutableSandboxedEnvironment(
+    trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
+)
+_ENVIRONMENT.filters["tojson"] = _tojson
+_ENVIRONMENT.globals["raise_exception"] = _raise_exception
+_ENVIRONMENT.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)

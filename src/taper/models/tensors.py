@@ -132,7 +132,8 @@ def fit_tensors(config: ModelConfig, tensors: dict[str, Tensor], names: TensorNa
     Raises:
         ModelError: one is missing, has another shape, or is not part of the architecture.
     """
-    tensors, shapes = _stack_experts(config, _split_fused(config, tensors, names)), expected_shapes(config)
+    shapes = expected_shapes(config)
+    tensors = _stack_experts(config, _split_fused(shapes, tensors, names))
     if config.tie_word_embeddings:
         tensors.pop("lm_head", None)
     for name, shape in shapes.items():
@@ -147,24 +148,24 @@ def fit_tensors(config: ModelConfig, tensors: dict[str, Tensor], names: TensorNa
     return tensors
 
 
-def _split_fused(config: ModelConfig, tensors: dict[str, Tensor], names: TensorNames) -> dict[str, Tensor]:
+def _split_fused(
+    shapes: dict[str, tuple[int, ...]], tensors: dict[str, Tensor], names: TensorNames
+) -> dict[str, Tensor]:
     """Replace each fused tensor by its parts, which are rows of it in the order of its name."""
-    shapes, split = expected_shapes(config), dict(tensors)
+    split = {}
     for fused, tensor in tensors.items():
         prefix, _, parts = fused.rpartition(".")
         part_names = [f"{prefix}.{part}" for part in parts.split("+")]
         if len(part_names) == 1 or not all(name in shapes for name in part_names):
+            split[fused] = tensor
             continue
-        sizes = [shapes[name][-2] for name in part_names]
-        shape = (*shapes[part_names[0]][:-2], sum(sizes), config.hidden_size)
-        if tensor.shape != shape:
+        *outer, _, columns = shapes[part_names[0]]
+        ends = np.cumsum([shapes[name][-2] for name in part_names])
+        if tensor.shape != (shape := (*outer, int(ends[-1]), columns)):
             raise _wrong_shape(names.theirs(part_names[0]), tensor.shape, shape)
-        rows = tensor.data.reshape(-1, sum(sizes), row_bytes(tensor.dtype, config.hidden_size))
-        first = 0
-        del split[fused]
-        for name, size in zip(part_names, sizes, strict=True):
-            split[name] = Tensor(tensor.dtype, shapes[name], rows[:, first : first + size].reshape(-1))
-            first += size
+        rows = tensor.data.reshape(-1, ends[-1], row_bytes(tensor.dtype, columns))
+        for name, part in zip(part_names, np.split(rows, ends[:-1], axis=1), strict=True):
+            split[name] = Tensor(tensor.dtype, shapes[name], part.reshape(-1))
     return split
 
 

@@ -7,7 +7,7 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from itertools import groupby
@@ -58,7 +58,7 @@ class Tokenizer:
         Raises:
             RequestError: the text is not valid Unicode, or the tokenizer fails on it.
         """
-        with library_errors(_cannot_encode):
+        with library_errors(RequestError, "the model's tokenizer cannot encode this text"):
             try:
                 ids: list[int] = self.fast.encode(text, add_special_tokens=add_special_tokens).ids
             except TypeError:  # the library's error for lone surrogates
@@ -131,20 +131,17 @@ class Tokenizer:
         Raises:
             ModelError: the tokenizer fails on them.
         """
-        with library_errors(_cannot_decode):
+        with library_errors(ModelError, "the model's tokenizer cannot decode its tokens", "its files are damaged"):
             text: str = self.fast.decode(list(ids), skip_special_tokens=True)
             if "\ufffd" not in text or not getattr(self.fast.model, "byte_fallback", False) or not self.fast.decoder:
                 return text
             # For one bad byte, the library replaces its whole run of byte tokens; this keeps the run's good characters.
-            pieces = [
-                piece for i in ids if i not in self.special_tokens and (piece := self.fast.id_to_token(i)) is not None
-            ]
-            joined: list[str] = []
-            for is_byte, group in groupby(pieces, lambda piece: bool(_BYTE_PIECE.fullmatch(piece))):
+            pieces = (self.fast.id_to_token(i) for i in ids if i not in self.special_tokens)
+            known, joined = [piece for piece in pieces if piece is not None], []
+            for is_byte, group in groupby(known, lambda piece: bool(_BYTE_PIECE.fullmatch(piece))):
                 run = list(group)
                 joined += [bytes(int(piece[3:5], 16) for piece in run).decode(errors="replace")] if is_byte else run
-            mended: str = self.fast.decoder.decode(joined)
-            return mended
+            return str(self.fast.decoder.decode(joined))
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), think: bool | None = None
@@ -222,45 +219,28 @@ def texts_of(messages: Sequence[Message]) -> list[str]:
     return texts
 
 
-def _cannot_encode(reason: str) -> RequestError:
-    return RequestError(f"the model's tokenizer cannot encode this text: {reason}")
-
-
-def _cannot_decode(reason: str) -> ModelError:
-    return ModelError(f"the model's tokenizer cannot decode its tokens: {reason}", "its files are damaged")
-
-
-_LOCK = threading.RLock()  # one thread at a time redirects standard error
-
-
 @contextmanager
-def library_errors(error: Callable[[str], TaperError]) -> Iterator[None]:
+def library_errors(error: type[TaperError], message: str, hint: str = "") -> Iterator[None]:
     """Turn whatever the library raises into an error of ours; our own errors and interrupts pass."""
     try:
         yield
     except (TaperError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as raised:  # a panic is not an Exception
-        raise error(str(raised) or type(raised).__name__) from None
+        raise error(f"{message}: {str(raised) or type(raised).__name__}", hint) from None
+
+
+_LOCK = threading.RLock()  # one thread at a time redirects standard error
 
 
 @contextmanager
 def loading_tokenizer(source: object) -> Iterator[None]:
-    """Turn the library's failures into an error that names the file, and hide the lines that a panic prints."""
-    with (
-        library_errors(lambda reason: ModelError(f"{source}: the tokenizer is damaged: {reason}")),
-        _no_panic_lines(),
-    ):
-        yield
+    """Turn the library's failures into an error that names the file, and hide the lines that a panic prints.
 
-
-@contextmanager
-def _no_panic_lines() -> Iterator[None]:
-    """Hold back what this process writes to file descriptor 2, and write it afterwards unless there was a panic.
-
-    This delays other threads' lines too, so it is for loading only.
+    What this process writes to file descriptor 2 is held back, and written afterwards unless there was a panic. This
+    delays other threads' lines too, so it is for loading only.
     """
-    with _LOCK, ExitStack() as stack:
+    with library_errors(ModelError, f"{source}: the tokenizer is damaged"), _LOCK, ExitStack() as stack:
         try:
             held = stack.enter_context(tempfile.TemporaryFile())
             standard_error = os.dup(2)

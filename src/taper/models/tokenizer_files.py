@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as FastTokenizer
 
 from ..errors import ModelError, RequestError
@@ -62,7 +62,7 @@ _COMPOSED = ("qwen2", "deepseek-r1-qwen")  # normalise to NFC
 _WHOLE_WORDS = ("llama-bpe", "falcon3", "smaug-bpe", "tekken")
 _BOS_LEADS = ("llama-bpe", "tekken")  # BOS leads, unless the file says otherwise
 # Token types of GGUF's tokenizer.ggml.token_type.
-_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 # Tokens that end a turn, which some files do not list among their stop ids.
 _END_OF_TURN = (
     *("<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end_of_text|>"),
@@ -96,7 +96,7 @@ def tokenizer_from_folder(path: Path, vocab_size: int) -> Tokenizer:
         if (eos := fast.token_to_id(tokens.get("eos_token", ""))) is not None:
             stops.add(eos)
         tokenizer = Tokenizer(fast, frozenset(stops | _end_of_turn_ids(fast)), template, tokens, frozenset(stops))
-        check_tokenizer(tokenizer, file, vocab_size)
+        _check(tokenizer, file, vocab_size)
     return tokenizer
 
 
@@ -114,24 +114,24 @@ def _folder_template(path: Path, settings: dict[str, Any]) -> str:
     return template
 
 
-def tokenizer_from_gguf(file_name: str, metadata: dict[str, Any], vocab_size: int) -> Tokenizer:
-    """Rebuild the tokenizer that a GGUF file describes.
+def tokenizer_from_gguf(metadata: Settings, vocab_size: int) -> Tokenizer:
+    """Rebuild the tokenizer that the metadata of a GGUF file describe.
 
     Raises:
         ModelError: metadata is missing or damaged, or names a tokenizer that is not supported or does not work.
     """
-    with loading_tokenizer(file_name):
-        tokenizer = _rebuild(Settings(metadata, file_name), vocab_size)
-        check_tokenizer(tokenizer, file_name, vocab_size)
+    with loading_tokenizer(metadata.source):
+        tokenizer = _rebuild(metadata, vocab_size)
+        _check(tokenizer, metadata.source, vocab_size)
     return tokenizer
 
 
 def _rebuild(settings: Settings, vocab_size: int) -> Tokenizer:
     get, source = settings.get, settings.source
     pieces = get("tokenizer.ggml.tokens", list)
-    types = get("tokenizer.ggml.token_type", list, [1] * len(pieces))
-    of_type = all(isinstance(piece, str) for piece in pieces) and all(isinstance(kind, int) for kind in types)
-    if not pieces or len(types) != len(pieces) or not of_type:
+    types = get("tokenizer.ggml.token_type", list, [_NORMAL] * len(pieces))
+    well_typed = all(isinstance(piece, str) for piece in pieces) and all(isinstance(kind, int) for kind in types)
+    if not pieces or len(types) != len(pieces) or not well_typed:
         raise ModelError(f"{source}: tokenizer tokens and token types do not match")
     if len(set(pieces)) != len(pieces):
         raise ModelError(f"{source}: two tokens of the vocabulary are the same")
@@ -141,24 +141,21 @@ def _rebuild(settings: Settings, vocab_size: int) -> Tokenizer:
     model = get("tokenizer.ggml.model", str)
     if model == "gpt2":
         pre = get("tokenizer.ggml.pre", str, "default")
-        fast = _byte_level_bpe(settings, pre, vocab)
-        leads = pre in _BOS_LEADS
+        fast, leads = _byte_level_bpe(settings, pre, vocab), pre in _BOS_LEADS
     elif model == "llama":
-        fast = _sentencepiece_bpe(settings, vocab, types)
-        leads = True
+        fast, leads = _sentencepiece_bpe(settings, vocab, types), True
     else:
         raise ModelError(f"tokenizer model {model!r} is not supported", "supported: gpt2, llama")
-    for kind, special in ((_CONTROL, True), (_UNKNOWN, True), (_USER_DEFINED, False)):
+    for kind in (_CONTROL, _UNKNOWN, _USER_DEFINED):
         of_kind = [piece for piece, token_type in zip(pieces, types, strict=True) if token_type == kind and piece]
-        fast.add_tokens([AddedToken(piece, special=special, normalized=False) for piece in of_kind])
+        fast.add_tokens([AddedToken(piece, special=kind != _USER_DEFINED, normalized=False) for piece in of_kind])
     bos, eos, eot = (_special_id(settings, f"{name}_token_id", len(pieces)) for name in ("bos", "eos", "eot"))
     if get("tokenizer.ggml.add_bos_token", bool, leads) and bos is not None:
-        from tokenizers.processors import TemplateProcessing
-
         token = pieces[bos]
         if any(character in token for character in " $:"):  # which TemplateProcessing would read as its own
             raise ModelError(f"BOS token {token!r} cannot be put before a prompt")
-        fast.post_processor = TemplateProcessing(single=f"{token} $A", pair=None, special_tokens=[(token, bos)])
+        tokens_before = {"single": f"{token} $A", "pair": None, "special_tokens": [(token, bos)]}
+        fast.post_processor = processors.TemplateProcessing(**tokens_before)
     tokens = {name: pieces[i] for name, i in (("bos_token", bos), ("eos_token", eos)) if i is not None}
     declared = frozenset(i for i in (eos, eot) if i is not None)
     template = get("tokenizer.chat_template", str, "")
@@ -197,7 +194,7 @@ def _sentencepiece_bpe(settings: Settings, vocab: dict[str, int], types: list[An
     by_id = list(vocab)
     unknown = next((by_id[index] for index, token_type in enumerate(types) if token_type == _UNKNOWN), None)
     # Only pieces made by merging take part. A merge ranks by the score of the piece that it makes.
-    plain = {piece: piece for piece, index in vocab.items() if types[index] == 1}
+    plain = {piece: piece for piece, index in vocab.items() if types[index] == _NORMAL}
     if (longest := max(map(len, plain), default=0)) > MAX_PIECE:
         raise ModelError(f"{source}: a token of {longest} characters; at most {MAX_PIECE} are read")
     if (total := sum(map(len, plain))) > MAX_PIECES:
@@ -211,11 +208,8 @@ def _sentencepiece_bpe(settings: Settings, vocab: dict[str, int], types: list[An
         if len(merges) > MAX_MERGES:
             raise ModelError(f"{source}: its tokens merge in more than {MAX_MERGES} ways")
     merges.sort()
-    fast = FastTokenizer(
-        models.BPE(
-            vocab, [pair for *_, pair in merges], unk_token=unknown, fuse_unk=True, byte_fallback=_BYTE in set(types)
-        )
-    )
+    pairs, bytes_too = [pair for *_, pair in merges], _BYTE in set(types)
+    fast = FastTokenizer(models.BPE(vocab, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=bytes_too))
     steps: list[Any] = [normalizers.Prepend("▁")] if prefix_space else []
     fast.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
     decoding: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -235,12 +229,8 @@ def _end_of_turn_ids(fast: FastTokenizer) -> set[int]:
     return {token_id for name in _END_OF_TURN if (token_id := fast.token_to_id(name)) is not None}
 
 
-def check_tokenizer(tokenizer: Tokenizer, source: object, vocab_size: int) -> None:
-    """Check that a tokenizer encodes and decodes varied text.
-
-    Raises:
-        ModelError: it fails, gives a token that the model does not have, or makes a text far too long.
-    """
+def _check(tokenizer: Tokenizer, source: object, vocab_size: int) -> None:
+    """Reject a tokenizer that cannot encode and decode varied text, or makes a text far too long."""
     fast = tokenizer.fast
     highest = max(fast.get_vocab(with_added_tokens=True).values(), default=0)
     if highest >= vocab_size:

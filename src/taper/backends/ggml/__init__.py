@@ -7,7 +7,6 @@ kept; a forward then sets its inputs and computes. Knows neither policies nor te
 from __future__ import annotations
 
 import ctypes
-import math
 import mmap
 import os
 import signal
@@ -23,7 +22,7 @@ from typing import Any
 import ggml
 import numpy as np
 
-from ...errors import QUANTISED_DTYPES
+from ...errors import QUANTISED_DTYPES, ModelError
 from ...models.config import LayerSpec, ModelConfig
 from ...models.tensors import Tensor
 from .. import ForwardOutput, TokenBatch, available_threads, runs_by_slot
@@ -33,7 +32,6 @@ from .tensors import TensorContext
 from .weights import LoadProgress, Weights
 
 MAX_GRAPHS = 64
-_C: Any = ctypes.cdll.msvcrt if os.name == "nt" else ctypes.CDLL(None)
 _NONE = -1  # what Python calls no file to write to
 
 
@@ -98,8 +96,7 @@ class GgmlBackend:
         self._fill(graph, key, batch)
         if not self._compute.compute(graph.pointer):  # interrupted by a signal whose handler returned: run to the end
             self._fill(graph, key, batch)
-            is_whole = self._compute.compute(graph.pointer, interruptible=False)
-            assert is_whole, "a computation that no signal may end was ended"
+            self._compute.compute(graph.pointer, interruptible=False)
         wanted = len(batch.logits_rows)
         return ForwardOutput(
             logits=graph.logits[:wanted].copy(),
@@ -160,10 +157,7 @@ class GgmlBackend:
 def _greedy(logits: np.ndarray) -> np.ndarray:
     """The argmax of each row, -1 where its logit is not a finite number: int64 [rows]."""
     ids: np.ndarray = logits.argmax(-1)  # the first NaN, if there is one
-    for row, token_id in enumerate(ids.tolist()):
-        if not math.isfinite(logits[row, token_id]):
-            ids[row] = -1
-    return ids
+    return np.where(np.isfinite(logits[np.arange(len(ids)), ids]), ids, -1)
 
 
 class InterruptibleCompute:
@@ -184,13 +178,14 @@ class InterruptibleCompute:
         os.set_blocking(self._file.fileno(), False)
         self._signals = mmap.mmap(self._file.fileno(), mmap.PAGESIZE)
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._signals))
-        callback = ctypes.cast(_C.strlen, ggml.ggml_abort_callback)
+        callback = ctypes.cast(ctypes.CDLL(None).strlen, ggml.ggml_abort_callback)
         ggml.ggml_backend_cpu_set_abort_callback(backend, callback, address)
 
     def compute(self, graph: Any, interruptible: bool = True) -> bool:
         """Compute a graph; False if a signal ended it, and the signal's handler returned: nothing was computed.
 
         Raises:
+            ModelError: ggml did not compute it.
             BaseException: what the handler of a signal raised, such as KeyboardInterrupt. The graph has ended.
         """
         if not interruptible or threading.current_thread() is not threading.main_thread():  # where handlers run
@@ -203,8 +198,11 @@ class InterruptibleCompute:
             finally:
                 signal.set_wakeup_fd(previous, warn_on_full_buffer=False)
                 self._pass_on(previous)
-        assert status in (ggml.GGML_STATUS_SUCCESS, ggml.GGML_STATUS_ABORTED), f"ggml status {status}"
-        return bool(status == ggml.GGML_STATUS_SUCCESS)
+        if interruptible and status == ggml.GGML_STATUS_ABORTED:
+            return False
+        if status != ggml.GGML_STATUS_SUCCESS:
+            raise ModelError(f"ggml did not finish this computation (status {status})", "retry with more memory free")
+        return True
 
     def close(self) -> None:
         """Close the file; no graph is computed afterwards."""

@@ -13,8 +13,6 @@ from ...models.config import ModelConfig
 from .. import no_room
 from .tensors import TensorContext
 
-# A forked process must not write into its parent's cells.
-_PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
 BUCKET = 256  # cells; attention reads whole buckets, so that one graph serves that many positions
 
 
@@ -65,8 +63,8 @@ class KeyValueCache:
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
     """Zeros that take memory as they are written, in small pages; numpy's own ask for pages of 2 MiB."""
-    size = math.prod(shape) * dtype.itemsize
-    pages = mmap.mmap(-1, size, **_PRIVATE)
+    # Private: a forked process must not write into its parent's cells.
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         pages.madvise(mmap.MADV_NOHUGEPAGE)
     return np.frombuffer(pages, dtype).reshape(shape)

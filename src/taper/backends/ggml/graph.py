@@ -65,7 +65,7 @@ class Graph:
             "cells": ((count,), np.int64),
         }
         active = zip(config.layers, key.num_active, strict=True)
-        self.windows = {spec.window: mask_name(spec.window) for spec, n in active if n}
+        self.windows = {spec.window: f"mask of {spec.window}" for spec, n in active if n}
         shapes |= dict.fromkeys(self.windows.values(), ((count, key.kv_length), np.float16))
         if key.first_layer:
             shapes["hidden_states"] = ((count, config.hidden_size), np.float32)
@@ -246,8 +246,3 @@ class Graph:
         positions = ggml.ggml_view_1d(context, self._inputs["positions"], active, 0)
         factors, scaling = self._model.rope_factors[layer], (rope.theta, 1.0, 0.0, rope.attention_factor, 0.0, 0.0)
         return ggml.ggml_rope_ext(context, x, positions, factors, rope.dim, mode, 0, *scaling)
-
-
-def mask_name(window: int | None) -> str:
-    """The input that says what tokens attend to in layers of that window."""
-    return "mask" if window is None else f"mask of {window}"

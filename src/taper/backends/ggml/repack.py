@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
-import sys
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,68 +13,65 @@ from typing import Any
 import ggml
 import numpy as np
 
-from ...models.tensors import WEIGHT_TYPES
+from ...models.tensors import WEIGHT_TYPES, Tensor
 from .tensors import TensorContext
 
 _SILENT = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(lambda level, text, data: None)
-Kind = tuple[str, tuple[int, ...]]  # type and shape of a matrix
 
 
 class RepackedMatrices:
     """Copies of those matrices that can be repacked, as ggml tensors by name; freed with this object.
 
     Args:
-        matrices: type and shape of each, by name.
-        read: the bytes of one, in its type; called on several threads.
-        release: called with the name of each matrix that will be repacked: its pages of a mapped file are not needed
-            until it is read.
+        matrices: in the mapped file, by name.
+        types: the type in which each is used.
+        read: the bytes of one in that type; called on several threads.
         on_repacked: called with the name of each matrix that has been repacked.
         threads: matrices to repack at a time.
     """
 
     def __init__(
         self,
-        matrices: dict[str, Kind],
+        matrices: dict[str, Tensor],
+        types: dict[str, str],
         read: Callable[[str], np.ndarray],
-        release: Callable[[str], None],
         on_repacked: Callable[[str], None],
         threads: int,
     ) -> None:
-        self._read, self._release, self._on_repacked, self._threads = read, release, on_repacked, threads
         ggml.ggml_log_set(_SILENT, None)  # it logs a line for each matrix
         self.tensors: dict[str, Any] = {}
-        self._held: list[tuple[TensorContext, Any]] = []  # contexts and the buffers of their tensors
-        for buffer_type in repacking_buffer_types():
-            taken = {kind for kind in set(matrices.values()) if _takes(buffer_type, *kind)}
-            self._repack(buffer_type, {name: kind for name, kind in matrices.items() if kind in taken})
+        self._contexts: list[TensorContext] = []
 
-    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not is_finalizing():
-            for _, buffer in self._held:
-                ggml.ggml_backend_buffer_free(buffer)
-
-    def _repack(self, buffer_type: Any, matrices: dict[str, Kind]) -> None:
-        context = TensorContext(len(matrices))
-        new = {name: context.new(WEIGHT_TYPES[dtype][0], shape) for name, (dtype, shape) in matrices.items()}
-        buffer = ggml.ggml_backend_alloc_ctx_tensors_from_buft(context.pointer, buffer_type)
-        if not buffer:  # there is no memory for a copy: they stay where they are
-            return
-        self._held.append((context, buffer))
-
-        def copy(name: str) -> str:
-            data = self._read(name)
-            ggml.ggml_backend_tensor_set(new[name], data.ctypes.data, 0, data.nbytes)
+        def repack(name: str) -> str:
+            data = read(name)
+            ggml.ggml_backend_tensor_set(self.tensors[name], data.ctypes.data, 0, data.nbytes)
             release_pages(data)
             return name
 
-        for name in matrices:
-            self._release(name)
-        # The largest first, while there are few copies: so the peak of memory is little above the size of the file.
-        largest_first = sorted(matrices, key=lambda name: -math.prod(matrices[name][1]))
-        with ThreadPoolExecutor(self._threads) as pool:
-            for name in pool.map(copy, largest_first):
-                self._on_repacked(name)
-        self.tensors |= new
+        for buffer_type in repacking_buffer_types():
+            kinds = {name: (types[name], matrix.shape) for name, matrix in matrices.items()}
+            taken = {kind for kind in set(kinds.values()) if _takes(buffer_type, *kind)}
+            names = [name for name, kind in kinds.items() if kind in taken]
+            if not self._allocate(buffer_type, {name: kinds[name] for name in names}):
+                continue  # there is no memory for a copy: they stay where they are
+            for name in names:
+                release_pages(matrices[name].data)  # not needed until it is read
+            # The largest first, while there are few copies: so the peak of memory is little above the size of the file.
+            names.sort(key=lambda name: -math.prod(matrices[name].shape))
+            with ThreadPoolExecutor(threads) as pool:
+                for name in pool.map(repack, names):
+                    on_repacked(name)
+
+    def _allocate(self, buffer_type: Any, kinds: dict[str, tuple[str, tuple[int, ...]]]) -> bool:
+        """Make tensors of these types and shapes; False if there is no memory for them."""
+        context = TensorContext(len(kinds))
+        tensors = {name: context.new(WEIGHT_TYPES[dtype][0], shape) for name, (dtype, shape) in kinds.items()}
+        buffer = ggml.ggml_backend_alloc_ctx_tensors_from_buft(context.pointer, buffer_type)
+        if buffer:
+            weakref.finalize(self, ggml.ggml_backend_buffer_free, buffer).atexit = False
+            self._contexts.append(context)
+            self.tensors |= tensors
+        return bool(buffer)
 
 
 def _takes(buffer_type: Any, dtype: str, shape: tuple[int, ...]) -> bool:

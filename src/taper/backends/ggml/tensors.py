@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import sys
-from collections.abc import Callable
+import math
+import weakref
 from typing import Any
 
 import ggml
@@ -27,11 +27,8 @@ class TensorContext:
         if graph_nodes:
             size += ggml.ggml_graph_overhead_custom(graph_nodes, False)
         self.pointer = ggml.ggml_init(ggml.ggml_init_params(mem_size=size, mem_buffer=None, no_alloc=True))
+        weakref.finalize(self, ggml.ggml_free, self.pointer).atexit = False
         self._memory: list[np.ndarray] = []  # keeps alive what the tensors point to
-
-    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not is_finalizing():  # at the end of the process, the modules may be gone before their objects
-            ggml.ggml_free(self.pointer)
 
     def new(self, type_id: int, shape: tuple[int, ...]) -> Any:
         """A tensor without data, of a shape in numpy's order."""
@@ -56,7 +53,7 @@ def new_input(context: TensorContext, shape: tuple[int, ...], dtype: type) -> An
 
 def view(tensor: Any, shape: tuple[int, ...], dtype: type) -> np.ndarray:
     """A numpy view of a tensor's memory."""
-    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    size = math.prod(shape) * np.dtype(dtype).itemsize
     memory: Any = (ctypes.c_char * size).from_address(tensor.contents.data)
     return np.frombuffer(memory, dtype).reshape(shape)
 

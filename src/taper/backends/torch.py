@@ -7,24 +7,21 @@ batch, KV bucket); everything else runs eagerly. Knows neither policies nor text
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from ...errors import ModelError, RequestError
-from ...models.config import ModelConfig
-from ...models.tensors import Tensor
-from .. import ForwardOutput, TokenBatch, runs_by_slot
-from .blocks import attend, mixture, rotate, rotation_table, visible_cells
-
-__all__ = ["TorchBackend", "check_device"]
+from ..errors import ModelError, RequestError
+from ..models.config import Experts, ModelConfig, Rope
+from ..models.tensors import Tensor
+from . import ForwardOutput, TokenBatch, runs_by_slot
 
 FIRST_BUCKET = 256  # cells that attention reads; doubled until a step's positions fit
 MAX_GRAPHS = 512
+FEW_TOKENS = 4  # for so many, each gets a copy of its experts
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 # Tokens, positions and slots, int64 [N] each.
@@ -66,7 +63,7 @@ class TorchBackend:
         ropes = {spec.rope for spec in config.layers if spec.rope}
         self._rotations = {rope: rotation_table(rope, context_length, device) for rope in ropes}
         self._windows = {spec.window for spec in config.layers}
-        self._graphs: OrderedDict[tuple[Any, ...], CapturedStep] = OrderedDict()
+        self._graphs: OrderedDict[tuple[Any, ...], Callable[[Inputs], torch.Tensor]] = OrderedDict()
 
     def _convert(self, name: str, weights: torch.Tensor) -> torch.Tensor:
         converted = weights.to(self.device, self.dtype)
@@ -109,7 +106,8 @@ class TorchBackend:
         else:
             x = torch.tensor(batch.hidden_states).to(self.device, self.dtype)
         one_each = None if len(runs) == count else runs
-        hidden_states = self._decode(x, inputs, batch.num_active, one_each, kv_length, batch)
+        sharing = batch.first_layer, batch.output_hidden_states
+        hidden_states = self._decode(x, inputs, batch.num_active, one_each, kv_length, *sharing)
         return self._logits(x[self._upload(np.asarray(rows, np.int32))]), hidden_states
 
     def _kv_length(self, longest: int) -> int:
@@ -122,13 +120,39 @@ class TorchBackend:
         return torch.from_numpy(values.astype(np.int64)).to(self.device, non_blocking=True)
 
     def _replay(self, key: tuple[Any, ...], inputs: Inputs) -> torch.Tensor:
-        """Logits [count, vocab_size] of a step with one token a row, by its captured graph."""
+        """Logits [count, vocab_size] of a step with one token a row, by the graph of (num_active, count, kv_length)."""
         if key not in self._graphs:
-            self._graphs[key] = CapturedStep.capture(self, key, inputs)
+            self._graphs[key] = self._capture(key[0], key[-1], inputs)
             if len(self._graphs) > MAX_GRAPHS:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(key)
-        return self._graphs[key].replay(inputs)
+        return self._graphs[key](inputs)
+
+    def _capture(self, num_active: tuple[int, ...], kv_length: int, inputs: Inputs) -> Callable[[Inputs], torch.Tensor]:
+        """Capture a step as a CUDA graph: a function from new inputs to logits, which its next call overwrites."""
+        tokens, positions, slots = (tensor.clone() for tensor in inputs)  # the memory that the graph reads
+
+        def step() -> torch.Tensor:
+            x = self._embed(tokens)
+            self._decode(x, (tokens, positions, slots), num_active, None, kv_length)
+            return self._logits(x)
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # libraries set themselves up outside the capture
+            step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = step()
+
+        def replay(new: Inputs) -> torch.Tensor:
+            for static, value in zip((tokens, positions, slots), new, strict=True):
+                static.copy_(value)
+            graph.replay()
+            return logits
+
+        return replay
 
     def _decode(
         self,
@@ -137,21 +161,20 @@ class TorchBackend:
         num_active: tuple[int, ...],
         runs: tuple[tuple[int, int, int], ...] | None,
         kv_length: int,
-        sharing: TokenBatch | None = None,
+        first_layer: int = 0,
+        output_hidden_states: tuple[int, ...] = (),
     ) -> dict[int, torch.Tensor]:
-        """Run the layers on x [N, hidden_size], in place; copies of it before the layers that `sharing` asks for.
+        """Run the layers on x [N, hidden_size], in place; copies of it before the layers of `output_hidden_states`.
 
-        `runs` None promises one token a slot, so that nothing depends on which slots they are. `sharing` says at which
-        layer to begin.
+        `runs` None promises one token a slot, so that nothing depends on which slots they are.
         """
         _, positions, slots = inputs
-        first_layer, wanted = (sharing.first_layer, sharing.output_hidden_states) if sharing else (0, ())
         # [2, N, 1, dim / 2]
         rotations = {rope: table[:, positions].unsqueeze(2) for rope, table in self._rotations.items()}
         visible = {window: visible_cells(positions, kv_length, window) for window in self._windows}
         hidden_states = {}
         for layer, n in enumerate((*num_active, 0)):
-            if layer in wanted:
+            if layer in output_hidden_states:
                 hidden_states[layer] = x.clone()
             if n == 0 or layer < first_layer:
                 continue
@@ -186,13 +209,28 @@ class TorchBackend:
 
     def _mlp(self, h: torch.Tensor, layer: int) -> torch.Tensor:
         if (experts := self.config.layers[layer].experts) is not None:
-            probabilities = self._times(h, layer, "router").float().softmax(-1)
-            shares, ids = probabilities.topk(experts.num_experts_per_tok)  # [n, chosen]
-            shares = shares / shares.sum(-1, keepdim=True) if experts.norm_topk_prob else shares
-            gate, up, down = (self._weights[f"layers.{layer}.{part}_experts"] for part in ("gate", "up", "down"))
-            return mixture(h, shares, ids, gate, up, down, self._activation)
+            return self._mixture(h, layer, experts)
         gate, up = self._times(h, layer, "gate_proj"), self._times(h, layer, "up_proj")
         return self._times(self._activation(gate) * up, layer, "down_proj")
+
+    def _mixture(self, x: torch.Tensor, layer: int, experts: Experts) -> torch.Tensor:
+        """The MLPs of the experts that the router chooses for each row of x, weighted: [n, hidden_size]."""
+        probabilities = self._times(x, layer, "router").float().softmax(-1)
+        shares, ids = probabilities.topk(experts.num_experts_per_tok)  # [n, chosen]
+        shares = shares / shares.sum(-1, keepdim=True) if experts.norm_topk_prob else shares
+        # [experts, intermediate_size, hidden_size]; down: [experts, hidden_size, intermediate_size]
+        gate, up, down = (self._weights[f"layers.{layer}.{part}_experts"] for part in ("gate", "up", "down"))
+        if len(x) <= FEW_TOKENS or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            # For each token a copy of its experts, so that nothing depends on which they are.
+            gates, ups = (torch.einsum("nh,nkih->nki", x, matrices[ids]) for matrices in (gate, up))
+            outs = torch.einsum("nki,nkhi->nkh", self._activation(gates) * ups, down[ids])
+            return (outs * shares.unsqueeze(-1)).sum(1).to(x.dtype)
+        out = torch.zeros_like(x)
+        for expert in ids.unique().tolist():
+            tokens, place = (ids == expert).nonzero(as_tuple=True)
+            h = self._activation(F.linear(x[tokens], gate[expert])) * F.linear(x[tokens], up[expert])
+            out.index_add_(0, tokens, (F.linear(h, down[expert]) * shares[tokens, place, None]).to(x.dtype))
+        return out
 
     def _activation(self, x: torch.Tensor) -> torch.Tensor:
         return F.silu(x) if self.config.activation == "silu" else F.gelu(x, approximate="tanh")
@@ -223,42 +261,61 @@ def _scaled(x: torch.Tensor, scale: float) -> torch.Tensor:
     return x if scale == 1.0 else x * scale
 
 
-@dataclass(frozen=True)
-class CapturedStep:
-    """A CUDA graph of one decode step, with the memory it reads and writes."""
+def rotation_table(rope: Rope, context_length: int, device: str) -> torch.Tensor:
+    """Cosines and sines of each position, f32 [2, context_length, dim / 2]."""
+    pairs = torch.arange(0, rope.dim, 2, dtype=torch.float32, device=device)
+    frequencies = rope.theta ** (-pairs / rope.dim)
+    if factors := rope.factors_for(context_length):
+        frequencies /= torch.tensor(factors, dtype=torch.float32, device=device)
+    positions = torch.arange(context_length, dtype=torch.float32, device=device)
+    angles = torch.outer(positions, frequencies)
+    return torch.stack((angles.cos(), angles.sin())) * rope.attention_factor
 
-    graph: Any
-    inputs: Inputs
-    logits: torch.Tensor
 
-    @classmethod
-    def capture(cls, backend: TorchBackend, key: tuple[Any, ...], inputs: Inputs) -> CapturedStep:
-        """Capture the step of `key`: (num_active, count, kv_length)."""
-        num_active, _, kv_length = key
-        tokens, positions, slots = inputs
-        static = (tokens.clone(), positions.clone(), slots.clone())
+def visible_cells(positions: torch.Tensor, kv_length: int, window: int | None) -> torch.Tensor:
+    """Which cells of its slot each token at positions [N] attends to: bool [N, kv_length]."""
+    cells, own = torch.arange(kv_length, device=positions.device), positions.unsqueeze(1)
+    visible = cells <= own
+    return visible if window is None else visible & (cells > own - window)
 
-        def step() -> torch.Tensor:
-            x = backend._embed(static[0])
-            backend._decode(x, static, num_active, None, kv_length)
-            return backend._logits(x)
 
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # libraries set themselves up outside the capture
-            step()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            logits = step()
-        return cls(graph, static, logits)
+def rotate(x: torch.Tensor, rotation: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """Rotary embedding of heads x [n, heads, head_dim] in f32, by cosines and sines [2, n, 1, dim / 2]."""
+    pairs, axis = ((-1, 2), -1) if interleaved else ((2, -1), -2)
+    cos, sin = rotation
+    dim = 2 * cos.shape[-1]
+    a, b = x[..., :dim].float().unflatten(-1, pairs).unbind(axis)
+    rotated = torch.stack((a * cos - b * sin, b * cos + a * sin), axis).flatten(-2).to(x.dtype)
+    return rotated if dim == x.shape[-1] else torch.cat((rotated, x[..., dim:]), -1)
 
-    def replay(self, inputs: Inputs) -> torch.Tensor:
-        """Run it on new inputs; the logits are overwritten by the next replay."""
-        for static, new in zip(self.inputs, inputs, strict=True):
-            static.copy_(new)
-        self.graph.replay()
-        return self.logits
+
+def attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    visible: torch.Tensor,
+    slots: torch.Tensor,
+    runs: tuple[tuple[int, int, int], ...] | None,
+    scale: float,
+) -> torch.Tensor:
+    """Attention of q [n, heads, head_dim] over caches [slots, kv heads, cells, head_dim]: [n, heads * head_dim]."""
+    group = q.shape[1] // keys.shape[1]  # heads that share keys and values
+    # Neither way asks PyTorch for grouped queries: with a mask, only its slowest kernels have them on a GPU.
+    if runs is None:  # one token a row, the heads of a group as its queries: [n, key-value heads, group, head_dim]
+        if len(keys) > 1:  # a single slot is read where it is
+            keys, values = keys[slots], values[slots]
+        queries, mask = q.unflatten(1, (-1, group)), visible[:, None, None]
+        out = F.scaled_dot_product_attention(queries, keys, values, mask, scale=scale)
+        return out.flatten(1)
+    parts = []
+    for slot, first, end in runs:  # the tokens of a slot together: [1, heads, tokens, head_dim]
+        end = min(end, len(q))
+        if first < end:
+            queries = q[first:end].transpose(0, 1).unsqueeze(0)
+            k, v = (cache[slot : slot + 1].repeat_interleave(group, 1) for cache in (keys, values))
+            out = F.scaled_dot_product_attention(queries, k, v, visible[first:end], scale=scale)
+            parts.append(out[0].transpose(0, 1).flatten(1))
+    return torch.cat(parts)
 
 
 def check_device(device: str) -> None:
