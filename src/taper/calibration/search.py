@@ -54,7 +54,7 @@ class Skipped(NamedTuple):
 
 def first_steps(references: Sequence[Reference], steps: int) -> list[Reference]:
     """The steps up to `steps` of each completion that has any besides step 0."""
-    return [reference.window(0, steps + 1) for reference in references if len(reference.completion_ids) > 1]
+    return [Reference(r.prompt_ids, r.completion_ids[: steps + 1]) for r in references if len(r.completion_ids) > 1]
 
 
 def layer_importance(num_hidden_layers: int, steps: Sequence[int], measure: Measure) -> list[float]:

@@ -177,12 +177,10 @@ class Measurements:
         return self._store.remember({"block influence on": self._keys}, lambda: self.replay.block_influence().tolist())  # type: ignore[no-any-return]
 
     def _scores(self, index: int, policy: DepthPolicy) -> dict[str, list[float]]:
-        self.replay.prepare(index)
         (scores,) = self.replay.at(index, [policy])
         return {name: values.tolist() for name, values in vars(scores).items() if name != "reference"}
 
     def _kl_sums(self, index: int, policies: Sequence[DepthPolicy], base: DepthPolicy) -> list[float]:
-        self.replay.prepare(index)
         return [float(scores.kl.sum()) for scores in self.replay.at(index, policies, base)]
 
 
