@@ -46,10 +46,10 @@ def additive(costs):
 
 def order_of(costs, rounds, measure=None, score=lambda skipped: 0.0):
     """Layers in the order of skipping, their KL, and how many can be skipped before significantly fewer are solved."""
-    found = search.layers_to_skip(costs, range(len(costs)), [4] * 12, measure or additive(costs), score)
-    skipped = list(islice(found, rounds))
-    harmless = next((i for i, one in enumerate(skipped) if one.score > search.HARMLESS), len(skipped))
-    return [one.layer for one in skipped], [one.kl for one in skipped], harmless
+    order = search.LayerOrder(
+        costs, list(islice(search.layers_to_skip(costs, [4] * 12, measure or additive(costs), score), rounds))
+    )
+    return [skipped.layer for skipped in order.searched], [skipped.kl for skipped in order.searched], order.harmless
 
 
 @given(st.permutations(range(1, LAYERS + 1)))
@@ -183,9 +183,9 @@ def made_up_table(slope: float = 0.1) -> LossTable:
 
 def test_loss_table_predicts_curves_from_constant_depths():
     for policy in (DepthPolicy.static(LAYERS, 6, range(6)), DepthPolicy.skipdecode(LAYERS, 4, 32)):
-        forecast, losses = made_up_table().predict(policy), over_steps(made_up(policy))
-        assert vars(forecast.tapered_steps) == pytest.approx(vars(losses.tapered_steps.value), rel=0.02)
-        assert forecast.all_steps.kl == pytest.approx(losses.all_steps.kl.value, rel=0.03)
+        (all_steps, tapered), losses = made_up_table().predict(policy), over_steps(made_up(policy))
+        assert vars(tapered) == pytest.approx(vars(losses.tapered_steps.value), rel=0.02)
+        assert all_steps.kl == pytest.approx(losses.all_steps.kl.value, rel=0.03)
 
 
 @pytest.mark.parametrize("slope", [0.1, 0.15])
@@ -461,7 +461,8 @@ def test_attempts_are_stored(tmp_path):
     made_up_problems = by_layer([True, False], {})
     problems, ticks = made_up_problems.judged(Store(tmp_path / "s.sqlite", {})), []
     for _ in range(2):
-        assert problems.solved(range(20), DepthPolicy.full(6), lambda: ticks.append(1)).tolist() == [True, False] * 10
+        attempts = problems.attempts(range(20), DepthPolicy.full(6), lambda: ticks.append(1))
+        assert [attempt.solved for attempt in attempts] == [True, False] * 10
     assert made_up_problems.asked == [(index, ()) for index in range(20)]
     assert len(ticks) == 4
 
@@ -486,10 +487,10 @@ def test_word_problems_are_of_the_hardest_level_that_the_model_can_do(llm, monke
 
     monkeypatch.setattr(WordProblemSet, "attempt", attempt)
     problems = word_problems(llm, Store(tmp_path / "s.sqlite", {}))
-    assert len(problems.search) == (0 if steps is None else 64)
-    validated = problems.validate(skipping(6, [1]), lambda count: lambda: None)
-    assert (validated is None) == (steps is None)
-    if validated is not None:
+    assert (problems is None) == (steps is None)
+    if problems is not None:
+        assert len(problems.search) == 64
+        validated = problems.validate(skipping(6, [1]), lambda count: lambda: None)
         assert validated.full.value == solved_of_16[steps - 1] / 16
 
 
@@ -507,7 +508,7 @@ def test_a_context_too_short_for_problems_asks_none(llm, tiny_llama, tmp_path):
     shorter = LLM(str(tiny_llama.folder), device="cpu", dtype="f32", context=64, threads=1)  # than a problem alone
     for short in (llm, shorter):
         assert short.engine.backend.context_length <= MAX_TOKENS
-        assert not word_problems(short, Store(tmp_path / "s.sqlite", {})).search
+        assert word_problems(short, Store(tmp_path / "s.sqlite", {})) is None
 
 
 # The whole

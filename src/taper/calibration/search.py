@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -35,10 +37,7 @@ _PLACES = 4  # parts of an output whose losses are kept apart
 # Sums of KL over some completions (given by their indices), one for each candidate, if the skipped layers and that
 # candidate are skipped.
 Measure = Callable[[frozenset[int], Sequence[int], range], np.ndarray]
-# By how many standard errors fewer problems are solved if some layers are skipped (`mcnemar_score`).
-Score = Callable[[frozenset[int]], float]
 Replayed = Callable[[DepthPolicy], Scores]  # what a policy costs on the search prompts
-PolicyScore = Callable[[DepthPolicy], float]  # by how many standard errors it solves fewer problems
 
 
 # The order of layers
@@ -50,6 +49,25 @@ class Skipped(NamedTuple):
     layer: int
     kl: float  # mean KL with it and all before it skipped
     score: float  # standard errors by which fewer problems are solved then
+
+
+class LayerOrder(NamedTuple):
+    """The flex layers in the order of skipping: the first ones by search, the rest by importance."""
+
+    importance: list[float]  # mean KL of skipping each layer alone, [L]
+    searched: list[Skipped]
+
+    @property
+    def layers(self) -> list[int]:
+        """All flex layers."""
+        layers = [skipped.layer for skipped in self.searched]
+        return layers + [layer for layer in flex_layers(self.importance) if layer not in layers]
+
+    @property
+    def harmless(self) -> int:
+        """How many of the first layers can be skipped before significantly fewer problems are solved."""
+        scores = [skipped.score for skipped in self.searched]
+        return next((count for count, score in enumerate(scores) if score > HARMLESS), len(scores))
 
 
 def first_steps(references: Sequence[Reference], steps: int) -> list[Reference]:
@@ -65,41 +83,40 @@ def layer_importance(num_hidden_layers: int, steps: Sequence[int], measure: Meas
 
 
 def flex_layers(importance: Sequence[float]) -> list[int]:
-    """The layers that may be skipped at all: those whose KL alone is not far above the median."""
+    """The layers that may be skipped, by importance: those whose KL alone is not far above the median."""
     most = CORE * float(np.median(importance))
-    return [layer for layer, kl in enumerate(importance) if kl <= most]
+    return sorted((layer for layer, kl in enumerate(importance) if kl <= most), key=lambda layer: importance[layer])
 
 
 def layers_to_skip(
-    importance: Sequence[float], flex: Sequence[int], steps: Sequence[int], measure: Measure, score: Score
+    importance: Sequence[float], steps: Sequence[int], measure: Measure, score: Callable[[frozenset[int]], float]
 ) -> Iterator[Skipped]:
-    """The flex layers in the order of skipping, one after another.
+    """The flex layers in the order of skipping. Each is searched for only when it is asked for, as that takes long.
 
     Next comes the first of the layers of lowest KL whose removal does not lower the score on problems; if there is
-    none, the one that lowers it least; and once the score has collapsed, the one of lowest KL. Each is looked for only
-    when it is asked for, as that takes long.
+    none, the one that lowers it least; and once the score has collapsed, the one of lowest KL.
 
     Args:
         importance: mean KL of skipping each layer alone, [L].
-        flex: the layers that may be skipped.
         steps: tapered steps of each completion, [completions].
         measure: sums of KL.
-        score: how problems are solved; always 0 where there are none.
+        score: by how many standard errors fewer problems are solved if some layers are skipped.
     """
     order: list[int] = []
-    marginal = {layer: importance[layer] for layer in flex}  # the KL that each layer added when it was last tried
+    added = {layer: importance[layer] for layer in flex_layers(importance)}  # KL by each layer when it was last tried
     last_kl, collapsed = 0.0, False
-    while left := sorted((layer for layer in flex if layer not in order), key=lambda layer: marginal[layer]):
+    while left := sorted(added.keys() - order, key=lambda layer: (added[layer], layer)):
         finalists, others = _mean_kl(frozenset(order), left[:CANDIDATES], steps, measure)
-        marginal |= {layer: kl - last_kl for layer, kl in (finalists | others).items()}
+        added |= {layer: kl - last_kl for layer, kl in (finalists | others).items()}
+        by_kl = sorted(finalists, key=lambda layer: finalists[layer])
         scores: dict[int, float] = {}
-        for layer in sorted(finalists, key=lambda layer: finalists[layer]):
+        for layer in by_kl:
             scores[layer] = 0.0 if collapsed else score(frozenset([*order, layer]))
             if scores[layer] <= 0:
                 break
         chosen = min(scores, key=lambda layer: scores[layer])
         if scores[chosen] > COLLAPSED:  # which of them loses least is chance
-            chosen, collapsed = min(finalists, key=lambda layer: finalists[layer]), True
+            chosen, collapsed = by_kl[0], True
         order.append(chosen)
         last_kl = finalists[chosen]
         yield Skipped(chosen, last_kl, COLLAPSED if collapsed else scores[chosen])
@@ -121,20 +138,18 @@ def _mean_kl(
 # Curves along the order
 
 
-def power_curve(
-    num_hidden_layers: int, min_depth: int, skip_order: Sequence[int], start: int, span: int
-) -> DepthPolicy:
-    """A power curve that falls from `start` on to `min_depth` within `span` steps."""
-    alpha = math.floor((min_depth / num_hidden_layers) ** (1 / span) * 1e6) / 1e6
-    return DepthPolicy.d3(num_hidden_layers, alpha, start, min_depth, skip_order)
+def power_curve(layers: int, skipped: int, skip_order: Sequence[int], start: int, span: int) -> DepthPolicy:
+    """A power curve that falls from `start` on until `skipped` of the layers are skipped, within `span` steps."""
+    alpha = math.floor(((layers - skipped) / layers) ** (1 / span) * 1e6) / 1e6
+    return DepthPolicy.d3(layers, alpha, start, layers - skipped, skip_order)
 
 
 def power_curves(skip_order: Sequence[int], most: int, num_hidden_layers: int, max_tokens: int) -> list[DepthPolicy]:
     """Policies that skip at most the first `most` layers of an order, over outputs of `max_tokens` tokens."""
     spans = sorted({max(1, round(part * max_tokens)) for part in _SPANS})
     return [
-        power_curve(num_hidden_layers, min_depth, skip_order, start, span)
-        for min_depth in range(num_hidden_layers - 1, num_hidden_layers - most - 1, -1)
+        power_curve(num_hidden_layers, skipped, skip_order, start, span)
+        for skipped in range(1, most + 1)
         for start in _starts(max_tokens)
         for span in spans
     ]
@@ -150,17 +165,12 @@ def power_curves_of_speed(
     """
     policies: list[DepthPolicy] = []
     spans = range(1, 8 * max_tokens + 1)
-    for skipped in range(1, most + 1):
-        for start in _starts(max_tokens):
-
-            def policy(span: int, min_depth: int = num_hidden_layers - skipped, start: int = start) -> DepthPolicy:
-                return power_curve(num_hidden_layers, min_depth, skip_order, start, span)
-
-            longest = bisect_left(spans, True, key=lambda span: cost.speedup(policy(span), max_tokens) < speedup)
-            policies += [policy(longest)] if longest else []
+    for skipped, start in product(range(1, most + 1), _starts(max_tokens)):
+        policy = partial(power_curve, num_hidden_layers, skipped, skip_order, start)
+        longest = bisect_left(spans, True, key=lambda span: cost.speedup(policy(span), max_tokens) < speedup)
+        policies += [policy(longest)] if longest else []
     if not policies:
-        lowest = power_curve(num_hidden_layers, num_hidden_layers - most, skip_order, 0, 1)
-        highest = cost.speedup(lowest, max_tokens)
+        highest = cost.speedup(power_curve(num_hidden_layers, most, skip_order, 0, 1), max_tokens)
         raise RequestError(
             f"no policy of this model is predicted to be {speedup}x as fast over {max_tokens} tokens",
             f"the most that its flex layers give is {math.floor(highest * 100) / 100}x",
@@ -170,13 +180,6 @@ def power_curves_of_speed(
 
 def _starts(max_tokens: int) -> list[int]:
     return sorted({round(part * max_tokens) for part in _STARTS})
-
-
-class Forecast(NamedTuple):
-    """The expected loss of a policy, with no interval; step 0 is left out, as it never skips a layer."""
-
-    all_steps: Loss
-    tapered_steps: Loss
 
 
 class LossTable:
@@ -192,12 +195,12 @@ class LossTable:
         between = [np.interp(range(num_hidden_layers + 1), [*depths, num_hidden_layers], column) for column in flat.T]
         self._table = np.stack(between, -1).reshape(-1, *known.shape[1:])
 
-    def predict(self, policy: DepthPolicy) -> Forecast:
-        """The expected loss of a policy."""
+    def predict(self, policy: DepthPolicy) -> tuple[Loss, Loss]:
+        """The expected loss of a policy over all steps but step 0, which skips no layer, and over the tapered ones."""
         steps = np.arange(1, self._tokens)
         depths = np.array([policy.depth(step) for step in steps.tolist()])
         losses = self._table[depths, self._place(steps)]
-        return Forecast(_mean(losses), _mean(losses[depths < self._layers]))
+        return _mean(losses), _mean(losses[depths < self._layers])
 
     def _place(self, steps: np.ndarray) -> np.ndarray:
         place: np.ndarray = np.minimum(steps * _PLACES // self._tokens, _PLACES - 1)
@@ -220,7 +223,7 @@ def fit_quality(
     Time plays no part: it falls with mean depth, so a quality budget gives the same policy on every machine.
     """
     depth = [policy.mean_depth(max_tokens) for policy in candidates]
-    forecast = [budget.worst_share(table.predict(policy).tapered_steps) for policy in candidates]
+    forecast = [budget.worst_share(table.predict(policy)[1]) for policy in candidates]
     replayed: dict[int, float] = {}  # the largest share of a limit that each candidate took, at the bad end
     margin = 1.0  # replayed over forecast
     for _ in range(ATTEMPTS):
@@ -245,9 +248,13 @@ def fit_quality(
 
 
 def fit_speed(
-    candidates: Sequence[DepthPolicy], harmless: int, table: LossTable, replay: Replayed, score: PolicyScore
+    candidates: Sequence[DepthPolicy],
+    harmless: int,
+    table: LossTable,
+    replay: Replayed,
+    score: Callable[[DepthPolicy], float],
 ) -> DepthPolicy:
-    """Of policies that are equally fast, one that skips few layers early or many of them late: the better `score`.
+    """Of policies that are equally fast, one that skips few layers early or many of them late: the lower `score`.
 
     From the fewest layers that reach the speed, one more is skipped as long as the replayed KL over all steps falls.
     The end of this path is compared with stopping at the first `harmless` layers, or at those fewest if they are more.
@@ -256,7 +263,7 @@ def fit_speed(
     lowest = math.inf
     for min_depth in sorted({policy.min_depth for policy in candidates}, reverse=True):
         equal = (policy for policy in candidates if policy.min_depth == min_depth)
-        policy = min(equal, key=lambda policy: table.predict(policy).all_steps.kl)
+        policy = min(equal, key=lambda policy: table.predict(policy)[0].kl)
         kl = float(replay(policy).kl.mean())
         if kl >= lowest:
             break

@@ -146,6 +146,11 @@ class Measurements:
     def __len__(self) -> int:
         return len(self._keys)
 
+    @property
+    def tapered_steps(self) -> list[int]:
+        """Steps besides step 0 of each completion."""
+        return [len(reference.completion_ids) - 1 for reference in self.replay.references]
+
     def close(self) -> None:
         """Free the slots."""
         self.replay.close()
