@@ -504,6 +504,12 @@ def test_a_budget_skips_no_layer_that_problems_need(llm, monkeypatch):
     assert result.summary.problems.difference.value == 0
 
 
+def test_word_problems_need_no_slots_that_replay_holds(llm, monkeypatch):
+    """Their level was once chosen after replay had taken every slot, which failed."""
+    monkeypatch.setattr("taper.calibration.problems.MAX_TOKENS", 4)
+    assert calibrate(llm, prompts_of(24), max_kl=50.0, answer_tokens=4).policy.num_hidden_layers == 6
+
+
 def test_a_context_too_short_for_problems_asks_none(llm, tiny_llama, tmp_path):
     shorter = LLM(str(tiny_llama.folder), device="cpu", dtype="f32", context=64, threads=1)  # than a problem alone
     for short in (llm, shorter):
