@@ -21,28 +21,23 @@ from .problems import Problems, word_problems
 from .prompts import BATCH, builtin_prompts, completions, encode_prompts, split
 from .replay import Reference, Scores
 from .search import (
-    ATTEMPTS,
     COMPLETIONS,
+    FITTED,
     STEPS,
     LayerOrder,
-    LossTable,
     Skipped,
     first_steps,
-    fit_quality,
-    fit_speed,
+    fit_curve,
     flex_layers,
     layer_importance,
     layers_to_skip,
-    power_curves,
-    power_curves_of_speed,
 )
-from .statistics import Losses, free_running, loss_by_step, over_steps
+from .statistics import free_running, loss_by_step, over_steps
 from .store import Measurements, Tick, current_conditions, digest, open_store, skipping
 from .summary import Budget, CalibratedModel, CalibrationSummary, Frontier, PromptCounts, Speedup
 
 REFERENCE_TOKENS = 128  # most tokens of an output, if no length is planned for
 MAX_PROMPTS = 256
-PROBES, FITTED = 12, 24  # outputs on which the loss is measured by depth and place, and curves are compared
 SLOTS = {"cpu": 64, "cuda": 16}  # prompts whose keys and values stay; a GPU takes memory for all at once
 MIN_SLOTS = 3  # the clock alternates between three depths
 StageProgress = Callable[[str, float], None]  # a stage, and what part of it was done since the last call
@@ -215,7 +210,8 @@ class Calibrator:
             importance, skipped = self.order(measurements, problems, self._rounds(budget, cost))
             order = LayerOrder(importance, list(skipped))
         with self.measurements(search[:FITTED]) as measurements:
-            policy, on_search_prompts = self._curve(budget, order, problems, measurements, cost, planned)
+            score = partial(self.score, problems, measurements)
+            policy, on_search_prompts = fit_curve(budget, order, measurements, cost, planned, score, self.ticks)
 
         scores = self._scores("validation on held-out prompts", held_out, policy)
         own = self._complete("outputs of the policy", [r.prompt_ids for r in held_out], policy, max_tokens)
@@ -272,30 +268,3 @@ class Calibrator:
             needed = (n for n in range(1, self.layers) if cost.step_ms(self.layers - n) <= enough)
             rounds = max(rounds, next(needed, 0) * 5 // 4)
         return max(1, rounds)
-
-    def _curve(
-        self,
-        budget: Budget,
-        order: LayerOrder,
-        problems: Problems | None,
-        measurements: Measurements,
-        cost: CostModel,
-        max_tokens: int,
-    ) -> tuple[DepthPolicy, Losses]:
-        """The policy for the budget, and what it costs on the search prompts."""
-        skip_order, most = order.layers, len(order.searched)
-        counts = sorted({max(1, round(part * most / 3)) for part in (0, 1, 2, 3)})
-        probes = range(min(PROBES, len(measurements)))
-        tick = self.ticks("loss by depth and place", len(counts) * len(probes))
-        constant = [skipping(self.layers, skip_order[:count]) for count in counts]
-        by_depth = {policy.min_depth: measurements.scores(policy, tick, probes) for policy in constant}
-        table = LossTable(by_depth, self.layers, max_tokens)
-        attempts = ATTEMPTS if budget.speedup is None else most
-        replay = partial(measurements.scores, tick=self.ticks("curve for the budget", attempts * len(measurements)))
-        if budget.speedup is None:
-            candidates = power_curves(skip_order, max(1, order.harmless), self.layers, max_tokens)
-            policy = fit_quality(budget, candidates, table, max_tokens, replay)
-        else:  # it may need more layers than can be skipped without harm
-            candidates = power_curves_of_speed(skip_order, most, self.layers, max_tokens, budget.speedup, cost)
-            policy = fit_speed(candidates, order.harmless, table, replay, partial(self.score, problems, measurements))
-        return policy, over_steps(replay(policy))

@@ -2,7 +2,7 @@
 
 The order is greedy addition by measured KL, checked on problems that the model solves. Of power curves along it, the
 best by forecast are replayed: `power_curves` and `power_curves_of_speed` make candidates, `LossTable` forecasts their
-loss, `fit_quality` and `fit_speed` choose. Other curves cannot be told from the power law at equal mean depth.
+loss, `fit_quality` and `fit_speed` choose.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from ..errors import RequestError
 from ..policy import DepthPolicy
 from .clock import CostModel
 from .replay import Reference, Scores
-from .statistics import Loss, over_steps
+from .statistics import Loss, Losses, over_steps
+from .store import Measurements, Tick, skipping
 from .summary import Budget
 
 CORE = 5.0  # a layer whose KL, skipped alone, is this many times the median of all layers is always run
@@ -29,6 +30,7 @@ FIRST_LOOK = 12  # completions on which all candidates are tried; the best ones 
 CANDIDATES, FINALISTS = 6, 3
 HARMLESS = 1.645  # standard errors: a set that loses nothing goes beyond it by chance one time in twenty
 COLLAPSED = 4.0  # standard errors: so many fewer problems are solved that asking for more of them says nothing
+PROBES, FITTED = 12, 24  # completions on which the loss is measured by depth and place, and curves are compared
 ATTEMPTS = 4  # candidates that are replayed for a quality budget
 _STARTS = (0, 1 / 8, 1 / 4, 1 / 2, 3 / 4)  # where the fall may begin, and how long it may last, in outputs
 _SPANS = (1 / 128, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4)
@@ -38,6 +40,7 @@ _PLACES = 4  # parts of an output whose losses are kept apart
 # candidate are skipped.
 Measure = Callable[[frozenset[int], Sequence[int], range], np.ndarray]
 Replayed = Callable[[DepthPolicy], Scores]  # what a policy costs on the search prompts
+PolicyScore = Callable[[DepthPolicy], float]  # by how many standard errors it solves fewer problems
 
 
 # The order of layers
@@ -126,7 +129,7 @@ def _mean_kl(
     skipped: frozenset[int], candidates: Sequence[int], steps: Sequence[int], measure: Measure
 ) -> tuple[dict[int, float], dict[int, float]]:
     """Mean KL of the best candidates over all completions, and of the others over the first completions alone."""
-    first, rest = range(min(FIRST_LOOK, len(steps))), range(min(FIRST_LOOK, len(steps)), len(steps))
+    first, rest = range(len(steps))[:FIRST_LOOK], range(len(steps))[FIRST_LOOK:]
     sums = dict(zip(candidates, measure(skipped, candidates, first).tolist(), strict=True))
     finalists = sorted(sums, key=lambda layer: sums[layer])[:FINALISTS]
     more = measure(skipped, finalists, rest) if rest else np.zeros(len(finalists))
@@ -136,6 +139,34 @@ def _mean_kl(
 
 
 # Curves along the order
+
+
+def fit_curve(
+    budget: Budget,
+    order: LayerOrder,
+    measurements: Measurements,
+    cost: CostModel,
+    max_tokens: int,
+    score: PolicyScore,
+    ticks: Callable[[str, int], Tick],
+) -> tuple[DepthPolicy, Losses]:
+    """The policy for a budget or a speed, and what it costs on the search prompts."""
+    layers, most = len(order.importance), len(order.searched)
+    counts = sorted({max(1, round(part * most / 3)) for part in (0, 1, 2, 3)})
+    probes = range(min(PROBES, len(measurements)))
+    tick = ticks("loss by depth and place", len(counts) * len(probes))
+    constant = [skipping(layers, order.layers[:count]) for count in counts]
+    by_depth = {policy.min_depth: measurements.scores(policy, tick, probes) for policy in constant}
+    table = LossTable(by_depth, layers, max_tokens)
+    attempts = ATTEMPTS if budget.speedup is None else most
+    replay = partial(measurements.scores, tick=ticks("curve for the budget", attempts * len(measurements)))
+    if budget.speedup is None:
+        candidates = power_curves(order.layers, max(1, order.harmless), layers, max_tokens)
+        policy = fit_quality(budget, candidates, table, max_tokens, replay)
+    else:  # it may need more layers than can be skipped without harm
+        candidates = power_curves_of_speed(order.layers, most, layers, max_tokens, budget.speedup, cost)
+        policy = fit_speed(candidates, order.harmless, table, replay, score)
+    return policy, over_steps(replay(policy))
 
 
 def power_curve(layers: int, skipped: int, skip_order: Sequence[int], start: int, span: int) -> DepthPolicy:
@@ -189,17 +220,17 @@ class LossTable:
         self._layers, self._tokens = num_hidden_layers, max_tokens
         depths = sorted(measured)
         # [depths + 1, places, (KL, disagreement, NLL rise, NLL at full depth)]
-        known = np.stack([self._places(measured[depth]) for depth in depths] + [self._places(measured[depths[0]]) * 0])
-        known[-1, :, 3] = known[0, :, 3]
-        flat = known.reshape(len(known), -1)
-        between = [np.interp(range(num_hidden_layers + 1), [*depths, num_hidden_layers], column) for column in flat.T]
+        tapered = [self._places(measured[depth]) for depth in depths]
+        known = np.stack([*tapered, tapered[0] * (0, 0, 0, 1)])
+        columns = known.reshape(len(known), -1).T
+        between = [np.interp(range(num_hidden_layers + 1), [*depths, num_hidden_layers], column) for column in columns]
         self._table = np.stack(between, -1).reshape(-1, *known.shape[1:])
 
     def predict(self, policy: DepthPolicy) -> tuple[Loss, Loss]:
         """The expected loss of a policy over all steps but step 0, which skips no layer, and over the tapered ones."""
         steps = np.arange(1, self._tokens)
         depths = np.array([policy.depth(step) for step in steps.tolist()])
-        losses = self._table[depths, self._place(steps)]
+        losses = self._table[depths, self._place(steps)]  # [steps, 4]
         return _mean(losses), _mean(losses[depths < self._layers])
 
     def _place(self, steps: np.ndarray) -> np.ndarray:
@@ -248,11 +279,7 @@ def fit_quality(
 
 
 def fit_speed(
-    candidates: Sequence[DepthPolicy],
-    harmless: int,
-    table: LossTable,
-    replay: Replayed,
-    score: Callable[[DepthPolicy], float],
+    candidates: Sequence[DepthPolicy], harmless: int, table: LossTable, replay: Replayed, score: PolicyScore
 ) -> DepthPolicy:
     """Of policies that are equally fast, one that skips few layers early or many of them late: the lower `score`.
 
@@ -275,7 +302,7 @@ def fit_speed(
 
 
 def _mean(losses: np.ndarray) -> Loss:
-    """The mean over steps, [steps, 4]; no loss where there are none."""
+    """The mean over steps; no loss where there are none."""
     kl, disagreement, rise, nll = losses.sum(0).tolist()
     count = max(1, len(losses))
     return Loss(kl / count, 1 - disagreement / count, 100 * rise / max(nll, 1e-9))

@@ -53,22 +53,10 @@ class TaskCalibration:
     settings: dict[str, Any]  # what every policy was asked, and where
     trials: list[Trial]
 
-    @property
-    def order(self) -> list[int]:
-        """The layers as they were chosen; without the last one the task may not have held."""
-        return list(self.trials[-1].policy.skip_order) if self.trials else []
-
     def plain(self) -> dict[str, Any]:
         """All of it as JSON has it."""
-        trials = [
-            {
-                "skipped": list(trial.policy.skip_order),
-                "comparison": to_plain(trial.comparison),
-                "tokens": trial.tokens,
-                "speedup": trial.speedup,
-            }
-            for trial in self.trials
-        ]
+        rows = [{"skipped": trial.policy.skip_order, **vars(trial)} for trial in self.trials]
+        trials = [to_plain({name: value for name, value in row.items() if name != "policy"}) for row in rows]
         policy = None if self.policy is None else json.loads(self.policy.to_json())
         return {"settings": self.settings, "trials": trials, "policy": policy}
 
