@@ -39,19 +39,13 @@ class Attempt(NamedTuple):
 
 
 class ProblemSet(Protocol):
-    """Problems, numbered from 0. `identity`: JSON that differs if prompts, outputs or right answers would."""
+    """Problems, numbered from 0, which a model solves under a policy."""
 
-    identity: Any
+    identity: Any  # JSON that differs if prompts, outputs or right answers would
 
     def __len__(self) -> int: ...
-
-    def prompt_ids(self, indices: Sequence[int]) -> dict[int, tuple[int, ...]]:
-        """The token ids of some prompts, by index."""
-        ...
-
-    def attempt(self, indices: Sequence[int], policy: DepthPolicy) -> list[Attempt]:
-        """Let the model solve some problems under a policy."""
-        ...
+    def prompt_ids(self, indices: Sequence[int]) -> dict[int, tuple[int, ...]]: ...
+    def attempt(self, indices: Sequence[int], policy: DepthPolicy) -> list[Attempt]: ...
 
 
 @dataclass(frozen=True)
@@ -128,9 +122,8 @@ class WordProblemSet:
     def attempt(self, indices: Sequence[int], policy: DepthPolicy) -> list[Attempt]:
         """Solve some problems together under a policy."""
         params, tokenizer = SamplingParams(max_tokens=MAX_TOKENS), self._llm.tokenizer
-        prompts = self.prompt_ids(indices).values()
+        prompts, attempts = self.prompt_ids(indices).values(), []
         requests = [Request(prompt, params, policy, tokenizer.eos_token_ids) for prompt in prompts]
-        attempts = []
         for index, ids in zip(indices, self._llm.engine.complete(requests), strict=True):
             right = len(ids) < MAX_TOKENS and is_right(tokenizer.decode(ids), self._problems[index].answer)
             attempts.append(Attempt(right, ids))

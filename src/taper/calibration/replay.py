@@ -68,7 +68,7 @@ class _Full:
 
 
 class Replay:
-    """Known completions on an engine. Prepared prompts hold slots of the engine; `close` frees them.
+    """Known completions on an engine. Their prompts hold slots of the engine; `close` frees them.
 
     Raises:
         RequestError: a completion is empty or does not fit into the context.

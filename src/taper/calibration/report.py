@@ -60,7 +60,6 @@ def render(template: str, pictures: Mapping[str, bytes], **names: Any) -> str:
 
 
 def _frontier(summary: CalibrationSummary) -> Figure:
-    """Loss against depth."""
     layers, frontier = summary.model.num_hidden_layers, summary.frontier
     figure, axes = _figure("What skipping layers costs")
     axes.plot([layers, *frontier.kl], [0.0, *frontier.kl.values()], "o-", color=_BLUE, linewidth=2)
@@ -71,7 +70,6 @@ def _frontier(summary: CalibrationSummary) -> Figure:
 
 
 def _speed(summary: CalibrationSummary) -> Figure:
-    """Loss against speed, and where the policy stands."""
     frontier, (speed, slowest, fastest) = summary.frontier, summary.speedup.measured
     figure, axes = _figure("What speed costs")
     axes.plot([1.0, *frontier.speedup.values()], [0.0, *frontier.kl.values()], "o-", color=_BLUE, linewidth=2)
@@ -104,7 +102,6 @@ def _loss_by_step(summary: CalibrationSummary) -> Figure:
 
 
 def _depth_by_step(summary: CalibrationSummary) -> Figure:
-    """How many layers run at each step."""
     figure, axes = _figure("How many layers run along the output")
     curve, layers, mean = summary.curve, summary.model.num_hidden_layers, summary.mean_depth
     axes.stairs(curve, color=_BLUE, linewidth=2, baseline=None)
@@ -119,7 +116,6 @@ def _depth_by_step(summary: CalibrationSummary) -> Figure:
 
 
 def _importance(summary: CalibrationSummary) -> Figure:
-    """What each layer costs when it alone is skipped."""
     figure, axes = _figure("How much each layer matters")
     layers, importance = summary.model.num_hidden_layers, summary.importance
     core, skipped = set(summary.core_layers), set(summary.skip_order[: layers - summary.curve[-1]])

@@ -116,7 +116,7 @@ def batch_size(prompts: int, device: str = "auto") -> int:
 
 
 class Calibrator:
-    """A model that is being calibrated, and the store of what was measured of it. Close it to close the store."""
+    """A model that is being calibrated, and the store of its measurements, which `close` closes."""
 
     def __init__(self, llm: LLM, seed: int, progress: StageProgress | None) -> None:
         self.llm, self.seed, self._progress = llm, seed, progress or (lambda stage, part: None)

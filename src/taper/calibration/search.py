@@ -97,13 +97,8 @@ def layers_to_skip(
     """The flex layers in the order of skipping. Each is searched for only when it is asked for, as that takes long.
 
     Next comes the first of the layers of lowest KL whose removal does not lower the score on problems; if there is
-    none, the one that lowers it least; and once the score has collapsed, the one of lowest KL.
-
-    Args:
-        importance: mean KL of skipping each layer alone, [L].
-        steps: tapered steps of each completion, [completions].
-        measure: sums of KL.
-        score: by how many standard errors fewer problems are solved if some layers are skipped.
+    none, the one that lowers it least; and once the score has collapsed, the one of lowest KL. `steps` are the tapered
+    steps of each completion, `score` is the number of standard errors by which fewer problems are solved.
     """
     order: list[int] = []
     added = {layer: importance[layer] for layer in flex_layers(importance)}  # KL by each layer when it was last tried
@@ -253,29 +248,31 @@ def fit_quality(
 
     Time plays no part: it falls with mean depth, so a quality budget gives the same policy on every machine.
     """
+    every = range(len(candidates))
     depth = [policy.mean_depth(max_tokens) for policy in candidates]
     forecast = [budget.worst_share(table.predict(policy)[1]) for policy in candidates]
     replayed: dict[int, float] = {}  # the largest share of a limit that each candidate took, at the bad end
+    best: int | None = None  # of those that keep the budget
     margin = 1.0  # replayed over forecast
     for _ in range(ATTEMPTS):
-        kept = [i for i, share in replayed.items() if share <= 1]
-        faster = [i for i in range(len(candidates)) if i not in replayed and all(depth[i] < depth[k] for k in kept)]
+        faster = [i for i in every if i not in replayed and (best is None or depth[i] < depth[best])]
         promising = [i for i in faster if forecast[i] * margin <= 1]
         if promising:
             chosen = min(promising, key=lambda i: depth[i])
         else:  # the gentlest of all might keep the budget if none has so far
-            chosen = min(range(len(candidates)), key=lambda i: forecast[i])
-            if kept or chosen in replayed:
+            chosen = min(every, key=lambda i: forecast[i])
+            if best is not None or chosen in replayed:
                 break
         tapered = over_steps(replay(candidates[chosen])).tapered_steps
         if tapered is None:  # too few steps to judge the policy, or the table
             replayed[chosen] = math.inf
-        else:
-            replayed[chosen] = budget.worst_share(tapered.worst)
-            # One per cent of safety: the next candidate should keep the budget.
-            margin = 1.01 * replayed[chosen] / max(forecast[chosen], 1e-9)
-    kept = [i for i, share in replayed.items() if share <= 1]
-    return candidates[min(kept, key=lambda i: depth[i]) if kept else min(replayed, key=lambda i: replayed[i])]
+            continue
+        replayed[chosen] = budget.worst_share(tapered.worst)
+        # One per cent of safety: the next candidate should keep the budget.
+        margin = 1.01 * replayed[chosen] / max(forecast[chosen], 1e-9)
+        if replayed[chosen] <= 1:
+            best = chosen
+    return candidates[min(replayed, key=lambda i: replayed[i]) if best is None else best]
 
 
 def fit_speed(

@@ -197,13 +197,13 @@ class PairedComparison:
 def compare(
     full: Sequence[bool], tapered: Sequence[bool], margin: float, seed: int = 0, level: float = LEVEL
 ) -> PairedComparison:
-    """Compare two modes; `full[i]` and `tapered[i]` say whether each of them solved problem i, both [problems].
+    """Compare two modes by the problems that each of them solved, both bool [problems].
 
     The verdict is at the one-sided `level`; the intervals are always 95 %.
 
     Raises:
-        RequestError: the modes differ in their number of problems, there are fewer than two of them, an entry is not
-            a bool, or `margin` is not in (0, 1).
+        RequestError: the modes differ in their number of problems, there are fewer than two, an entry is not a bool, or
+            `margin` is not in (0, 1).
     """
     problems = len(full)
     if len(tapered) != problems:

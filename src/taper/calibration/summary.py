@@ -211,15 +211,13 @@ def interval(estimate: Sequence[float] | None, factor: float = 1.0, unit: str = 
 def limits(summary: CalibrationSummary) -> list[tuple[str, str]]:
     """Each limit of the budget, and what was measured on held-out prompts."""
     measured, speedup = summary.held_out.tapered_steps or summary.held_out.all_steps, summary.speedup
-    rows = []
-    for name, limit in summary.budget.given.items():
-        if name in _LIMITS:
-            asked, _, factor, _ = _LIMITS[name]
-            rows.append((asked.format(factor * limit), _bounded(name, measured.value)))
-        else:
-            speeds = f"{speedup.predicted:.2f} predicted, {speedup.measured.median:.2f} measured"
-            rows.append((f"{limit:.4g} times the speed of full depth", speeds))
-    return rows
+    if summary.budget.speedup is not None:
+        speeds = f"{speedup.predicted:.2f} predicted, {speedup.measured.median:.2f} measured"
+        return [(f"{summary.budget.speedup:.4g} times the speed of full depth", speeds)]
+    return [
+        (_LIMITS[name][0].format(_LIMITS[name][2] * limit), _bounded(name, measured.value))
+        for name, limit in summary.budget.given.items()
+    ]
 
 
 def verdict(summary: CalibrationSummary) -> str:
