@@ -139,7 +139,7 @@ def test_a_calibration_gives_the_policy(arguments, tmp_path):
 
 @pytest.mark.usefixtures("short_calibration")
 def test_a_budget_that_no_policy_meets_leaves_the_headline(arguments, monkeypatch, tmp_path):
-    monkeypatch.setattr(taper.calibration.summary.Provenance, "budget_met", False)
+    monkeypatch.setattr(taper.calibration.summary.CalibrationSummary, "budget_met", False)
     assert "no policy meets the budget" in run([*arguments, "--lengths=24", "--tasks=gsm8k"])
     data = json.loads((tmp_path / "out" / "results.json").read_text())
     assert data["policy"] is None
