@@ -305,6 +305,15 @@ def test_local_data_changes_nothing_but_where_it_comes_from(data):
     assert options["until"] == ["</s>", "Q", "\n\n"]
 
 
+def test_a_problem_has_the_same_examples_whichever_others_are_asked(data):
+    task = load_tasks(["gsm8k"], fewshot=2, data_dir=data).tasks[0]
+    every = [problem.prompt_hash for problem in task.problems()]
+    assert len(set(every)) == 6
+    assert [(problem.index, problem.prompt_hash) for problem in task.problems(indices=[4, 2])] == [
+        (index, every[index]) for index in (2, 4)
+    ]
+
+
 def test_harness_output_is_silent(data, capfd):
     load_tasks(["gsm8k"], data_dir=data).tasks[0].problems()
     assert capfd.readouterr() == ("", "")

@@ -84,16 +84,20 @@ class EvalTask:
     ) -> list[Problem]:
         """The first `limit` problems, or those with the given indices; as conversations, if `render_chat` is given.
 
+        A problem has the same examples whichever others are asked for.
+
         Raises:
             RequestError: the task has too few examples for its prompts, or asks for log-likelihoods.
             TaperError: what `render_chat` raises.
         """
-        self._task.set_fewshot_seed(FEWSHOT_SEED)  # the same examples each time
+        chosen = range(min(limit or self.num_problems, self.num_problems)) if indices is None else sorted(set(indices))
+        # The harness draws examples problem by problem, so those of earlier problems must be drawn too.
+        built = range(chosen[-1] + 1) if self.num_fewshot else chosen
+        self._task.set_fewshot_seed(FEWSHOT_SEED)
         try:
             with quiet():
                 self._task.build_all_requests(
-                    limit=limit,
-                    samples=None if indices is None else set(indices),
+                    samples=set(built),
                     apply_chat_template=render_chat is not None,
                     fewshot_as_multiturn=render_chat is not None,
                     chat_template=render_chat,
@@ -106,12 +110,8 @@ class EvalTask:
         for request in self._task.instances:
             if request.request_type != "generate_until":
                 raise _generates_nothing(self.name, request.request_type)
-            requests.setdefault(request.doc_id, []).append(request)
-        chosen = sorted(indices or ())  # the harness numbers them from 0
-        return [
-            Problem(self.name, chosen[doc_id] if chosen else doc_id, tuple(own), self._task.config.repeats)
-            for doc_id, own in requests.items()
-        ]
+            requests.setdefault(built[request.doc_id], []).append(request)  # the harness numbers them from 0
+        return [Problem(self.name, index, tuple(requests[index]), self._task.config.repeats) for index in chosen]
 
     def score(self, problem: Problem, texts: Sequence[Sequence[str]]) -> tuple[Metrics, dict[str, str]]:
         """Every metric under every filter, and the text that each filter extracted.
