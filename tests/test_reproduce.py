@@ -14,12 +14,14 @@ import taper.calibration.run
 import taper.calibration.summary
 from taper import DepthPolicy
 from taper.calibration import clock as cost
+from taper.calibration.statistics import Estimate
 from taper.cli import cli
 from taper.errors import RequestError
-from taper.evals import comparison
+from taper.evals import comparison, reproduce
 from taper.evals.methods import FULL, mean_depth
 from taper.evals.records import RecordFile
-from taper.evals.reproduce import CALIBRATED
+from taper.evals.reproduce import CALIBRATED, Result
+from taper.evals.summary import Score
 
 POLICY = DepthPolicy.d3(6, 0.99, skip_order=[4, 1, 2, 3])
 TASKS = "gsm8k,bbh_cot_zeroshot"
@@ -102,6 +104,18 @@ def test_an_order_of_too_few_layers_is_left_out_at_the_headline(arguments, tmp_p
     assert compared == [(FULL, None), (CALIBRATED, None), (middle_first, 4), (measured, 5), (middle_first, 5)]
     assert [speed["method"] for speed in data["speeds"]] == [CALIBRATED]
     assert line in (tmp_path / "out" / "index.html").read_text()
+
+
+def test_a_method_has_one_colour_at_every_length():
+    def result(max_tokens: int, method: str) -> Result:
+        depth = None if method == FULL else 4.0
+        score = Score("taper", method, Estimate(0.5, 0.4, 0.6), 5.0, 8.0, 0.0, None)
+        return Result("gsm8k", max_tokens, method, depth, 2, "exact_match", score)
+
+    results = [result(16, FULL), result(16, "b"), result(24, FULL), result(24, "a"), result(24, "b")]
+    short, long = reproduce._accuracy_picture(results, 6).axes
+    colours = [{bars.get_label(): bars[0].get_color() for bars in axes.containers} for axes in (short, long)]
+    assert colours[0]["b"] == colours[1]["b"] != colours[1]["a"]
 
 
 @pytest.mark.skipif(not DEFAULT_MODEL_FILE.is_file(), reason="fetch the default model with: taper pull")

@@ -287,6 +287,7 @@ def _accuracy_picture(results: Sequence[Result], layers: int) -> Figure:
     """Accuracy against mean depth, a line and mark for each method, at each length of outputs."""
     results = [result for result in results if result.score.accuracy]
     lengths = sorted({result.max_tokens for result in results}) or [0]
+    styles = _styles(list(dict.fromkeys(result.method for result in results)))
     figure = Figure(figsize=(max(7.0, 3.6 * len(lengths)), 4.6), layout="constrained")
     grid = figure.subplots(1, len(lengths), squeeze=False, sharey=True)[0]
     for axes, length in zip(grid, lengths, strict=True):
@@ -294,20 +295,19 @@ def _accuracy_picture(results: Sequence[Result], layers: int) -> Figure:
         axes.set_title(f"up to {length} tokens", loc="left", fontsize=11)
         axes.set_xlabel(f"mean depth, of {layers} layers (fewer to the right)")
         axes.invert_xaxis()
-        _draw_methods(axes, [result for result in results if result.max_tokens == length])
+        _draw_methods(axes, [result for result in results if result.max_tokens == length], styles)
     grid[0].set_ylabel("solved, %")
     handles = {handle.get_label(): handle for axes in grid for handle in axes.get_legend_handles_labels()[0]}
     figure.legend(handles.values(), handles.keys(), loc="outside lower left", ncols=2, frameon=False, fontsize=9)
     return figure
 
 
-def _draw_methods(axes: Axes, results: Sequence[Result]) -> None:
+def _draw_methods(axes: Axes, results: Sequence[Result], styles: Mapping[str, dict[str, Any]]) -> None:
     """The methods on one task at one length; each line begins at full depth."""
     full = [result for result in results if result.method == FULL]
     by_method: dict[str, list[Result]] = {}
     for result in results:
         by_method.setdefault(result.method, list(full) if result.depth is not None else []).append(result)
-    styles = _styles(list(by_method))
     for name, own in by_method.items():
         own = sorted(own, key=lambda result: -result.score.mean_depth)
         accuracies = [Estimate(*(100 * x for x in result.score.accuracy or (0, 0, 0))) for result in own]
