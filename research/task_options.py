@@ -6,19 +6,20 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from taper import LLM
+from taper import LLM, DepthPolicy
 from taper.calibration.replay import Scores
 from taper.calibration.statistics import Estimate, by_completion, ratio_estimate
 from taper.calibration.store import current_conditions
-from taper.errors import RequestError, TaperError
+from taper.errors import RequestError, TaperError, shown
 from taper.evals import load_tasks
 from taper.evals.comparison import Study, TaskStudy
+from taper.evals.methods import FULL
 from taper.models.download import DEFAULT_MODEL, content_hash
 
 RESULTS = Path(__file__).parent / "results"
@@ -66,6 +67,18 @@ def open_task(study: Study, name: str, options: argparse.Namespace) -> TaskStudy
     is_fewshot = "fewshot" in name
     selection = load_tasks([name], fewshot=None if is_fewshot else 0, data_dir=options.data_dir)
     return TaskStudy(study, selection, chat=not is_fewshot)
+
+
+def chosen(policies: Mapping[str, DepthPolicy], words: Sequence[str]) -> list[str]:
+    """The names of full depth and of the methods whose names contain one of some words; all names without any word.
+
+    Raises:
+        RequestError: no name contains a word.
+    """
+    for word in words:
+        if not any(word.lower() in name.lower() for name in policies):
+            raise RequestError(f"there is no method {shown(word)}", f"there are {'; '.join(policies)}")
+    return [n for n in policies if n == FULL or not words or any(word.lower() in n.lower() for word in words)]
 
 
 def mean_depth_of(options: argparse.Namespace, num_hidden_layers: int) -> float:

@@ -26,13 +26,12 @@ from taper.calibration.search import first_steps
 from taper.calibration.statistics import by_completion, free_running, ratio_estimate
 from taper.calibration.summary import to_plain
 from taper.evals.comparison import Study
-from taper.evals.methods import closest_policy, mean_depth
+from taper.evals.methods import closest_d3, mean_depth
 
 NESTED, ROTATING, FILLED = "nested", "rotating", "rotating, filled in"
 ANSWERS, STEPS = 12, 96  # replayed, of each task in turn, and the first steps of each
 FREE, FREE_TOKENS = 6, 96  # prompts that are answered freely, and the length of those answers
 BINS = (1, 25, 49, 97)
-_ALPHAS = 1_000_000
 Rule = tuple[DepthPolicy, bool]  # which layers run, and whether skipped ones compute keys and values
 
 
@@ -78,9 +77,7 @@ def compare_nesting(study: Study, references: Sequence[Reference], depth: float)
 def _compare(model: PreTrainedModel, study: Study, references: Sequence[Reference], depth: float) -> dict[str, Any]:
     replayed = first_steps(references[:ANSWERS], STEPS)
     lengths = [len(reference.completion_ids) for reference in replayed]
-    policy = closest_policy(
-        lambda n: DepthPolicy.d3(study.num_hidden_layers, n / _ALPHAS, skip_order=study.order), _ALPHAS, depth, lengths
-    )
+    policy = closest_d3(study.num_hidden_layers, study.order, depth, lengths)
     lowest = policy.depth(max(lengths) - 1)  # the curve ends where the answers do
     policy = DepthPolicy.d3(study.num_hidden_layers, policy.schedule.alpha, min_depth=lowest, skip_order=study.order)
     rotating = Rotating(policy.schedule, policy.skip_order)
@@ -157,8 +154,7 @@ def free_answers(
     model: PreTrainedModel, study: Study, prompts: Sequence[tuple[int, ...]], policies: Mapping[str, DepthPolicy]
 ) -> dict[str, Any]:
     """Greedy outputs of the reference implementation under each policy, judged by full depth beside its own."""
-    full = DepthPolicy.full(study.num_hidden_layers)
-    written = {"full": full, **policies}
+    full, written = study.full, {"full": study.full, **policies}
     answers = {name: [_answer(model, study, prompt, one) for prompt in prompts] for name, one in written.items()}
     judged = {name: replay(model, own, {"full": (full, False)})["full"] for name, own in answers.items()}
     return {

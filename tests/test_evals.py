@@ -67,7 +67,7 @@ def test_full_depth_gives_the_texts_of_the_harness_own_class(llm, hf):
 
 def test_examples_and_long_prompts_give_its_texts_too(llm, hf, data):
     task = load_tasks(["gsm8k"], data_dir=data).tasks[0]
-    (request,) = task.problems(1)[0].requests
+    (request,) = task.problems([0])[0].requests
     assert request.args[0].count("Question:") == 6  # five examples
     long = "".join(request.args[0])
     asked = instances({"until": ["Question:"], "max_gen_toks": 16}, [long, f"{long}{long}"])
@@ -146,9 +146,9 @@ def test_the_requests_of_a_chain_follow_each_other_in_one_slot(llm):
         [lm.request(f"{text} and more", {"max_gen_toks": 8}, policy, 0) for policy in (lm.policy, TAPERED)]
         for text in CONTEXTS
     ]
-    ends = [(chain, place) for chain, place, _ in complete(llm, requests)]
-    assert sorted(ends) == [(chain, place) for chain in range(len(CONTEXTS)) for place in (0, 1)]
-    assert all(ends.index((chain, 0)) < ends.index((chain, 1)) for chain in range(len(CONTEXTS)))
+    ends = [(chain, output.policy) for chain, output in complete(llm, requests)]
+    for chain in range(len(CONTEXTS)):
+        assert [policy for number, policy in ends if number == chain] == [lm.policy, TAPERED]
     assert llm.engine.num_free_slots == 3
 
 
@@ -222,7 +222,7 @@ def test_gsm8k_finds_the_answer_as_the_harness_does(tmp_path, text, strict, flex
     for split in ("train", "test"):
         (tmp_path / "gsm8k" / f"{split}.jsonl").write_text(row)
     task = load_tasks(["gsm8k"], fewshot=0, data_dir=tmp_path).tasks[0]
-    scores, _ = task.score(task.problems()[0], [[text]])
+    scores, _ = task.score(task.problems([0])[0], [[text]])
     assert scores == {"strict-match": {"exact_match": strict}, "flexible-extract": {"exact_match": flexible}}
 
 
@@ -247,7 +247,7 @@ def test_bbh_finds_the_answer_as_the_harness_does(data, text, fewshot, flexible,
     name = "boolean_expressions"
     by_filter = {}
     for task in load_tasks([f"bbh_cot_fewshot_{name}", f"bbh_cot_zeroshot_{name}"], data_dir=data).tasks:
-        problem = task.problems(1)[0]
+        problem = task.problems([0])[0]
         assert problem.requests[0].doc["target"] == "False"
         by_filter |= {name: scores["exact_match"] for name, scores in task.score(problem, [[text]])[0].items()}
     assert by_filter == {"get-answer": fewshot, "flexible-extract": flexible, "strict-match": strict}
@@ -283,7 +283,8 @@ def test_an_oracle_scores_1_and_a_wrong_model_0(data, answer, expected):
     ours = {}
     for task in selection.tasks:
         scores = [
-            task.score(problem, [[answer(problem.requests[0].doc)]])[0][task.filters[0]] for problem in task.problems()
+            task.score(problem, [[answer(problem.requests[0].doc)]])[0][task.filters[0]]
+            for problem in task.problems(range(task.num_problems)).values()
         ]
         ours[task.name] = sum(score["exact_match"] for score in scores) / len(scores)
     assert set(ours.values()) == {expected}
@@ -297,7 +298,7 @@ def test_an_oracle_scores_1_and_a_wrong_model_0(data, answer, expected):
 
 def test_local_data_changes_nothing_but_where_it_comes_from(data):
     task = load_tasks(["bbh_cot_fewshot_boolean_expressions"], data_dir=data).tasks[0]
-    context, options = task.problems()[0].requests[0].args
+    context, options = task.problems([0])[0].requests[0].args
     assert context.startswith("Evaluate the result of a random Boolean expression.")
     assert context.count("Let's think step by step") == 4
     assert context.endswith("Q: not ( True ) is\nA: Let's think step by step.\n")
@@ -307,15 +308,14 @@ def test_local_data_changes_nothing_but_where_it_comes_from(data):
 
 def test_a_problem_has_the_same_examples_whichever_others_are_asked(data):
     task = load_tasks(["gsm8k"], fewshot=2, data_dir=data).tasks[0]
-    every = [problem.prompt_hash for problem in task.problems()]
-    assert len(set(every)) == 6
-    assert [(problem.index, problem.prompt_hash) for problem in task.problems(indices=[4, 2])] == [
-        (index, every[index]) for index in (2, 4)
-    ]
+    every = task.problems(range(6))
+    assert len({problem.prompt_hash for problem in every.values()}) == 6
+    some = task.problems([4, 2])
+    assert all(some[index].prompt_hash == every[index].prompt_hash for index in (2, 4))
 
 
 def test_harness_output_is_silent(data, capfd):
-    load_tasks(["gsm8k"], data_dir=data).tasks[0].problems()
+    load_tasks(["gsm8k"], data_dir=data).tasks[0].problems([0])
     assert capfd.readouterr() == ("", "")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from ..evals.records import Record
     from ..evals.run import OnRecord
     from ..evals.summary import EvalSummary, Score, TaskSummary
-    from ..llm import LLM
 
 _EVERY = 30  # seconds between lines of progress where there is no terminal
 _OFTEN_CUT_OFF = 0.05  # share of outputs at the limit of tokens from which readers are warned
@@ -64,7 +62,7 @@ def evaluate(
     """
     from ..evals import evaluate as run
     from ..evals import load_tasks, summarise
-    from ..evals.summary import check_comparison, chosen_filter
+    from ..evals.summary import check_comparison
 
     names, wanted = listed("tasks", tasks), [one_of("a mode", mode, MODES) for mode in listed("modes", modes)]
     if policies and "taper" not in wanted:
@@ -72,13 +70,15 @@ def evaluate(
     out = out or Path(_file_name(options["model"], names))
     check_file("--out", out)
     selection = load_tasks(names, **{name: options[name] for name in ("fewshot", "data_dir", "split")})
-    check_comparison(selection, margin, filter_name)
+    filters = check_comparison(selection, margin, filter_name)
     llm = load(options, max_batch_size=batch_size)
-    filters = {task.name: chosen_filter(task, filter_name) for task in selection.tasks}
     given = {name: options[name] for name in ("limit", "chat", "max_tokens", "seed")}
+    asked: list[Any] = []
+    for mode in wanted:
+        asked += ["full"] if mode == "full" else policies or [llm.resolve_policy(mode="taper")]
     try:
         with _progress(filters) as progress:
-            result = run(llm, selection, _policies(llm, wanted, policies), out=out, progress=progress, **given)
+            result = run(llm, selection, asked, out=out, progress=progress, **given)
     except KeyboardInterrupt:
         say(f"taper: interrupted; the same command continues from {out}")
         raise
@@ -99,13 +99,6 @@ def listed(option: str, names: str) -> list[str]:
     return list(unique)
 
 
-def _policies(llm: LLM, modes: Sequence[str], policies: Sequence[str]) -> list[Any]:
-    """The policies of each mode, in the order of the modes."""
-    tapered: list[Any] = list(policies) or [llm.resolve_policy(mode="taper")] if "taper" in modes else []
-    by_mode = {"full": ["full"], "taper": tapered}
-    return [policy for mode in modes for policy in by_mode[mode]]
-
-
 def _file_name(model: str | None, tasks: Sequence[str]) -> str:
     """The default file of the records: other models and tasks have other files."""
     from ..models.download import DEFAULT_MODEL
@@ -117,42 +110,35 @@ def _file_name(model: str | None, tasks: Sequence[str]) -> str:
 @contextmanager
 def _progress(filters: dict[str, str]) -> Generator[OnRecord, None, None]:
     """A bar with the time left and the accuracy so far; without a terminal, a line now and then."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from ..evals.summary import solved
     from .terminal import console
 
     screen = console()
-    right: Counter[tuple[str, str]] = Counter()
-    scored: Counter[tuple[str, str]] = Counter()
+    right: dict[str, dict[str, list[bool]]] = {task: {} for task in filters}  # by task and policy
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     started = last_line = time.monotonic()
-    bar: TaskID | None = None
-    done = num_stored = 0
+    num_stored = 0
     with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bars:
 
         def advance(record: Record, total: int, was_there: bool) -> None:
-            nonlocal bar, done, num_stored, last_line
-            is_right = solved(record, filters[record.task])
-            right[record.task, record.policy] += bool(is_right)
-            scored[record.task, record.policy] += is_right is not None
-            done += 1
+            nonlocal last_line, num_stored
+            if (is_right := solved(record, filters[record.task])) is not None:
+                right[record.task].setdefault(record.policy, []).append(is_right)
             if was_there:
                 num_stored += 1
                 return
-            accuracies = [
-                f"{policy} {right[task, policy] / count:.1%}"
-                for (task, policy), count in scored.items()
-                if task == record.task and count
-            ]
+            accuracies = (f"{policy} {sum(own) / len(own):.1%}" for policy, own in right[record.task].items())
             text = f"{record.task}: {', '.join(accuracies)}"
-            if bar is None:  # added late, so that its speed is that of new records
-                bar = bars.add_task(text, total=total, completed=num_stored)
-            bars.update(bar, description=text, advance=1)
+            if not bars.tasks:  # added late, so that its speed is that of new records
+                bars.add_task(text, total=total, completed=num_stored)
+            (bar,) = bars.tasks
+            bars.update(bar.id, description=text, advance=1)
             if not screen.is_terminal and time.monotonic() - last_line > _EVERY:
                 last_line = time.monotonic()
-                left = (last_line - started) / (done - num_stored) * (total - done)
-                say(f"{done} of {total}, {left / 60:.0f} min left; {text}")
+                left = (last_line - started) / (bar.completed - num_stored) * (total - bar.completed)
+                say(f"{bar.completed:.0f} of {total}, {left / 60:.0f} min left; {text}")
 
         yield advance
 

@@ -59,7 +59,7 @@ def reproduce(
     max_tokens = _whole_numbers(lengths)
     out = out or Path(f"reproduce-{re.sub(r'[^a-zA-Z0-9_.-]+', '-', Path(model).name.removesuffix('.gguf'))}")
     check_report("--out", out)
-    from ..evals.reproduce import check_numbers, write_report
+    from ..evals.reproduce import check_numbers
     from ..evals.reproduce import reproduce as run
 
     selection = load_tasks(listed("tasks", tasks), fewshot=options["fewshot"], data_dir=options["data_dir"])
@@ -68,8 +68,7 @@ def reproduce(
     check_numbers(llm, max_tokens, options["limit"])
     order, chosen, budget = _policy(llm, policy, _MIN_AGREEMENT if min_agreement is None else min_agreement)
     given = {name: options[name] for name in ("limit", "chat", "margin", "baselines")}
-    result = run(llm, selection, order, chosen, out, budget=budget, lengths=max_tokens, log=say, **given)
-    write_report(out, result)
+    run(llm, selection, order, chosen, out, budget=budget, lengths=max_tokens, log=say, **given)
     say(f"report: {out / 'index.html'}")
 
 

@@ -6,14 +6,13 @@ All are ordinary nested policies. If a paper leaves a detail open, the name of t
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
 from ..calibration.summary import MEASURED_ORDER
-from ..errors import RequestError, number, shown, whole_number
+from ..errors import RequestError, number
 from ..policy import DepthPolicy, middle_first_order
 
 FULL = "full depth"
@@ -45,26 +44,20 @@ def methods(
         log: called with one line for each method that is left out.
 
     Raises:
-        RequestError: a number is out of range, or no output has two tokens.
+        RequestError: the depth is out of range, or no output has two tokens.
         PolicyError: the order names a layer twice or one that the model does not have.
     """
-    layers = whole_number("num_hidden_layers", num_hidden_layers, 3)
-    depth = number("depth", depth, 2, layers - 1)
-    lengths = [whole_number("a length", length, 1) for length in lengths]
+    depth = number("depth", depth, 2, num_hidden_layers - 1)
     if max(lengths, default=0) < 2:
         raise RequestError("no output has two tokens, so no method can skip a layer", "choose a task with longer ones")
-    if len(influence) != layers:
-        raise RequestError(f"influence has {len(influence)} numbers; it must have one for each of {layers} layers")
-    orders: dict[str, Sequence[int]] = {
+    orders = {
         MEASURED_ORDER: measured_order,
-        "middle first (our reading)": middle_first_order(layers),
-        **random_orders(layers),
+        "middle first (our reading)": middle_first_order(num_hidden_layers),
+        **random_orders(num_hidden_layers),
     }
-    policies = {
-        f"D3, {name}": closest_policy(partial(_d3, layers, order), _ALPHA_STEPS, depth, lengths)
-        for name, order in orders.items()
-    } | baseline_policies(layers, depth, influence, lengths)
-    close = {FULL: DepthPolicy.full(layers)}
+    policies = {f"D3, {name}": closest_d3(num_hidden_layers, order, depth, lengths) for name, order in orders.items()}
+    policies |= baseline_policies(num_hidden_layers, depth, influence, lengths)
+    close = {FULL: DepthPolicy.full(num_hidden_layers)}
     for name, policy in policies.items():
         actual = mean_depth(policy, lengths)
         if abs(actual - depth) > 0.5:
@@ -72,18 +65,6 @@ def methods(
         else:
             close[name] = policy
     return close
-
-
-def chosen(policies: Mapping[str, DepthPolicy], words: Sequence[str]) -> list[str]:
-    """The names of full depth and of the methods whose names contain one of some words; all names without any word.
-
-    Raises:
-        RequestError: no name contains a word.
-    """
-    for word in words:
-        if not any(word.lower() in name.lower() for name in policies):
-            raise RequestError(f"there is no method {shown(word)}", f"there are {'; '.join(policies)}")
-    return [n for n in policies if n == FULL or not words or any(word.lower() in n.lower() for word in words)]
 
 
 def baseline_policies(
@@ -98,20 +79,19 @@ def baseline_policies(
     The arguments are those of `methods`; one length is at least 2.
     """
     layers, whole = num_hidden_layers, round(depth)
+    evenly_spread = set(np.round(np.linspace(0, layers - 1, whole)).astype(int).tolist())
     orders: dict[str, Sequence[int]] = {
         "early exit": range(layers - 1, 0, -1),
         "ShortGPT": np.argsort(np.asarray(influence), kind="stable").tolist(),
-        "Unified (evenly spread)": _evenly_spread(layers, whole),
+        "Unified (evenly spread)": [layer for layer in range(layers) if layer not in evenly_spread],
     }
     policies = {name: DepthPolicy.static(layers, whole, order) for name, order in orders.items()}
     min_depth = max(2, round(layers - 2 * (layers - depth)))
     decaying = closest_policy(
         lambda span: DepthPolicy.skipdecode(layers, min_depth, span), 4 * max(lengths), depth, lengths
     )
-    return policies | {
-        "SkipDecode": decaying,
-        "HSD (our reading)": replace(decaying, skip_order=_level_by_level(layers)),
-    }
+    by_level = replace(decaying, skip_order=_level_by_level(layers))
+    return {**policies, "SkipDecode": decaying, "HSD (our reading)": by_level}
 
 
 def random_orders(num_hidden_layers: int) -> dict[str, list[int]]:
@@ -127,6 +107,17 @@ def mean_depth(policy: DepthPolicy, lengths: Sequence[int]) -> float:
     return float(np.average([policy.depth(step) for step in range(1, max(lengths))], weights=at_least[2:]))
 
 
+def closest_d3(
+    num_hidden_layers: int, skip_order: Sequence[int], depth: float, lengths: Sequence[int], start: int = 0
+) -> DepthPolicy:
+    """D3 with the alpha whose mean depth over outputs of these lengths is closest to `depth`."""
+
+    def d3(alpha_steps: int) -> DepthPolicy:
+        return DepthPolicy.d3(num_hidden_layers, alpha_steps / _ALPHA_STEPS, start, skip_order=skip_order)
+
+    return closest_policy(d3, _ALPHA_STEPS, depth, lengths)
+
+
 def closest_policy(
     policy_of: Callable[[int], DepthPolicy], largest: int, depth: float, lengths: Sequence[int]
 ) -> DepthPolicy:
@@ -138,16 +129,6 @@ def closest_policy(
     above = bisect_left(arguments, depth, key=lambda argument: mean_depth(policy_of(argument), lengths))
     close = [policy_of(argument) for argument in arguments[max(0, above - 1) : above + 1]]
     return min(close, key=lambda policy: abs(mean_depth(policy, lengths) - depth))
-
-
-def _d3(layers: int, order: Sequence[int], alpha_steps: int) -> DepthPolicy:
-    return DepthPolicy.d3(layers, alpha_steps / _ALPHA_STEPS, skip_order=order)
-
-
-def _evenly_spread(layers: int, depth: int) -> list[int]:
-    """The layers to skip so that `depth` evenly spread ones are retained, first and last included."""
-    retained = set(np.round(np.linspace(0, layers - 1, depth)).astype(int).tolist())
-    return [layer for layer in range(layers) if layer not in retained]
 
 
 def _level_by_level(layers: int) -> tuple[int, ...]:

@@ -76,42 +76,34 @@ class EvalTask:
         """The number of problems in the split that is asked."""
         return len(self._task.eval_docs)
 
-    def problems(
-        self,
-        limit: int | None = None,
-        render_chat: RenderChat | None = None,
-        indices: Collection[int] | None = None,
-    ) -> list[Problem]:
-        """The first `limit` problems, or those with the given indices; as conversations, if `render_chat` is given.
+    def problems(self, indices: Collection[int], render_chat: RenderChat | None = None) -> dict[int, Problem]:
+        """Problems by index: as conversations, if `render_chat` is given.
 
-        A problem has the same examples whichever others are asked for.
+        The harness draws the examples of one problem after the other. In a task with examples, problems before those
+        that are asked for are therefore made too.
 
         Raises:
             RequestError: the task has too few examples for its prompts, or asks for log-likelihoods.
             TaperError: what `render_chat` raises.
         """
-        chosen = range(min(limit or self.num_problems, self.num_problems)) if indices is None else sorted(set(indices))
-        # The harness draws examples problem by problem, so those of earlier problems must be drawn too.
-        built = range(chosen[-1] + 1) if self.num_fewshot else chosen
+        made = range(max(indices) + 1) if self.num_fewshot else sorted(indices)
         self._task.set_fewshot_seed(FEWSHOT_SEED)
+        chat = render_chat is not None
         try:
             with quiet():
                 self._task.build_all_requests(
-                    samples=set(built),
-                    apply_chat_template=render_chat is not None,
-                    fewshot_as_multiturn=render_chat is not None,
-                    chat_template=render_chat,
+                    samples=set(made), apply_chat_template=chat, fewshot_as_multiturn=chat, chat_template=render_chat
                 )
         except (AssertionError, ValueError) as error:
-            raise RequestError(
-                f"task {self.name} with {self.num_fewshot} examples: {error}", "lower --fewshot"
-            ) from None
-        requests: dict[int, list[Instance]] = {}
+            reason = f"task {self.name} with {self.num_fewshot} examples: {error}"
+            raise RequestError(reason, "lower --fewshot") from None
+        requests: dict[int, list[Instance]] = {index: [] for index in made}
         for request in self._task.instances:
             if request.request_type != "generate_until":
                 raise _generates_nothing(self.name, request.request_type)
-            requests.setdefault(built[request.doc_id], []).append(request)  # the harness numbers them from 0
-        return [Problem(self.name, index, tuple(requests[index]), self._task.config.repeats) for index in chosen]
+            requests[made[request.doc_id]].append(request)  # the harness numbers them from 0
+        repeats = self._task.config.repeats
+        return {index: Problem(self.name, index, tuple(own), repeats) for index, own in requests.items()}
 
     def score(self, problem: Problem, texts: Sequence[Sequence[str]]) -> tuple[Metrics, dict[str, str]]:
         """Every metric under every filter, and the text that each filter extracted.
