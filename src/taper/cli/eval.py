@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,15 +16,12 @@ from ..errors import MODES, RequestError, one_of
 from .common import check_file, load, model_options, say
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from ..evals.records import Record
     from ..evals.run import OnRecord
-    from ..evals.summary import EvalSummary, Score, TaskSummary
+    from ..evals.summary import EvalSummary, TaskSummary
 
 _EVERY = 30  # seconds between lines of progress where there is no terminal
 _OFTEN_CUT_OFF = 0.05  # share of outputs at the limit of tokens from which readers are warned
-_UNLIMITED = 10_000  # columns: a table in a file or a pipe is never folded
 
 
 @click.command(name="eval")
@@ -63,11 +60,13 @@ def evaluate(
     from ..evals import evaluate as run
     from ..evals import load_tasks, summarise
     from ..evals.summary import check_comparison
+    from ..models.download import DEFAULT_MODEL
 
     names, wanted = listed("tasks", tasks), [one_of("a mode", mode, MODES) for mode in listed("modes", modes)]
     if policies and "taper" not in wanted:
         raise RequestError("--policy does nothing without mode taper", "leave it out, or give --modes full,taper")
-    out = out or Path(_file_name(options["model"], names))
+    model = Path(options["model"] or DEFAULT_MODEL).name.removesuffix(".gguf")
+    out = out or Path(f"eval-{re.sub(r'[^a-zA-Z0-9_.-]+', '-', '-'.join([model, *names]))[:100]}.jsonl")
     check_file("--out", out)
     selection = load_tasks(names, **{name: options[name] for name in ("fewshot", "data_dir", "split")})
     filters = check_comparison(selection, margin, filter_name)
@@ -83,28 +82,19 @@ def evaluate(
         say(f"taper: interrupted; the same command continues from {out}")
         raise
     summary = summarise(result, margin, filter_name)
-    click.echo(json.dumps(summary.to_json()) if as_json else _as_text(summary), nl=as_json)
+    if as_json:
+        click.echo(json.dumps(summary.to_json()))
+    else:
+        _print(summary)
     say(f"records: {out}")
 
 
 def listed(option: str, names: str) -> list[str]:
-    """The names in an option that takes several, with commas between them.
-
-    Raises:
-        RequestError: there is none.
-    """
+    """The names in an option that takes several, with commas between them."""
     unique = dict.fromkeys(name.strip() for name in names.split(",") if name.strip())
     if not unique:
         raise RequestError(f"--{option} is empty", "give one name, or several with commas between them")
     return list(unique)
-
-
-def _file_name(model: str | None, tasks: Sequence[str]) -> str:
-    """The default file of the records: other models and tasks have other files."""
-    from ..models.download import DEFAULT_MODEL
-
-    name = f"{Path(model or DEFAULT_MODEL).name.removesuffix('.gguf')}-{'-'.join(tasks)}"
-    return f"eval-{re.sub(r'[^a-zA-Z0-9_.-]+', '-', name)[:100]}.jsonl"
 
 
 @contextmanager
@@ -143,18 +133,28 @@ def _progress(filters: dict[str, str]) -> Generator[OnRecord, None, None]:
         yield advance
 
 
-def _as_text(summary: EvalSummary) -> str:
+def _print(summary: EvalSummary) -> None:
     """A table for each task and group, and what a reader should know before using them."""
-    from .terminal import console
+    from ..calibration.summary import interval
+    from .terminal import print_table
 
-    screen = console(stderr=False)
-    if not screen.is_terminal:
-        screen.width = _UNLIMITED
-    with screen.capture() as captured:
-        for result in summary.results:
-            screen.print(_title(result, summary), _table(result, summary.margin), "", sep="\n")
-        screen.print(*_remarks(summary), sep="\n")
-    return captured.get()
+    loss = f"loss within {100 * summary.margin:g} {'point' if summary.margin == 0.01 else 'points'}"
+    for result in summary.results:
+        titles = ["", "solved, %", "mean depth", "tokens"]
+        if any(score.against_full for score in result.scores):
+            titles += ["difference, points", "McNemar p", loss]
+        rows = []
+        for score in result.scores:
+            name = "full" if score.mode == "full" else f"taper {score.policy}"
+            row = [name, interval(score.accuracy, 100, digits=1), f"{score.mean_depth:.1f}", f"{score.tokens:.0f}"]
+            if compared := score.against_full:
+                difference = interval(compared.difference, 100, digits=1)
+                row += [difference, f"{compared.p_value:.2g}", compared.conclusion]
+            rows.append(row)
+        click.echo(_title(result, summary))
+        print_table(titles, rows)
+        click.echo()
+    click.echo("\n".join(_remarks(summary)))
 
 
 def _title(result: TaskSummary, summary: EvalSummary) -> str:
@@ -166,31 +166,6 @@ def _title(result: TaskSummary, summary: EvalSummary) -> str:
         facts.append(f"version {settings['version']}")
     facts.append(result.metric or "no metric that is right or wrong; the records have its metrics")
     return f"{result.name}: {', '.join(facts)}"
-
-
-def _table(result: TaskSummary, margin: float) -> Table:
-    """A policy in each row; the comparison with full depth only if there is one."""
-    from rich.table import Table
-
-    loss = f"loss within {100 * margin:g} {'point' if margin == 0.01 else 'points'}"
-    columns = ["", "solved, %", "mean depth", "tokens"]
-    if any(score.against_full for score in result.scores):
-        columns += ["difference, points", "McNemar p", loss]
-    table = Table(*columns, box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for score in result.scores:
-        table.add_row(*_row(score)[: len(columns)])
-    return table
-
-
-def _row(score: Score) -> tuple[str, ...]:
-    from ..calibration.summary import interval
-
-    name = "full" if score.mode == "full" else f"taper {score.policy}"
-    cells = (name, interval(score.accuracy, 100, digits=1), f"{score.mean_depth:.1f}", f"{score.tokens:.0f}")
-    compared = score.against_full
-    if compared is None:
-        return (*cells, "", "", "")
-    return (*cells, interval(compared.difference, 100, digits=1), f"{compared.p_value:.2g}", compared.conclusion)
 
 
 def _remarks(summary: EvalSummary) -> Iterator[str]:

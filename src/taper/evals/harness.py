@@ -112,15 +112,14 @@ class TaperLM(LM):  # type: ignore[misc]  # the harness has no types
         prompts.
 
         Raises:
-            RequestError: an option of the task that is not supported, or an output longer than the context.
+            RequestError: an option of the task that is not supported or out of its range, or an output longer than the
+                context.
         """
         tokenizer, room = self.llm.tokenizer, self.llm.engine.backend.context_length
-        params = self.sampling_params(gen_kwargs, seed)
+        params = self._sampling_params(gen_kwargs, seed)
         if params.max_tokens >= room:
-            raise RequestError(
-                f"the task wants up to {params.max_tokens} tokens, but the context holds {room}, prompt included",
-                "raise the context, or lower the tokens of an output",
-            )
+            reason = f"the task wants up to {params.max_tokens} tokens, but the context holds {room}, prompt included"
+            raise RequestError(reason, "raise the context, or lower the tokens of an output")
         bos = tokenizer.template_tokens.get("bos_token")
         ids = tokenizer.encode(context, add_special_tokens=not (bos and context.startswith(bos)))
         if len(ids) > room - params.max_tokens:
@@ -133,12 +132,8 @@ class TaperLM(LM):  # type: ignore[misc]  # the harness has no types
         key = f"{self.seed} {instance.task_name} {instance.doc_id} {instance.idx} {repeat}"
         return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
 
-    def sampling_params(self, gen_kwargs: Mapping[str, Any], seed: int) -> SamplingParams:
-        """How to sample and when to stop, from the `generation_kwargs` of a task.
-
-        Raises:
-            RequestError: an option that is not supported, or a value out of its range.
-        """
+    def _sampling_params(self, gen_kwargs: Mapping[str, Any], seed: int) -> SamplingParams:
+        """How to sample and when to stop, from the `generation_kwargs` of a task."""
         given = dict(normalize_gen_kwargs(dict(gen_kwargs), self.max_gen_toks))
         until, max_tokens = given.pop("until"), given.pop("max_gen_toks")
         if unknown := sorted(set(given) - {*_SAMPLING, *_GREEDY}):
@@ -156,11 +151,7 @@ class TaperLM(LM):  # type: ignore[misc]  # the harness has no types
         return SamplingParams(max_tokens=max_tokens, seed=seed, stop=list(stop), stop_token_ids=stop_ids, **sampling)
 
     def loglikelihood(self, requests: list[Instance], *_: Any, **__: Any) -> NoReturn:
-        """Rejected: nothing is generated.
-
-        Raises:
-            RequestError: always.
-        """
+        """Rejected with a RequestError: nothing is generated."""
         reason = "log-likelihood tasks generate nothing, so there is no step to run with fewer layers"
         raise RequestError(reason, "choose tasks that generate, such as gsm8k")
 

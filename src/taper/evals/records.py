@@ -162,9 +162,8 @@ def _merged_header(path: Path, line: str, header: dict[str, Any]) -> dict[str, A
         stored = json.loads(line)
     except (ValueError, RecursionError):
         stored = None
-    if not isinstance(stored, dict) or stored.get("format") != FORMAT:
-        raise _no_records(path)
-    if not all(isinstance(stored.get(key), dict) for key in ("settings", "policies")):
+    is_header = isinstance(stored, dict) and stored.get("format") == FORMAT
+    if not is_header or not all(isinstance(stored.get(key), dict) for key in ("settings", "policies")):
         raise _no_records(path)
     policies = {**header["policies"], **stored["policies"]}
     for prefix, then, now in (("", stored["settings"], header["settings"]), ("policy ", policies, header["policies"])):

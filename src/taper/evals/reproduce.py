@@ -157,11 +157,9 @@ def check_numbers(llm: LLM, lengths: Sequence[int], limit: int | None) -> None:
         raise RequestError("no length of outputs is given", "give one, such as 128")
     for length in lengths:
         if not 2 <= length < room:
-            raise RequestError(
-                f"an output of {length} tokens is asked for; it must have 2 or more, and leave room for the prompt in "
-                f"a context of {room}",
-                "change --lengths or --context",
-            )
+            rule = f"it must have 2 or more, and leave room for the prompt in a context of {room}"
+            reason = f"an output of {length} tokens is asked for; {rule}"
+            raise RequestError(reason, "change --lengths or --context")
 
 
 def _results(

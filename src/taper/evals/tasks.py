@@ -161,9 +161,9 @@ def load_tasks(
         missing: list[str] = []
         for name, configs in members.items():
             for config in configs:
-                _check_generates(config)
+                _check(config, split)
                 if split is not None:
-                    config["test_split"] = _checked_split(config, split)
+                    config["test_split"] = split
             if data_dir is not None:
                 # If no member has data, the error about the first one says which file is missing.
                 present = [config for config in configs if _has_data(config, data_dir)] or configs[:1]
@@ -200,20 +200,17 @@ def _manager(names: Sequence[str]) -> TaskManager:
     if not unknown:
         return quick
     text = "\n".join(path.read_text(errors="replace") for path in root.rglob("*.yaml"))
-    for name in unknown:
-        if name not in text:
-            raise _unknown(name, _NAMES.findall(text))
+    _check_known([name for name in unknown if name not in text], _NAMES.findall(text))
     whole = lm_eval.tasks.TaskManager()
-    for name in unknown:
-        if name not in whole.task_index:
-            raise _unknown(name, whole.all_tasks)
+    _check_known([name for name in unknown if name not in whole.task_index], whole.all_tasks)
     return whole
 
 
-def _unknown(name: str, known: Iterable[str]) -> RequestError:
-    close = difflib.get_close_matches(name, sorted(set(known)), n=3)
-    hint = f"did you mean {' or '.join(close)}?" if close else "see: python -m taper.evals ls tasks"
-    return RequestError(f"there is no task {name!r} in lm-evaluation-harness", hint)
+def _check_known(unknown: Sequence[str], known: Iterable[str]) -> None:
+    if unknown:
+        close = difflib.get_close_matches(unknown[0], sorted(set(known)), n=3)
+        hint = f"did you mean {' or '.join(close)}?" if close else "see: python -m taper.evals ls tasks"
+        raise RequestError(f"there is no task {unknown[0]!r} in lm-evaluation-harness", hint)
 
 
 def _members(manager: TaskManager, config: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -231,7 +228,7 @@ def _members(manager: TaskManager, config: Mapping[str, Any]) -> list[dict[str, 
     return [{**load_yaml(entry.yaml_path, resolve_func=True), **config}]
 
 
-def _check_generates(config: Mapping[str, Any]) -> None:
+def _check(config: Mapping[str, Any], split: str | None) -> None:
     """Reject what cannot be run, before its data is fetched."""
     name, kind = config["task"], config.get("output_type", "generate_until")
     if kind != "generate_until":
@@ -243,6 +240,8 @@ def _check_generates(config: Mapping[str, Any]) -> None:
         )
     if config.get("doc_to_image") or config.get("doc_to_audio"):
         raise RequestError(f"task {name} asks about pictures or sound, and only text is supported")
+    if split is not None and split not in _splits(config):
+        raise RequestError(f"task {name} has no split {shown(split)}", f"it has {' and '.join(_splits(config))}")
 
 
 def _generates_nothing(name: str, kind: str) -> RequestError:
@@ -255,13 +254,6 @@ def _generates_nothing(name: str, kind: str) -> RequestError:
 
 def _splits(config: Mapping[str, Any]) -> list[str]:
     return sorted({config[name] for name in _SPLITS if config.get(name)})
-
-
-def _checked_split(config: Mapping[str, Any], split: str) -> str:
-    known = _splits(config)
-    if split not in known:
-        raise RequestError(f"task {config['task']} has no split {shown(split)}", f"it has {' and '.join(known)}")
-    return split
 
 
 # Data from files
