@@ -128,20 +128,15 @@ def test_results_of_another_model_are_rejected(results, arguments, tmp_path, cap
 
 
 def test_what_is_replayed_was_written_by_full_depth(results, arguments, tiny_llama):
-    options = parsed(arguments)
+    parser = argparse.ArgumentParser()
+    task_options.add_options(parser)
+    options = parser.parse_args(arguments)
     study = task_options.open_study(options)
     task = task_options.open_task(study, "gsm8k", options)
     assert len(task.references) == len(task.records) == 2
     for reference in task.references:
         ids = reference.completion_ids
         assert reference_ids(tiny_llama, list(reference.prompt_ids), DepthPolicy.full(6), len(ids)) == list(ids)
-
-
-def parsed(arguments):
-    """The options as the benchmarks parse them."""
-    parser = argparse.ArgumentParser()
-    task_options.add_options(parser)
-    return parser.parse_args(arguments)
 
 
 def test_the_harness_own_class_gives_the_same_strings_in_f32(arguments, tmp_path, monkeypatch):
@@ -258,21 +253,15 @@ def test_a_rotating_rule_runs_layers_again_and_misses_their_keys(tiny_llama, ans
 # Verdicts and pages
 
 
-@pytest.mark.parametrize(
-    ("interval", "above", "below"),
-    [
-        ([1.0, 0.5, 1.5], "holds", "does not hold"),
-        ([-1.0, -1.5, -0.5], "does not hold", "holds"),
-        ([0.1, -0.1, 0.3], "inconclusive", "inconclusive"),
-        (None, "inconclusive", "inconclusive"),
-    ],
-)
-def test_verdicts_need_the_whole_interval(interval, above, below):
-    assert (tables.above_zero(interval), tables.below_zero(interval)) == (above, below)
-
-
-def test_a_claim_in_parts_holds_if_every_part_does():
-    holds, fails, unknown = tables.HOLDS, tables.FAILS, tables.UNKNOWN
+def test_verdicts_need_the_whole_interval_and_every_part():
+    holds, fails, unknown = "holds", "does not hold", "inconclusive"
+    for interval, above, below in [
+        ([1.0, 0.5, 1.5], holds, fails),
+        ([-1.0, -1.5, -0.5], fails, holds),
+        ([0.1, -0.1, 0.3], unknown, unknown),
+        (None, unknown, unknown),
+    ]:
+        assert (tables.above_zero(interval), tables.below_zero(interval)) == (above, below)
     assert tables.all_of([holds, holds]) == holds
     assert tables.all_of([holds, unknown]) == unknown
     assert tables.all_of([holds, unknown, fails]) == fails
