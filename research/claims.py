@@ -39,8 +39,7 @@ from taper.calibration.search import first_steps
 from taper.calibration.statistics import Estimate, by_completion, ratio_estimate
 from taper.calibration.summary import MEASURED_ORDER, to_plain
 from taper.evals import Evaluation, summarise
-from taper.evals.comparison import Study, TaskStudy, by_step, joined
-from taper.evals.methods import FULL, closest_d3, closest_policy, mean_depth
+from taper.evals.comparison import FULL, Study, TaskStudy, by_step, closest_d3, closest_policy, joined, mean_depth
 from taper.policy import Schedule, middle_first_order
 
 FEWER = 1.5  # times fewer operations, as the paper has them

@@ -37,8 +37,7 @@ from taper.calibration.store import numbers
 from taper.calibration.summary import to_plain
 from taper.engine import Engine
 from taper.evals import summarise
-from taper.evals.comparison import TaskStudy
-from taper.evals.methods import FULL, mean_depth
+from taper.evals.comparison import FULL, TaskStudy, mean_depth
 from taper.evals.tasks import EvalTask
 from taper.policy import Schedule
 

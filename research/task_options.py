@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 
 from taper import LLM, DepthPolicy
-from taper.calibration.replay import Scores
+from taper.calibration.replay import Reference, Scores
 from taper.calibration.statistics import Estimate, by_completion, ratio_estimate
 from taper.calibration.store import current_conditions
 from taper.errors import RequestError, TaperError, shown
 from taper.evals import load_tasks
-from taper.evals.comparison import Study, TaskStudy
-from taper.evals.methods import FULL
+from taper.evals.comparison import FULL, Study, TaskStudy
 from taper.models.download import DEFAULT_MODEL, content_hash
 
 RESULTS = Path(__file__).parent / "results"
@@ -107,6 +106,15 @@ def made_with(llm: LLM) -> dict[str, Any]:
     """The machine, the versions and the commit."""
     git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return {**vars(current_conditions(llm)), "commit": git.stdout.strip()}
+
+
+def compared(index: int, reference: Reference, p: np.ndarray, q: np.ndarray, depths: Sequence[int] = ()) -> Scores:
+    """What q loses against p, both log-probabilities [steps, V] of one output; `depths` are of its steps, if known."""
+    steps, own = np.arange(len(p)), np.array(reference.completion_ids)[:, None]
+    nll_p, nll_q = (-np.take_along_axis(x, own, -1)[:, 0].astype(float) for x in (p, q))
+    kl, agreement = (np.exp(p) * (p - q)).sum(-1).astype(float), (p.argmax(-1) == q.argmax(-1)).astype(float)
+    depth = np.array(depths or [0] * len(p))
+    return Scores(np.full(len(p), index), steps, depth, kl, agreement, nll_q, nll_p)
 
 
 def losses(scores: Scores) -> dict[str, Estimate]:

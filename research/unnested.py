@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from task_options import losses
+from task_options import compared, losses
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import taper.hf
@@ -25,8 +25,7 @@ from taper.calibration.replay import Reference, Scores
 from taper.calibration.search import first_steps
 from taper.calibration.statistics import by_completion, free_running, ratio_estimate
 from taper.calibration.summary import to_plain
-from taper.evals.comparison import Study
-from taper.evals.methods import closest_d3, mean_depth
+from taper.evals.comparison import Study, closest_d3, mean_depth
 
 NESTED, ROTATING, FILLED = "nested", "rotating", "rotating, filled in"
 ANSWERS, STEPS = 12, 96  # replayed, of each task in turn, and the first steps of each
@@ -105,20 +104,11 @@ def replay(model: PreTrainedModel, references: Sequence[Reference], rules: Mappi
     every = DepthPolicy.full(model.config.num_hidden_layers)
     for index, reference in enumerate(references):
         count, ids = len(reference.completion_ids), [*reference.prompt_ids, *reference.completion_ids]
-        answer = torch.tensor(reference.completion_ids)[:, None]
-        full = forward(model, ids, len(reference.prompt_ids), every)[-count:].log_softmax(-1)
+        full = forward(model, ids, len(reference.prompt_ids), every)[-count:].log_softmax(-1).numpy()
         for name, (policy, filled) in rules.items():
-            own = forward(model, ids, len(reference.prompt_ids), policy, filled)[-count:].log_softmax(-1)
-            columns = {
-                "reference": np.full(count, index),
-                "step": np.arange(count),
-                "depth": np.array([policy.depth(step) for step in range(count)]),
-                "kl": (full.exp() * (full - own)).sum(-1).numpy().astype(float),
-                "agreement": (full.argmax(-1) == own.argmax(-1)).numpy().astype(float),
-                "nll": -own.gather(-1, answer)[:, 0].numpy().astype(float),
-                "nll_full": -full.gather(-1, answer)[:, 0].numpy().astype(float),
-            }
-            parts[name].append(Scores(**columns))
+            own = forward(model, ids, len(reference.prompt_ids), policy, filled)[-count:].log_softmax(-1).numpy()
+            depths = [policy.depth(step) for step in range(count)]
+            parts[name].append(compared(index, reference, full, own, depths))
     return {name: Scores.joined(own) for name, own in parts.items()}
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from taper.errors import PolicyError, RequestError
-from taper.evals.methods import FULL, RANDOM_SEEDS, closest_policy, mean_depth, methods
+from taper.evals.comparison import FULL, RANDOM_SEEDS, closest_policy, mean_depth, methods
 from taper.policy import DepthPolicy
 
 MEASURED, MIDDLE_FIRST = "D3, measured order", "D3, middle first (our reading)"

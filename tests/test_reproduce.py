@@ -18,7 +18,7 @@ from taper.calibration.statistics import Estimate
 from taper.cli import cli
 from taper.errors import RequestError
 from taper.evals import comparison, reproduce
-from taper.evals.methods import FULL, mean_depth
+from taper.evals.comparison import FULL, mean_depth
 from taper.evals.records import RecordFile
 from taper.evals.reproduce import CALIBRATED, Result
 from taper.evals.summary import Score

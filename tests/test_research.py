@@ -33,7 +33,7 @@ from taper.calibration.problems import builtin_problems
 from taper.calibration.replay import Reference, Replay
 from taper.errors import RequestError
 from taper.evals import comparison
-from taper.evals.methods import FULL
+from taper.evals.comparison import FULL
 from taper.evals.records import RecordFile
 
 TASKS = "gsm8k,bbh_cot_zeroshot_boolean_expressions,bbh_cot_zeroshot_word_sorting"

@@ -28,8 +28,7 @@ from ..llm import LLM
 from ..models.download import content_hash
 from ..models.files import write_whole
 from ..policy import DepthPolicy
-from .comparison import Log, Study, TaskStudy, by_step, joined
-from .methods import FULL, mean_depth
+from .comparison import FULL, Log, Study, TaskStudy, by_step, joined, mean_depth
 from .summary import MARGIN, Score, summarise
 from .tasks import Selection
 
