@@ -181,7 +181,8 @@ class Study:
     log: Log = print  # called with one line about each step of the work
 
     def __post_init__(self) -> None:
-        whole_number("limit", 1 if self.limit is None else self.limit, 1)
+        if self.limit is not None:
+            whole_number("limit", self.limit, 1)
         whole_number("num_replayed", self.num_replayed, 1)
         self.num_hidden_layers = self.llm.config.num_hidden_layers
         self.full = DepthPolicy.full(self.num_hidden_layers)

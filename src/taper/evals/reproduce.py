@@ -29,11 +29,10 @@ from ..models.download import content_hash
 from ..models.files import write_whole
 from ..policy import DepthPolicy
 from .comparison import FULL, Log, Study, TaskStudy, by_step, joined, mean_depth
-from .summary import MARGIN, Score, summarise
+from .summary import Score, summarise
 from .tasks import Selection
 
 FEWER = 1.5  # times fewer layers, the paper's headline
-LENGTHS = (128, 512)  # most tokens of an output
 CALIBRATED = "calibrated policy"
 MAIN_METHODS = (MEASURED_ORDER, "middle first")  # words of their names
 NUM_REPLAYED = 32  # outputs of each task that the NLL by step comes from
@@ -74,13 +73,13 @@ def reproduce(
     policy: DepthPolicy | None,
     folder: Path,
     *,
-    budget: str = "",
-    lengths: Sequence[int] = LENGTHS,
-    limit: int | None = None,
-    chat: bool = False,
-    margin: float = MARGIN,
-    baselines: bool = False,
-    log: Log = print,
+    budget: str,
+    lengths: Sequence[int],
+    limit: int | None,
+    chat: bool,
+    margin: float,
+    baselines: bool,
+    log: Log,
 ) -> None:
     """Compare methods on tasks, at each length of outputs; write index.html and results.json, each whole or not at all.
 
@@ -92,7 +91,7 @@ def reproduce(
         folder: for the results; it also keeps outputs and replays, from which the same call continues.
         budget: where the policy comes from, in words.
         lengths: most tokens of an output, see `check_numbers`.
-        limit: problems of each task, the first ones; default all.
+        limit: problems of each task, the first ones; None: all.
         chat: ask by the model's chat template.
         margin: the loss of accuracy that is accepted, in (0, 1).
         baselines: compare every method, not only the measured order and the middle first.
@@ -147,18 +146,16 @@ def check_numbers(llm: LLM, lengths: Sequence[int], limit: int | None) -> None:
     """Reject lengths of outputs and numbers of problems that cannot be compared.
 
     Raises:
-        RequestError: there is no length, one is below 2 or leaves no room for a prompt, or the limit is below 1.
+        RequestError: a length is below 2 or leaves no room for a prompt, or the limit is below 1.
     """
     if limit is not None:
         whole_number("limit", limit, 1)
     room = llm.engine.backend.context_length
-    if not lengths:
-        raise RequestError("no length of outputs is given", "give one, such as 128")
     for length in lengths:
         if not 2 <= length < room:
             rule = f"it must have 2 or more, and leave room for the prompt in a context of {room}"
-            reason = f"an output of {length} tokens is asked for; {rule}"
-            raise RequestError(reason, "change --lengths or --context")
+            hint = "change --lengths or --context"
+            raise RequestError(f"an output of {length} tokens is asked for; {rule}", hint)
 
 
 def _results(

@@ -150,6 +150,8 @@ class Evaluator:
     def _problems_of(self, task: EvalTask, indices: Collection[int]) -> list[Problem]:
         made = self._problems[task.name]
         if missing := set(indices) - made.keys():
+            if task.num_fewshot:  # then those before are made too: make more at a time
+                missing.add(min(2 * max(missing), task.num_problems - 1))
             made |= task.problems(missing, self._render_chat)
         return [made[index] for index in indices]
 
