@@ -28,7 +28,7 @@ from taper.calibration.prompts import builtin_prompts
 from taper.calibration.statistics import Estimate, by_completion, ratio_estimate
 from taper.calibration.store import Measurements, skipping
 from taper.calibration.summary import MEASURED_ORDER, to_plain
-from taper.evals.methods import baseline_policies, random_orders
+from taper.evals.comparison import baseline_policies, random_orders
 from taper.llm import DEFAULT_POLICY
 from taper.models.download import DEFAULT_MODEL, PACKAGED_MODELS
 from taper.policy import middle_first_order

@@ -13,13 +13,13 @@ import argparse
 import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
 from decode import write
 from task_options import (
     add_options,
+    chosen,
     conditions,
     listed,
     losses,
@@ -39,8 +39,7 @@ from taper.calibration.search import first_steps
 from taper.calibration.statistics import Estimate, by_completion, ratio_estimate
 from taper.calibration.summary import MEASURED_ORDER, to_plain
 from taper.evals import Evaluation, summarise
-from taper.evals.comparison import Study, TaskStudy, by_step, joined
-from taper.evals.methods import FULL, chosen, closest_policy, mean_depth
+from taper.evals.comparison import FULL, Study, TaskStudy, by_step, closest_d3, closest_policy, joined, mean_depth
 from taper.policy import Schedule, middle_first_order
 
 FEWER = 1.5  # times fewer operations, as the paper has them
@@ -53,7 +52,6 @@ ALONE_STEPS = 32  # of each answer on which layers are skipped alone
 HALVED = 16  # an answer with fewer steps has no halves to compare
 PARTS = ("perplexity", "curves", "core", "nesting", "accuracy", "length", "start")
 Json = dict[str, Any]
-_ALPHAS = 1_000_000  # alphas tried lie this fine
 
 
 class Claims:
@@ -93,7 +91,7 @@ class Claims:
             return closest_policy(policy_of, largest, self._depth, lengths)
 
         policies = {
-            "power": tuned(lambda n: DepthPolicy.d3(layers, n / _ALPHAS, skip_order=order), _ALPHAS),
+            "power": closest_d3(layers, order, self._depth, lengths),
             "linear": tuned(lambda n: DepthPolicy(Schedule(layers, "linear", lowest, span=n), order), 4 * longest),
             "constant": DepthPolicy.static(layers, round(self._depth), order),
             "late start": tuned(lambda n: DepthPolicy(Schedule(layers, "constant", lowest, start=n), order), longest),
@@ -113,7 +111,9 @@ class Claims:
     def core(self) -> Json:
         """(c) What skipping each layer alone costs, and the first and last eighth against the layers between."""
         references = first_steps(self._references(), ALONE_STEPS)
-        sums = self._study.kl_of_each_layer(references)  # [answers, L]
+        with self._study.measurements(references) as measured:
+            each = [range(index, index + 1) for index in range(len(references))]
+            sums = np.stack([measured.kl_sums(frozenset(), range(self._layers), one, lambda: None) for one in each])
         steps = np.array([len(reference.completion_ids) - 1 for reference in references], float)
         middle = sorted(middle_first_order(self._layers))
         head, tail = list(range(middle[0])), list(range(middle[-1] + 1, self._layers))
@@ -190,24 +190,17 @@ class Claims:
         encode, references = self._study.llm.tokenizer.encode, []
         for task in self._tasks:
             if task.task.name == GSM8K:
-                for problem in task.task.problems(min(self._study.num_replayed, task.num_problems)):
+                problems = task.task.problems(range(min(self._study.num_replayed, task.num_problems)))
+                for index, problem in problems.items():
                     text = re.sub("<<.*?>>", "", problem.requests[0].doc["answer"])
-                    references.append(
-                        Reference(task.prompts[problem.index], tuple(encode(text, add_special_tokens=False)))
-                    )
+                    ids = tuple(encode(text, add_special_tokens=False))
+                    references.append(Reference(task.prompts[index], ids))
         return references
 
     def _by_start(self, lengths: Sequence[int]) -> dict[float, DepthPolicy]:
         """D3 in the measured order with each start, at one mean depth, by the start in median answers."""
         middle, layers, order = statistics.median(lengths), self._layers, self._study.order
-        return {
-            part: closest_policy(partial(_d3, layers, order, start=round(part * middle)), _ALPHAS, self._depth, lengths)
-            for part in STARTS
-        }
-
-
-def _d3(layers: int, order: Sequence[int], alpha: int, start: int = 0) -> DepthPolicy:
-    return DepthPolicy.d3(layers, alpha / _ALPHAS, start, skip_order=order)
+        return {part: closest_d3(layers, order, self._depth, lengths, start=round(part * middle)) for part in STARTS}
 
 
 def _second_half_less_first(scores: Scores, values: np.ndarray) -> Estimate | None:

@@ -19,6 +19,7 @@ from typing import Any
 from decode import write
 from task_options import (
     add_options,
+    chosen,
     conditions,
     listed,
     losses,
@@ -36,8 +37,7 @@ from taper.calibration.store import numbers
 from taper.calibration.summary import to_plain
 from taper.engine import Engine
 from taper.evals import summarise
-from taper.evals.comparison import TaskStudy
-from taper.evals.methods import FULL, chosen, mean_depth
+from taper.evals.comparison import FULL, TaskStudy, mean_depth
 from taper.evals.tasks import EvalTask
 from taper.policy import Schedule
 
@@ -71,7 +71,7 @@ def quality(task: TaskStudy, policies: Mapping[str, DepthPolicy]) -> Json:
 
 def guessed(task: EvalTask) -> float | None:
     """The share of a task's problems that its most frequent answer solves; None where answers are whole solutions."""
-    targets = [problem.requests[0].doc.get("target") for problem in task.problems()]
+    targets = [problem.requests[0].doc.get("target") for problem in task.problems(range(task.num_problems)).values()]
     return None if None in targets else max(Counter(targets).values()) / len(targets)
 
 

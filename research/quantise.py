@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import tempfile
 import time
 import warnings
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from task_options import compared, made_with
 
 from taper import LLM, DepthPolicy, SamplingParams
 from taper.backends import TokenBatch
@@ -29,7 +29,6 @@ from taper.calibration.prompts import builtin_prompts, encode_prompts
 from taper.calibration.replay import Reference, Scores
 from taper.calibration.run import MAX_PROMPTS
 from taper.calibration.statistics import over_steps
-from taper.calibration.store import current_conditions
 from taper.calibration.summary import to_plain
 from taper.engine import Request
 from taper.errors import QUANTISED_DTYPES, TaperWarning
@@ -84,7 +83,7 @@ def quality(path: Path, folder: Path) -> dict[str, Any]:
     for index, reference in enumerate(references):
         p = log_probabilities(exact, reference, full)
         for name, (llm, policy) in ways(models).items():
-            parts[name].append(scores(index, reference, p, log_probabilities(llm, reference, policy)))
+            parts[name].append(compared(index, reference, p, log_probabilities(llm, reference, policy)))
     tensors = load_model(folder).tensors
     matrices = [name for name, tensor in tensors.items() if len(tensor.shape) == 2]
     types = {dtype: stored_types(tensors, dtype) for dtype in QUANTISED_DTYPES}
@@ -106,14 +105,6 @@ def log_probabilities(llm: LLM, reference: Reference, policy: DepthPolicy) -> np
     logits -= logits.max(-1, keepdims=True)
     normalised: np.ndarray = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     return normalised
-
-
-def scores(index: int, reference: Reference, p: np.ndarray, q: np.ndarray) -> Scores:
-    """What q loses against p, both log-probabilities [steps, V] of one answer."""
-    steps, own = np.arange(len(p)), np.array(reference.completion_ids)[:, None]
-    nll_p, nll_q = (-np.take_along_axis(x, own, -1)[:, 0] for x in (p, q))
-    kl, agreement = (np.exp(p) * (p - q)).sum(-1), (p.argmax(-1) == q.argmax(-1)).astype(float)
-    return Scores(np.full(len(p), index), steps, np.zeros_like(steps), kl, agreement, nll_q, nll_p)
 
 
 def speed(path: Path, folder: Path) -> dict[str, Any]:
@@ -155,10 +146,8 @@ def against_file(rounds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
 
 def conditions(path: Path) -> dict[str, Any]:
     """What a reader needs to judge the numbers."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-    known = to_plain(current_conditions(LLM(path, device="cpu", threads=THREADS, context=64)))
-    more = {"model": path.name, "answer_tokens": ANSWER_TOKENS, "prefill_tokens": PREFILL, "rounds": ROUNDS}
-    return known | more | {"commit": commit.stdout.strip(), "batch": 1}
+    more = {"model": path.name, "answer_tokens": ANSWER_TOKENS, "prefill_tokens": PREFILL, "rounds": ROUNDS, "batch": 1}
+    return made_with(LLM(path, device="cpu", threads=THREADS, context=64)) | more
 
 
 def main() -> None:

@@ -67,10 +67,7 @@ def listed(names: Sequence[str]) -> str:
 def environment() -> Environment:
     """Jinja with the filters that templates use."""
     jinja = Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+        loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     jinja.filters |= {"fixed": fixed, "estimate": estimate, "percent": percent, "listed": listed}
     jinja.filters["thousands"] = "{:,}".format

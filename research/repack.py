@@ -17,7 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from quantise import conditions, log_probabilities, scores
+from quantise import conditions, log_probabilities
+from task_options import compared
 
 from taper import LLM, DepthPolicy, SamplingParams
 from taper.bench.measure import alternate
@@ -64,7 +65,7 @@ def quality(path: Path, references: list[Reference]) -> dict[str, Any]:
     full, parts = DepthPolicy.full(mapped.config.num_hidden_layers), []
     for index, reference in enumerate(references):
         p, q = (log_probabilities(llm, reference, full) for llm in (mapped, repacked))
-        parts.append(scores(index, reference, p, q))
+        parts.append(compared(index, reference, p, q))
     steps = sum(len(reference.completion_ids) for reference in references)
     loss = over_steps(Scores.joined(parts)).all_steps
     return {"answers": len(references), "steps": steps, "loss": to_plain(loss)}

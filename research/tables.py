@@ -12,7 +12,7 @@ from formats import FORMATS, TAPER, TESTS
 from task_options import DEFAULTS
 
 from taper.calibration.statistics import Estimate, PairedComparison, bootstrap_difference, mcnemar, wilson
-from taper.evals.methods import FULL
+from taper.evals.comparison import FULL
 
 Json = dict[str, Any]
 GSM8K, BBH = "gsm8k", "bbh"

@@ -6,19 +6,19 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from taper import LLM
-from taper.calibration.replay import Scores
+from taper import LLM, DepthPolicy
+from taper.calibration.replay import Reference, Scores
 from taper.calibration.statistics import Estimate, by_completion, ratio_estimate
 from taper.calibration.store import current_conditions
-from taper.errors import RequestError, TaperError
+from taper.errors import RequestError, TaperError, shown
 from taper.evals import load_tasks
-from taper.evals.comparison import Study, TaskStudy
+from taper.evals.comparison import FULL, Study, TaskStudy
 from taper.models.download import DEFAULT_MODEL, content_hash
 
 RESULTS = Path(__file__).parent / "results"
@@ -68,6 +68,18 @@ def open_task(study: Study, name: str, options: argparse.Namespace) -> TaskStudy
     return TaskStudy(study, selection, chat=not is_fewshot)
 
 
+def chosen(policies: Mapping[str, DepthPolicy], words: Sequence[str]) -> list[str]:
+    """The names of full depth and of the methods whose names contain one of some words; all names without any word.
+
+    Raises:
+        RequestError: no name contains a word.
+    """
+    for word in words:
+        if not any(word.lower() in name.lower() for name in policies):
+            raise RequestError(f"there is no method {shown(word)}", f"there are {'; '.join(policies)}")
+    return [n for n in policies if n == FULL or not words or any(word.lower() in n.lower() for word in words)]
+
+
 def mean_depth_of(options: argparse.Namespace, num_hidden_layers: int) -> float:
     """The mean depth of every method."""
     return float(options.depth if options.depth is not None else round(0.9 * num_hidden_layers))
@@ -94,6 +106,15 @@ def made_with(llm: LLM) -> dict[str, Any]:
     """The machine, the versions and the commit."""
     git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return {**vars(current_conditions(llm)), "commit": git.stdout.strip()}
+
+
+def compared(index: int, reference: Reference, p: np.ndarray, q: np.ndarray, depths: Sequence[int] = ()) -> Scores:
+    """What q loses against p, both log-probabilities [steps, V] of one output; `depths` are of its steps, if known."""
+    steps, own = np.arange(len(p)), np.array(reference.completion_ids)[:, None]
+    nll_p, nll_q = (-np.take_along_axis(x, own, -1)[:, 0].astype(float) for x in (p, q))
+    kl, agreement = (np.exp(p) * (p - q)).sum(-1).astype(float), (p.argmax(-1) == q.argmax(-1)).astype(float)
+    depth = np.array(depths or [0] * len(p))
+    return Scores(np.full(len(p), index), steps, depth, kl, agreement, nll_q, nll_p)
 
 
 def losses(scores: Scores) -> dict[str, Estimate]:

@@ -22,16 +22,17 @@ from typing import Any
 
 import numpy as np
 from decode import conditions
+from scipy.stats import rankdata
 
 from taper import LLM, DepthPolicy
 from taper.calibration.replay import Reference, Replay, Scores
 from taper.calibration.statistics import repeated
 from taper.calibration.store import skipping
-from taper.evals import evaluate, load_tasks
-from taper.evals.harness import TaperLM
+from taper.evals import load_tasks
 from taper.evals.records import Record
+from taper.evals.run import Evaluator
 from taper.evals.summary import chosen_filter, solved
-from taper.evals.tasks import EvalTask, Problem
+from taper.evals.tasks import EvalTask
 from taper.models import find_model
 
 THREADS, BATCH, CONTEXT, SURE = 2, 32, 1024, 0.9
@@ -63,20 +64,14 @@ def main(arguments: Iterable[str] | None = None) -> None:
     limit = options.signal_problems + options.problems
     by_label = {"full": DepthPolicy.full(layers)} | named
     records: dict[str, list[Record]] = {}
+    evaluator = Evaluator(llm, selection, chat=True, max_tokens=options.max_tokens)
     for label, policy in by_label.items():  # one after the other, so that an interrupted study has whole sets
-        result = evaluate(
-            llm,
-            selection,
-            [policy if label == "full" else replace(policy, name=label)],
-            limit=limit,
-            chat=True,
-            max_tokens=options.max_tokens,
-            out=options.records.with_name(f"{options.records.stem}-{label.replace(' ', '_')}.jsonl"),
-        )
-        records[label] = result.records
-        right = [bool(solved(record, chosen_filter(task, None))) for record in result.records]
+        named_policy = policy if label == "full" else replace(policy, name=label)
+        out = options.records.with_name(f"{options.records.stem}-{label.replace(' ', '_')}.jsonl")
+        records[label] = evaluator.evaluate([named_policy], limit=limit, out=out).records
+        right = [bool(solved(record, chosen_filter(task, None))) for record in records[label]]
         print(label, f"{sum(right)}/{len(right)}", file=sys.stderr, flush=True)
-    prompts = prompt_ids(llm, task, limit)
+    prompts = evaluator.prompt_ids(range(min(limit, task.num_problems)))
     first = options.signal_problems
     rows = signals(llm, task, prompts, records, named, first)
     result = {
@@ -89,14 +84,6 @@ def main(arguments: Iterable[str] | None = None) -> None:
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     for name, figures in sorted(result["correlation"].items(), key=lambda item: -abs(item[1]["spearman"][0])):
         print(f"{name:28} spearman {figures['spearman']} pearson {figures['pearson']}")
-
-
-def prompt_ids(llm: LLM, task: EvalTask, limit: int) -> dict[int, tuple[int, ...]]:
-    """The token ids of each problem's prompt."""
-    lm = TaperLM(llm, mode="full")
-    problems: list[Problem] = task.problems(limit, lm.apply_chat_template)
-    full = DepthPolicy.full(llm.config.num_hidden_layers)
-    return {p.index: tuple(lm.request(*p.requests[0].args[:2], full, 0).prompt_ids) for p in problems}
 
 
 def signals(
@@ -170,7 +157,7 @@ def correlations(rows: Sequence[Mapping[str, float]]) -> dict[str, dict[str, lis
     for name in (name for name in rows[0] if name != "accuracy"):
         values = np.array([row[name] for row in rows])
         found[name] = {
-            "spearman": _correlation(_ranks(values), _ranks(accuracy), draws, ranked=True),
+            "spearman": _correlation(rankdata(values), rankdata(accuracy), draws, ranked=True),
             "pearson": _correlation(values, accuracy, draws),
         }
     return found
@@ -179,22 +166,12 @@ def correlations(rows: Sequence[Mapping[str, float]]) -> dict[str, dict[str, lis
 def _correlation(a: np.ndarray, b: np.ndarray, draws: np.ndarray, ranked: bool = False) -> list[float]:
     def one(x: np.ndarray, y: np.ndarray) -> float:
         if ranked:
-            x, y = _ranks(x), _ranks(y)
+            x, y = rankdata(x), rankdata(y)
         return float(np.corrcoef(x, y)[0, 1]) if x.std() and y.std() else 0.0
 
     resampled = [one(a[draw], b[draw]) for draw in draws[: DRAWS // 10]]
     low, high = np.quantile(resampled, [0.025, 0.975])
     return [round(value, 3) for value in (one(a, b), float(low), float(high))]
-
-
-def _ranks(values: np.ndarray) -> np.ndarray:
-    """Ranks, ties by their mean."""
-    order = values.argsort(kind="stable")
-    ranks = np.empty(len(values))
-    ranks[order] = np.arange(len(values))
-    for value in np.unique(values):
-        ranks[values == value] = ranks[values == value].mean()
-    return ranks
 
 
 def _last_number(record: Record) -> str:

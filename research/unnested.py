@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from task_options import losses
+from task_options import compared, losses
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import taper.hf
@@ -25,14 +25,12 @@ from taper.calibration.replay import Reference, Scores
 from taper.calibration.search import first_steps
 from taper.calibration.statistics import by_completion, free_running, ratio_estimate
 from taper.calibration.summary import to_plain
-from taper.evals.comparison import Study
-from taper.evals.methods import closest_policy, mean_depth
+from taper.evals.comparison import Study, closest_d3, mean_depth
 
 NESTED, ROTATING, FILLED = "nested", "rotating", "rotating, filled in"
 ANSWERS, STEPS = 12, 96  # replayed, of each task in turn, and the first steps of each
 FREE, FREE_TOKENS = 6, 96  # prompts that are answered freely, and the length of those answers
 BINS = (1, 25, 49, 97)
-_ALPHAS = 1_000_000
 Rule = tuple[DepthPolicy, bool]  # which layers run, and whether skipped ones compute keys and values
 
 
@@ -78,9 +76,7 @@ def compare_nesting(study: Study, references: Sequence[Reference], depth: float)
 def _compare(model: PreTrainedModel, study: Study, references: Sequence[Reference], depth: float) -> dict[str, Any]:
     replayed = first_steps(references[:ANSWERS], STEPS)
     lengths = [len(reference.completion_ids) for reference in replayed]
-    policy = closest_policy(
-        lambda n: DepthPolicy.d3(study.num_hidden_layers, n / _ALPHAS, skip_order=study.order), _ALPHAS, depth, lengths
-    )
+    policy = closest_d3(study.num_hidden_layers, study.order, depth, lengths)
     lowest = policy.depth(max(lengths) - 1)  # the curve ends where the answers do
     policy = DepthPolicy.d3(study.num_hidden_layers, policy.schedule.alpha, min_depth=lowest, skip_order=study.order)
     rotating = Rotating(policy.schedule, policy.skip_order)
@@ -108,20 +104,11 @@ def replay(model: PreTrainedModel, references: Sequence[Reference], rules: Mappi
     every = DepthPolicy.full(model.config.num_hidden_layers)
     for index, reference in enumerate(references):
         count, ids = len(reference.completion_ids), [*reference.prompt_ids, *reference.completion_ids]
-        answer = torch.tensor(reference.completion_ids)[:, None]
-        full = forward(model, ids, len(reference.prompt_ids), every)[-count:].log_softmax(-1)
+        full = forward(model, ids, len(reference.prompt_ids), every)[-count:].log_softmax(-1).numpy()
         for name, (policy, filled) in rules.items():
-            own = forward(model, ids, len(reference.prompt_ids), policy, filled)[-count:].log_softmax(-1)
-            columns = {
-                "reference": np.full(count, index),
-                "step": np.arange(count),
-                "depth": np.array([policy.depth(step) for step in range(count)]),
-                "kl": (full.exp() * (full - own)).sum(-1).numpy().astype(float),
-                "agreement": (full.argmax(-1) == own.argmax(-1)).numpy().astype(float),
-                "nll": -own.gather(-1, answer)[:, 0].numpy().astype(float),
-                "nll_full": -full.gather(-1, answer)[:, 0].numpy().astype(float),
-            }
-            parts[name].append(Scores(**columns))
+            own = forward(model, ids, len(reference.prompt_ids), policy, filled)[-count:].log_softmax(-1).numpy()
+            depths = [policy.depth(step) for step in range(count)]
+            parts[name].append(compared(index, reference, full, own, depths))
     return {name: Scores.joined(own) for name, own in parts.items()}
 
 
@@ -157,8 +144,7 @@ def free_answers(
     model: PreTrainedModel, study: Study, prompts: Sequence[tuple[int, ...]], policies: Mapping[str, DepthPolicy]
 ) -> dict[str, Any]:
     """Greedy outputs of the reference implementation under each policy, judged by full depth beside its own."""
-    full = DepthPolicy.full(study.num_hidden_layers)
-    written = {"full": full, **policies}
+    full, written = study.full, {"full": study.full, **policies}
     answers = {name: [_answer(model, study, prompt, one) for prompt in prompts] for name, one in written.items()}
     judged = {name: replay(model, own, {"full": (full, False)})["full"] for name, own in answers.items()}
     return {

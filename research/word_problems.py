@@ -23,10 +23,7 @@ ENDINGS = {1: "Calculate it", 2: "Calculate it", 3: "Explain it step by step"}
 # By the number of steps; f is a + b.
 TEMPLATES: dict[int, tuple[Template, ...]] = {
     1: (
-        (
-            "{name} has {a} {things} and gets {b} more. How many {things} is that?",
-            lambda a, b, c, p: a + b,
-        ),
+        ("{name} has {a} {things} and gets {b} more. How many {things} is that?", lambda a, b, c, p: a + b),
         ("{name} has {f} {things} and gives away {b} of them. How many {things} are left?", lambda a, b, c, p: a),
         ("There are {a} boxes with {b} {things} in each. How many {things} are there?", lambda a, b, c, p: a * b),
         ("What is {a} plus {b}?", lambda a, b, c, p: a + b),

@@ -28,6 +28,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from taper.backends import open_backend
+from taper.engine import Engine, Request
+from taper.errors import TaperError
+from taper.models import load_model
+from taper.models.policies import load_policy
+from taper.models.tokenizer import TextStream
+from taper.policy import DepthPolicy
+from taper.sampling import SamplingParams
+
 SECONDS, MEMORY = 60, 4 << 30  # that a case may take, and its process
 HUGE = [0, 1, 3, 127, 1 << 31, 1 << 40, 1 << 63, (1 << 64) - 1]
 DEEP = "nested deeply"  # stands for a list in a list, 50,000 times
@@ -112,9 +121,6 @@ class Cases:
     """Writes the files of a case and runs it. `folder` holds what is mutated: `make_models` filled it."""
 
     def __init__(self, folder: Path, scratch: Path) -> None:
-        from taper.backends import open_backend
-        from taper.models import load_model
-
         self.folder, self.scratch = folder, scratch
         self.model = load_model(folder / "f32")
         self.backend = open_backend(self.model, device="cpu", context_length=64, num_slots=2, threads=1)
@@ -177,9 +183,6 @@ class Cases:
         return self.load(path)
 
     def policy(self, rng: random.Random) -> Counter:
-        from taper.models.policies import load_policy
-        from taper.policy import DepthPolicy
-
         bases = [DepthPolicy.middle_first(4, 0.9), DepthPolicy.skipdecode(4, 2, 20), DepthPolicy.static(4, 2, [1, 2])]
         text = rng.choice(bases).to_json().encode()
         policy = load_policy(self.write("policy.json", mutated_json(text, rng, POLICY_KEYS)))
@@ -190,12 +193,6 @@ class Cases:
 
     def load(self, path: Path) -> Counter:
         """Load a model, and run what loads."""
-        from taper.backends import open_backend
-        from taper.errors import TaperError
-        from taper.models import load_model
-        from taper.models.tokenizer import TextStream
-        from taper.policy import DepthPolicy
-
         model = load_model(path)
         outcome = Counter(loaded=1)
         try:
@@ -215,11 +212,6 @@ class Cases:
 
     def generate(self, backend: Any, policy: Any) -> Counter:
         """Complete a prompt greedily and at random, together."""
-        from taper.engine import Engine, Request
-        from taper.errors import TaperError
-        from taper.policy import DepthPolicy
-        from taper.sampling import SamplingParams
-
         vocab_size, length = backend.config.vocab_size, backend.context_length
         prompt = [index % vocab_size for index in range(5)][: length - 1]
         full = DepthPolicy.full(backend.config.num_hidden_layers)
@@ -245,8 +237,6 @@ def check_line(error: Exception) -> None:
 
 def work(kind: str, first: int, count: int, folder: Path, log: Path) -> None:
     """Run cases and print an outcome for each. What else is printed, by native code too, goes to `log`: a failure."""
-    from taper.errors import TaperError
-
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     warnings.simplefilter("ignore")
     results = os.fdopen(os.dup(1), "w", buffering=1)

@@ -6,9 +6,6 @@ from collections.abc import Callable
 
 from taper.calibration.problems import Attempt, Problems
 from taper.calibration.store import Store
-from taper.policy import DepthPolicy
-
-LAYERS = 6  # of the tiny models
 
 
 class MadeUpProblems:
@@ -33,4 +30,4 @@ class MadeUpProblems:
     def judged(self, store: Store) -> Problems:
         """The first half to search with, the rest to validate with."""
         half = self.count // 2
-        return Problems(self, range(half), range(half, self.count), DepthPolicy.full(LAYERS), store)
+        return Problems(self, range(half), range(half, self.count), store)

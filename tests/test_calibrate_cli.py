@@ -38,27 +38,12 @@ def test_writes_a_policy_and_says_what_it_costs(arguments, tmp_path):
     policy = DepthPolicy.from_json((tmp_path / "out" / "policy.json").read_text())
     assert policy.name == "mine"
     assert policy.provenance["budget"] == {"max_kl": 90.0}
-    for words in (
-        "policy mine",
-        "budget mean KL at most 90 nats: kept\n",
-        "measured",
-        "5 held-out prompts",
-        "KL to full depth",
-        "repeated 4-grams",
-        "full depth solves too few",
-    ):
+    said = ["policy mine", "budget mean KL at most 90 nats: kept\n", "measured", "5 held-out prompts"]
+    for words in [*said, "KL to full depth", "repeated 4-grams", "full depth solves too few"]:
         assert words in result.stdout
     assert "taper generate --policy" in result.stderr
     shown = CliRunner().invoke(cli, ["policy", "show", str(tmp_path / "out" / "policy.json")])
     assert shown.exit_code == 0
-
-
-def test_json_is_one_object_with_everything(arguments):
-    result = CliRunner().invoke(cli, [*arguments, "--json"])
-    data = json.loads(result.stdout)
-    assert data["budget_met"] is True
-    assert data["verdict"] == "kept"
-    assert {"held_out", "free_running", "speedup", "importance", "frontier", "conditions"} <= set(data)
 
 
 def test_a_budget_that_no_policy_keeps_writes_none_and_names_the_nearest(arguments, tmp_path):
@@ -71,9 +56,12 @@ def test_a_budget_that_no_policy_keeps_writes_none_and_names_the_nearest(argumen
     assert not (tmp_path / "out").exists()
 
 
-def test_the_report_is_written_beside_the_policy(arguments, tmp_path):
-    result = CliRunner().invoke(cli, [*arguments, "--report", str(tmp_path / "report")])
+def test_json_is_one_object_with_everything_and_the_report_is_written(arguments, tmp_path):
+    result = CliRunner().invoke(cli, [*arguments, "--json", "--report", str(tmp_path / "report")])
     assert result.exit_code == 0, result.output
+    data = json.loads(result.stdout)
+    assert (data["budget_met"], data["verdict"]) == (True, "kept")
+    assert {"held_out", "free_running", "speedup", "importance", "frontier", "conditions"} <= set(data)
     assert {"index.html", "frontier.png", "importance.png"} <= {path.name for path in (tmp_path / "report").iterdir()}
 
 
@@ -148,15 +136,16 @@ WRONG = {
     "broken JSON": (b'{"prompt": "a"}\n{"prompt": \n', [], "line 2"),
     "JSON without a prompt": (b'{"text": "a"}\n', [], "prompt"),
     "JSON with both": (b'{"prompt": "a", "messages": []}\n', [], "either"),
-    "a prompt that is no text": (b'{"prompt": 7}\n', [], "text"),
-    "messages that are none": (b'{"messages": [{"role": "user"}]}\n' * 9, [], "not a message"),
+    "a prompt that is not text": (b'{"prompt": 7}\n', [], "text"),
+    "an invalid message": (b'{"messages": [{"role": "user"}]}\n' * 9, [], "not a message"),
     "no budget": (None, ["--max-kl"], "no budget"),
     "speed and quality": (None, ["--speedup", "1.1"], "cannot both"),
     "agreement above one": (None, ["--min-agreement", "95"], "(0, 1]"),
     "not a number": (None, ["--max-kl", "nan"], "in (0, 1000]"),
     "a speed out of reach": (None, ["--max-kl", "--speedup", "50"], "as fast"),
-    "answers that do not fit": (None, ["--answer-tokens", "90000"], "context"),
+    "outputs that do not fit": (None, ["--answer-tokens", "90000"], "context"),
     "a name with a line break": (None, ["--name", "a\nb"], "name"),
+    "prompts without end": (None, ["--prompts", "/dev/zero"], "larger than"),
 }
 
 
@@ -169,28 +158,24 @@ def test_mistakes_are_one_line_and_leave_nothing(case, arguments, tmp_path):
         place = arguments.index("--max-kl")
         del arguments[place : place + 2]
         more = more[1:]
-    refused([*arguments, *more], says)
+    assert_rejected([*arguments, *more], says)
     assert not (tmp_path / "out").exists()
-
-
-def test_prompts_without_end_are_rejected(arguments):
-    refused([*arguments, "--prompts", "/dev/zero"], "larger than")
 
 
 @pytest.mark.parametrize("option", ["--out", "--report"])
 def test_outputs_that_cannot_be_written_are_rejected_before_the_work(option, arguments, tmp_path):
     (tmp_path / "file").write_text("in the way")
-    refused([*arguments, option, str(tmp_path / "file" / "below" / "x")], "file")
-    refused([*arguments, option, "/proc/taper/x"], "/proc")
+    assert_rejected([*arguments, option, str(tmp_path / "file" / "below" / "x")], "file")
+    assert_rejected([*arguments, option, "/proc/taper/x"], "/proc")
     os.mkfifo(tmp_path / "fifo")  # as a device: a file in its place would be its end
-    refused([*arguments, option, str(tmp_path / "fifo")], "folder")
+    assert_rejected([*arguments, option, str(tmp_path / "fifo")], "folder")
     assert (tmp_path / "fifo").is_fifo()
-    refused([*arguments, option, str(tmp_path / "file") if option == "--report" else str(tmp_path)], "folder")
+    assert_rejected([*arguments, option, str(tmp_path / "file") if option == "--report" else str(tmp_path)], "folder")
     assert (tmp_path / "file").read_text() == "in the way"
     assert not Path(os.environ["TAPER_CACHE"]).exists()
 
 
-def refused(arguments, says: str) -> None:
+def assert_rejected(arguments, says: str) -> None:
     code, out, err = run_taper(*arguments)
     lines = [line for line in err.decode().splitlines() if line.startswith("taper:")]
     assert (code, out, len(lines)) == (2, b"", 1), err.decode()

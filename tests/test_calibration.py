@@ -6,6 +6,7 @@ import json
 import math
 import sqlite3
 from dataclasses import replace
+from functools import partial
 from importlib import metadata
 from itertools import islice
 
@@ -46,10 +47,10 @@ def additive(costs):
 
 def order_of(costs, rounds, measure=None, score=lambda skipped: 0.0):
     """Layers in the order of skipping, their KL, and how many can be skipped before significantly fewer are solved."""
-    found = search.layers_to_skip(costs, range(len(costs)), [4] * 12, measure or additive(costs), score)
-    skipped = list(islice(found, rounds))
-    harmless = next((i for i, one in enumerate(skipped) if one.score > search.HARMLESS), len(skipped))
-    return [one.layer for one in skipped], [one.kl for one in skipped], harmless
+    order = search.LayerOrder(
+        costs, list(islice(search.layers_to_skip(costs, [4] * 12, measure or additive(costs), score), rounds))
+    )
+    return [skipped.layer for skipped in order.searched], [skipped.kl for skipped in order.searched], order.harmless
 
 
 @given(st.permutations(range(1, LAYERS + 1)))
@@ -58,10 +59,7 @@ def test_order_is_by_cost_where_layers_do_not_interact(costs):
     assert [costs[layer] for layer in layers] == [1, 2, 3, 4, 5, 6]
     assert losses == pytest.approx([1, 3, 6, 10, 15, 21])
     assert harmless == 6
-
-
-def test_the_order_ends_with_the_flex_layers():
-    assert sorted(order_of([1.0] * 4, 9)[0]) == [0, 1, 2, 3]
+    assert sorted(order_of(costs, LAYERS + 1)[0]) == list(range(LAYERS))  # it ends with the flex layers
 
 
 def test_next_comes_the_layer_that_costs_least_given_those_already_skipped():
@@ -139,10 +137,6 @@ def test_a_budget_of_numpy_numbers_is_one_of_floats():
     assert json.dumps(Budget(max_kl=np.float32(0.5), min_agreement=1).given) == '{"max_kl": 0.5, "min_agreement": 1.0}'
 
 
-def measured(kl: Estimate, agreement: Estimate) -> LossEstimate:
-    return LossEstimate(kl, agreement, Estimate(1.0, 0.5, 1.5))
-
-
 @pytest.mark.parametrize(
     ("given", "verdict"),
     [
@@ -160,20 +154,23 @@ def measured(kl: Estimate, agreement: Estimate) -> LossEstimate:
     ],
 )
 def test_a_budget_is_kept_only_where_the_whole_interval_keeps_it(given, verdict):
-    tapered = measured(Estimate(0.05, 0.04, 0.06), Estimate(0.95, 0.94, 0.96))
+    tapered = LossEstimate(Estimate(0.05, 0.04, 0.06), Estimate(0.95, 0.94, 0.96), Estimate(1.0, 0.5, 1.5))
     assert Budget(**given).verdict(tapered) == verdict
     assert Budget(**given).verdict(None) == (None if "speedup" in given else "not kept")
 
 
-def made_up(policy: DepthPolicy, tokens: int = 64, answers: int = 30, slope: float = 0.1) -> Scores:
-    """KL of `slope` a skipped layer, twice as much in the first half of an answer; agreement and NLL follow it."""
-    step = np.tile(np.arange(tokens), answers)
+CANDIDATES = power_curves(range(6), 6, LAYERS, 64)
+COST = CostModel(fixed_ms=1.0, layer_ms=0.5)
+
+
+def made_up(policy: DepthPolicy, outputs: int = 30, slope: float = 0.1) -> Scores:
+    """KL of `slope` a skipped layer, twice as much in the first half of 64 steps; agreement and NLL follow it."""
+    step = np.tile(np.arange(64), outputs)
     depth = np.array([policy.depth(int(i)) for i in step])
-    spread = np.repeat(np.random.default_rng(0).uniform(0.9, 1.1, answers), tokens)
-    kl = slope * (LAYERS - depth) * np.where(step < tokens // 2, 2.0, 1.0) * spread
+    spread = np.repeat(np.random.default_rng(0).uniform(0.9, 1.1, outputs), 64)
+    kl = slope * (LAYERS - depth) * np.where(step < 32, 2.0, 1.0) * spread
     nll_full = np.full(len(step), 2.0)
-    agreement = 1 - kl / 4
-    return Scores(np.repeat(np.arange(answers), tokens), step, depth, kl, agreement, nll_full + kl, nll_full)
+    return Scores(np.repeat(np.arange(outputs), 64), step, depth, kl, 1 - kl / 4, nll_full + kl, nll_full)
 
 
 def made_up_table(slope: float = 0.1) -> LossTable:
@@ -183,88 +180,72 @@ def made_up_table(slope: float = 0.1) -> LossTable:
 
 def test_loss_table_predicts_curves_from_constant_depths():
     for policy in (DepthPolicy.static(LAYERS, 6, range(6)), DepthPolicy.skipdecode(LAYERS, 4, 32)):
-        forecast, losses = made_up_table().predict(policy), over_steps(made_up(policy))
-        assert vars(forecast.tapered_steps) == pytest.approx(vars(losses.tapered_steps.value), rel=0.02)
-        assert forecast.all_steps.kl == pytest.approx(losses.all_steps.kl.value, rel=0.03)
+        (all_steps, tapered), losses = made_up_table().predict(policy), over_steps(made_up(policy))
+        assert vars(tapered) == pytest.approx(vars(losses.tapered_steps.value), rel=0.02)
+        assert all_steps.kl == pytest.approx(losses.all_steps.kl.value, rel=0.03)
 
 
 @pytest.mark.parametrize("slope", [0.1, 0.15])
 @pytest.mark.parametrize("budget", [Budget(max_kl=0.25), Budget(min_agreement=0.9), Budget(max_nll_increase=12.0)])
 def test_quality_budget_is_kept_and_used_up(budget, slope):
     """Also where the table predicts too little: it is corrected by what is replayed."""
-    candidates = power_curves(range(6), 6, LAYERS, 64)
 
     def share(policy):
         return budget.worst_share(over_steps(made_up(policy, slope=slope)).tapered_steps.worst)
 
-    policy = fit_quality(budget, candidates, made_up_table(), 64, lambda policy: made_up(policy, slope=slope))
+    policy = fit_quality(budget, CANDIDATES, made_up_table(), 64, lambda policy: made_up(policy, slope=slope))
     assert 0.5 < share(policy) <= 1
-    shallower = [other for other in candidates if other.mean_depth(64) < policy.mean_depth(64) - 0.7]
-    for other in shallower[:: len(shallower) // 8]:
-        assert share(other) > 1
+    shallower = [other for other in CANDIDATES if other.mean_depth(64) < policy.mean_depth(64) - 0.7]
+    assert all(share(other) > 1 for other in shallower[:: len(shallower) // 8])
 
 
 def test_a_budget_nothing_keeps_gives_the_nearest():
     budget = Budget(max_kl=0.01)
-    policy = fit_quality(budget, power_curves(range(6), 6, LAYERS, 64), made_up_table(), 64, made_up)
+    policy = fit_quality(budget, CANDIDATES, made_up_table(), 64, made_up)
     assert policy.min_depth == LAYERS - 1
     assert budget.worst_share(over_steps(made_up(policy)).tapered_steps.value) > 1
 
 
 def test_too_few_tapered_steps_keep_no_budget():
     late = DepthPolicy(Schedule(LAYERS, "constant", 4, start=63), tuple(range(6)))
-    losses = over_steps(made_up(late, answers=8))
-    assert losses.tapered_steps is None
-    assert Budget(max_kl=1.0).verdict(losses.tapered_steps) == "not kept"
     early = DepthPolicy.static(LAYERS, 9, range(6))
-
-    def replay(policy):
-        return made_up(policy, answers=8)
-
+    assert over_steps(made_up(late, 8)).tapered_steps is None
+    replay = partial(made_up, outputs=8)
     assert fit_quality(Budget(max_kl=9.0), [late, early], made_up_table(), 64, replay) == early
 
 
 @given(st.floats(1.02, 1.5))
 def test_policies_of_a_speed_are_just_as_fast_as_asked(speedup):
-    cost = CostModel(fixed_ms=1.0, layer_ms=0.5)
-    candidates = power_curves_of_speed(range(6), 6, LAYERS, 64, speedup, cost)
-    assert all(speedup <= cost.speedup(policy, 64) for policy in candidates)
-    assert min(cost.speedup(policy, 64) for policy in candidates) < speedup * 1.02
+    candidates = power_curves_of_speed(range(6), 6, LAYERS, 64, speedup, COST)
+    assert speedup <= min(COST.speedup(policy, 64) for policy in candidates) < speedup * 1.02
     assert len({policy.schedule.start for policy in candidates}) > 1
 
 
 @given(st.floats(1.02, 1.5), st.integers(0, 6))
 def test_a_speed_skips_no_more_than_it_needs_beyond_the_harmless_layers(speedup, harmless):
-    cost = CostModel(fixed_ms=1.0, layer_ms=0.5)
-    needed = next(
-        n for n in range(1, 7) if cost.speedup(DepthPolicy.static(LAYERS, LAYERS - n, range(n)), 64) >= speedup
-    )
-    candidates = power_curves_of_speed(range(6), 6, LAYERS, 64, speedup, cost)
+    static = [DepthPolicy.static(LAYERS, LAYERS - n, range(n)) for n in range(1, 7)]
+    needed = next(n for n, policy in enumerate(static, 1) if COST.speedup(policy, 64) >= speedup)
+    candidates = power_curves_of_speed(range(6), 6, LAYERS, 64, speedup, COST)
     policy = fit_speed(candidates, harmless, made_up_table(), made_up, lambda policy: LAYERS - policy.min_depth)
     assert LAYERS - policy.min_depth <= max(needed, harmless)
 
 
-def test_a_speed_skips_more_layers_later_where_that_does_less_harm():
-    candidates = power_curves_of_speed(range(6), 6, LAYERS, 64, 1.15, CostModel(1.0, 0.5))
+def test_a_speed_skips_more_layers_later_where_that_costs_less():
+    """Late steps cost half as much here, so the fall comes late."""
+    candidates = power_curves_of_speed(range(6), 6, LAYERS, 64, 1.15, COST)
     few, many = (
         fit_speed(candidates, 0, made_up_table(), made_up, lambda policy, sign=sign: sign * policy.min_depth)
         for sign in (-1, 1)
     )
     assert many.min_depth < few.min_depth == max(policy.min_depth for policy in candidates)
+    best = min(float(made_up(candidate).kl.mean()) for candidate in candidates)
     assert made_up(many).kl.mean() < made_up(few).kl.mean()
+    assert made_up(many).kl.mean() <= best * 1.05
 
 
 def test_a_speed_out_of_reach_is_rejected_with_what_can_be_had():
     with pytest.raises(RequestError, match=r"most .* 2\.0"):
-        power_curves_of_speed(range(6), 6, LAYERS, 64, 3.0, CostModel(1.0, 0.5))
-
-
-def test_the_speed_is_reached_where_it_hurts_least():
-    """Late steps cost half as much here, so the fall comes late."""
-    candidates = power_curves_of_speed(range(6), 6, LAYERS, 64, 1.15, CostModel(1.0, 0.5))
-    policy = fit_speed(candidates, 0, made_up_table(), made_up, lambda policy: policy.min_depth)
-    best = min(float(made_up(candidate).kl.mean()) for candidate in candidates)
-    assert float(made_up(policy).kl.mean()) <= best * 1.05
+        power_curves_of_speed(range(6), 6, LAYERS, 64, 3.0, COST)
 
 
 def test_cost_model_is_a_straight_line_in_depth():
@@ -319,14 +300,6 @@ def test_store_computes_once_and_keeps_keys_apart(tmp_path):
         assert store.remember({"k": 1}, compute) == [0.1, 1]
         store.close()
     assert Store(tmp_path / "a" / "s.sqlite", {"model": "y"}).remember({"k": 1}, compute) == [0.1, 2]
-
-
-def test_a_file_that_is_no_store_is_rejected(tmp_path):
-    (tmp_path / "s.sqlite").write_bytes(b"no data base" * 100)
-    with pytest.raises(RequestError, match=r"s\.sqlite"):
-        Store(tmp_path / "s.sqlite", {})
-    with pytest.raises(RequestError, match="cannot keep"):
-        Store(tmp_path / "s.sqlite" / "below", {})
 
 
 def test_measurements_of_other_versions_or_precisions_are_never_reused(llm, monkeypatch):
@@ -386,16 +359,17 @@ def test_a_store_of_an_older_version_is_measured_anew_and_says_so(tmp_path):
     Store(tmp_path / "s.sqlite", {}).close()  # said once
 
 
-def test_a_store_of_another_layout_or_locked_by_another_process_is_one_line(tmp_path, monkeypatch):
+def test_a_store_that_cannot_be_used_is_one_line(tmp_path, monkeypatch):
+    """No database, a folder that is a file, a database of another layout, and one that another process locks."""
+    (tmp_path / "text").write_bytes(b"no data base" * 100)
     spoil(tmp_path / "other.sqlite", "CREATE TABLE measured_3 (a, b)")
-    with pytest.raises(RequestError, match="cannot keep measurements"):
-        Store(tmp_path / "other.sqlite", {}).remember({}, lambda: 1)
     monkeypatch.setattr("taper.calibration.store._TIMEOUT", 0.05)
-    store = Store(tmp_path / "s.sqlite", {})
-    blocker = sqlite3.connect(tmp_path / "s.sqlite", isolation_level=None)
+    Store(tmp_path / "locked.sqlite", {}).close()
+    blocker = sqlite3.connect(tmp_path / "locked.sqlite", isolation_level=None)
     blocker.execute("BEGIN EXCLUSIVE")
-    with pytest.raises(RequestError, match="locked"):
-        store.remember({"k": 1}, lambda: 1)
+    for name, says in {"text": "text", "text/below": "", "other.sqlite": "", "locked.sqlite": "locked"}.items():
+        with pytest.raises(RequestError, match=f"cannot keep measurements in .*{says}"):
+            Store(tmp_path / name, {}).remember({}, lambda: 1)
     blocker.close()
 
 
@@ -461,7 +435,8 @@ def test_attempts_are_stored(tmp_path):
     made_up_problems = by_layer([True, False], {})
     problems, ticks = made_up_problems.judged(Store(tmp_path / "s.sqlite", {})), []
     for _ in range(2):
-        assert problems.solved(range(20), DepthPolicy.full(6), lambda: ticks.append(1)).tolist() == [True, False] * 10
+        attempts = problems.attempts(range(20), DepthPolicy.full(6), lambda: ticks.append(1))
+        assert [attempt.solved for attempt in attempts] == [True, False] * 10
     assert made_up_problems.asked == [(index, ()) for index in range(20)]
     assert len(ticks) == 4
 
@@ -486,10 +461,10 @@ def test_word_problems_are_of_the_hardest_level_that_the_model_can_do(llm, monke
 
     monkeypatch.setattr(WordProblemSet, "attempt", attempt)
     problems = word_problems(llm, Store(tmp_path / "s.sqlite", {}))
-    assert len(problems.search) == (0 if steps is None else 64)
-    validated = problems.validate(skipping(6, [1]), lambda count: lambda: None)
-    assert (validated is None) == (steps is None)
-    if validated is not None:
+    assert (problems is None) == (steps is None)
+    if problems is not None:
+        assert len(problems.search) == 64
+        validated = problems.validate(skipping(6, [1]), lambda count: lambda: None)
         assert validated.full.value == solved_of_16[steps - 1] / 16
 
 
@@ -503,14 +478,24 @@ def test_a_budget_skips_no_layer_that_problems_need(llm, monkeypatch):
     assert result.summary.problems.difference.value == 0
 
 
+def test_word_problems_need_no_slots_that_replay_holds(llm, monkeypatch):
+    """Their level was once chosen after replay had taken every slot, which failed."""
+    monkeypatch.setattr("taper.calibration.problems.MAX_TOKENS", 4)
+    assert calibrate(llm, prompts_of(24), max_kl=50.0, answer_tokens=4).policy.num_hidden_layers == 6
+
+
 def test_a_context_too_short_for_problems_asks_none(llm, tiny_llama, tmp_path):
     shorter = LLM(str(tiny_llama.folder), device="cpu", dtype="f32", context=64, threads=1)  # than a problem alone
     for short in (llm, shorter):
         assert short.engine.backend.context_length <= MAX_TOKENS
-        assert not word_problems(short, Store(tmp_path / "s.sqlite", {})).search
+        assert word_problems(short, Store(tmp_path / "s.sqlite", {})) is None
 
 
 # The whole
+
+
+def prompts_of(count: int) -> list[str]:
+    return [f"prompt {'x' * i} {i}" for i in range(count)]
 
 
 @pytest.fixture(scope="module", params=["ggml", "torch"])
@@ -519,10 +504,6 @@ def llm(request, tiny_llama):
     if request.param == "torch":
         llm.engine = Engine(make_backend("torch", tiny_llama.load(), num_slots=6, context_length=320))
     return llm
-
-
-def prompts_of(count: int) -> list[str]:
-    return [f"prompt {'x' * i} {i}" for i in range(count)]
 
 
 def test_a_user_calibrates_a_model_by_its_path(tiny_gguf):
@@ -618,11 +599,10 @@ def test_no_prompt_is_both_searched_on_and_held_out(llm):
 
 def test_stored_scores_equal_fresh_ones(llm, tmp_path):
     references = [Reference(tuple(random_prompt(i, 9)), tuple(random_prompt(i + 9, 12))) for i in range(3)]
-    policy, ticks = DepthPolicy.static(6, 4, [2, 3]), []
-    found = []
+    ticks, kl = [], []
     for _ in range(2):
         measurements = Measurements(llm.engine, references, Store(tmp_path / "s.sqlite", {}))
-        found.append(measurements.scores(policy, lambda: ticks.append(1)))
+        kl.append(measurements.scores(DepthPolicy.static(6, 4, [2, 3]), lambda: ticks.append(1)).kl)
         measurements.close()
-    np.testing.assert_array_equal(found[0].kl, found[1].kl)
+    np.testing.assert_array_equal(*kl)
     assert len(ticks) == 6

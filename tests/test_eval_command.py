@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from eval_data import write_data
+from lm_eval.api.registry import get_model
 
 from taper import LLM, DepthPolicy
 from taper.cli import cli
@@ -58,7 +59,7 @@ def records(path: Path) -> list[dict]:
 
 
 def by_problem(path: Path) -> list[dict]:
-    return sorted(records(path), key=lambda record: (record["task"], record["problem"], record["policy"]))
+    return sorted(records(path), key=lambda record: (record["problem"], record["policy"]))
 
 
 # What it prints and writes
@@ -84,7 +85,9 @@ def test_table_and_records(command, tmp_path):
     assert (first["mode"], len(answer["token_ids"]), answer["mean_depth"]) == ("full", 24, 6.0)
 
 
-def test_json_and_groups(command, tmp_path):
+def test_cut_prompts_json_and_groups(command, tmp_path):
+    text = run(*command, "--tasks", "gsm8k", "--limit", 2, "--context", 300, "--out", tmp_path / "cut.jsonl")
+    assert "2 prompts did not fit with the output and lost the beginning; --context raises the limit." in text
     arguments = [*command, "--tasks", "bbh_cot_fewshot,gsm8k", "--filter"]
     with pytest.raises(RequestError, match=r"has no filter 'get-answer' \(it has strict-match and flexible-extract\)"):
         run(*arguments, "get-answer")
@@ -197,31 +200,31 @@ def test_other_problems_are_rejected(command, data, tmp_path):
         ("a line\n", "exists and holds no records"),
         ("no newline", "exists and holds no records"),
         ('{"format": 2}\n', "exists and holds no records"),
-        ("HEADER\nnonsense\n{}\n", "line 2 of .* is not a record"),
-        ('HEADER\n{"task": "gsm8k"}\nLAST\n', "line 2 of .* is not a record"),
+        (f"{HEADER}\nnonsense\n{{}}\n", "line 2 of .* is not a record"),
+        (f'{HEADER}\n{{"task": "gsm8k"}}\nLAST\n', "line 2 of .* is not a record"),
+        ("", None),
+        (f"{HEADER}\n", None),
+        (f'{HEADER}\n{{"task": "gs\n', None),
+        (f'{HEADER}\n{{"task": "gs', None),
     ],
 )
-def test_a_file_that_is_not_ours_is_left_alone(tmp_path, content, message):
+def test_a_damaged_last_line_is_dropped_and_a_file_that_is_not_ours_is_left_alone(tmp_path, content, message):
     path = tmp_path / "out.jsonl"
-    path.write_text(content.replace("HEADER", HEADER))
-    with pytest.raises(RequestError, match=message):
-        RecordFile(path, {"seed": 0}, {}, {})
-    assert path.read_text() == content.replace("HEADER", HEADER)
-
-
-def test_an_empty_file_and_a_damaged_last_line_are_ours(tmp_path):
-    path = tmp_path / "out.jsonl"
-    for content in ("", f"{HEADER}\n", f'{HEADER}\n{{"task": "gs\n', f'{HEADER}\n{{"task": "gs'):
-        path.write_text(content)
+    path.write_text(content)
+    if message is None:
         assert RecordFile(path, {"seed": 0}, {}, {}).records == {}
+    else:
+        with pytest.raises(RequestError, match=message):
+            RecordFile(path, {"seed": 0}, {}, {})
+    assert path.read_text() == content
 
 
 def test_an_interrupted_evaluation_keeps_its_records_and_the_engine(llm, data, tmp_path):
     selection = load_tasks(["gsm8k"], fewshot=0, data_dir=data)
     seen = []
 
-    def interrupt(record, total, was_there):
-        seen.append((record, was_there))
+    def interrupt(*progress):
+        seen.append(progress)
         if len(seen) == 3:
             raise KeyboardInterrupt
 
@@ -278,11 +281,7 @@ def test_mistakes_are_one_line_each(command, tmp_path, monkeypatch, arguments, m
     ("name", "content", "message"),
     [
         ("gsm8k/test.jsonl", "", "test.jsonl has no problems"),
-        (
-            "gsm8k/test.jsonl",
-            '{"question": "1?", "answer": "#### 1"}\n{"question": ',
-            "line 2 of .*test.jsonl is not JSON",
-        ),
+        ("gsm8k/test.jsonl", '{"question": "1?", "answer": "1"}\n{', "line 2 of .*test.jsonl is not JSON"),
         ("gsm8k/test.jsonl", '{"question": 1, "answer": "2"}', 'problem 1 needs the texts "question" and "answer"'),
         ("gsm8k/train.jsonl", b"\xff\xfe", "train.jsonl is not UTF-8"),
         ("bbh/tasks/word_sorting.json", "[]", 'needs a list of "examples"'),
@@ -329,28 +328,19 @@ def test_no_shipped_policy_for_the_model_is_one_line(command):
         run(*command[:at], *command[at + 2 :], "--tasks", "gsm8k")
 
 
-def test_without_the_harness_it_says_how_to_install_it(monkeypatch, capsys):
-    for name in ("lm_eval", "lm_eval.tasks", "lm_eval.__main__"):
-        monkeypatch.setitem(sys.modules, name, None)
+def test_without_the_harness_it_says_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
     with pytest.raises(TaperError, match=r'pip install "taper-llm\[eval\]"'):
         load_tasks(["gsm8k"])
+
+
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_mistakes_on_the_harness_own_command_line_are_one_line(monkeypatch, capsys, is_installed):
+    if is_installed:  # then it knows our class
+        monkeypatch.setattr("lm_eval.__main__.cli_evaluate", lambda: get_model("taper")(model="no such model"))
+    else:
+        monkeypatch.setitem(sys.modules, "lm_eval.__main__", None)
     with pytest.raises(SystemExit) as end:
         harness_command.main()
-    assert end.value.code == 2
-    assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_the_harness_own_command_knows_the_class_and_our_errors(monkeypatch, capsys):
-    import lm_eval.__main__
-    from lm_eval.api.registry import get_model
-
-    monkeypatch.setattr(lm_eval.__main__, "cli_evaluate", lambda: get_model("taper")(model="no such model"))
-    with pytest.raises(SystemExit) as end:
-        harness_command.main()
-    assert end.value.code == 2
-    assert capsys.readouterr().err.startswith("taper: ")
-
-
-def test_cut_prompts_are_reported(command):
-    text = run(*command, "--tasks", "gsm8k", "--limit", 2, "--context", 300)
-    assert "2 prompts did not fit with the output and lost the beginning; --context raises the limit." in text
+    error = capsys.readouterr().err
+    assert (end.value.code, error.count("\n"), error[:7]) == (2, 1, "taper: ")

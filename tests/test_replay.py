@@ -12,7 +12,6 @@ from taper.calibration import replay as replay_module
 from taper.calibration.replay import Reference, Replay, Scores
 from taper.engine import Engine
 from taper.errors import RequestError
-from taper.models.tensors import LoadedModel
 from taper.policy import DepthPolicy
 
 
@@ -24,7 +23,7 @@ def references(count: int = 3, length: int = 30) -> list[Reference]:
 
 
 def step_by_step(engine: Engine, reference: Reference, policy: DepthPolicy) -> np.ndarray:
-    """Logits [steps, V] of decoding a known answer one token at a time, by forwards made by hand."""
+    """Logits [steps, V] of decoding a known completion one token at a time, by forwards made by hand."""
     backend, prompt = engine.backend, reference.prompt_ids
     logits = [backend.forward(one_slot(backend, prompt, (len(prompt) - 1,))).logits[0]]
     for step, token in enumerate(reference.completion_ids[:-1], 1):
@@ -36,12 +35,8 @@ def step_by_step(engine: Engine, reference: Reference, policy: DepthPolicy) -> n
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
-    logits = logits.astype(np.float64)
-    return (
-        logits
-        - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True))
-        - logits.max(-1, keepdims=True)
-    )
+    logits = logits.astype(np.float64) - logits.max(-1, keepdims=True)
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
 def expected(engine: Engine, reference: Reference, policy: DepthPolicy, top: int):
@@ -53,42 +48,32 @@ def expected(engine: Engine, reference: Reference, policy: DepthPolicy, top: int
         best = np.argsort(-a)[:top]
         rest = [max(1 - np.exp(x[best]).sum(), 1e-12) for x in (a, b)]
         kl.append((np.exp(a[best]) * (a[best] - b[best])).sum() + rest[0] * np.log(rest[0] / rest[1]))
-    answer = np.array(reference.completion_ids)
-    steps = np.arange(len(answer))
-    return np.array(kl), p.argmax(-1) == q.argmax(-1), -q[steps, answer], -p[steps, answer]
+    tokens = np.array(reference.completion_ids)
+    steps = np.arange(len(tokens))
+    return np.array(kl), p.argmax(-1) == q.argmax(-1), -q[steps, tokens], -p[steps, tokens]
 
 
 @BACKENDS
-@pytest.mark.parametrize("window", [128, 7])
-def test_replay_equals_decoding_step_by_step(tiny_llama, kind, window, monkeypatch):
+@pytest.mark.parametrize(("family", "window"), [("llama", 128), ("llama", 7), ("gemma3", 7), ("granitemoe", 7)])
+def test_replay_equals_decoding_step_by_step(tiny_llama, tmp_path, kind, family, window, monkeypatch):
+    """Also in layers with sliding windows or experts."""
     monkeypatch.setattr(replay_module, "WINDOW", window)
     monkeypatch.setattr(replay_module, "TOP", 50)
-    check_replay(kind, tiny_llama.load())
-
-
-@BACKENDS
-@pytest.mark.parametrize("family", ["gemma3", "granitemoe"])
-def test_replay_equals_decoding_in_layers_with_windows_or_experts(tmp_path, kind, family, monkeypatch):
-    monkeypatch.setattr(replay_module, "WINDOW", 7)
-    monkeypatch.setattr(replay_module, "TOP", 50)
-    architecture, options = FAMILIES[family]
-    check_replay(kind, make_tiny(tmp_path, architecture, **options).load())
-
-
-def check_replay(kind: str, loaded: LoadedModel) -> None:
-    """Score every policy by replay and by hand."""
-    engine = Engine(make_backend(kind, loaded, num_slots=2))  # fewer slots than answers
+    if family == "llama":
+        loaded = tiny_llama.load()
+    else:
+        architecture, options = FAMILIES[family]
+        loaded = make_tiny(tmp_path, architecture, **options).load()
+    engine = Engine(make_backend(kind, loaded, num_slots=2))  # fewer slots than completions
     replay, known = Replay(engine, references()), references()
     for policy in policies(loaded.config.num_hidden_layers).values():
         scores = replay.score(policy)
         assert scores.kl.max() > 1e-3, "the policy changes nothing, so this proves nothing"
         for index, reference in enumerate(known):
             found = scores.where(scores.reference == index)
-            other = Engine(make_backend(kind, loaded))
-            kl, agreement, nll, nll_full = expected(other, reference, policy, 50)
-            np.testing.assert_allclose(found.kl, kl, atol=2e-4)
-            np.testing.assert_allclose(found.nll, nll, atol=2e-4)
-            np.testing.assert_allclose(found.nll_full, nll_full, atol=2e-4)
+            kl, agreement, nll, nll_full = expected(Engine(make_backend(kind, loaded)), reference, policy, 50)
+            for own, wanted in ((found.kl, kl), (found.nll, nll), (found.nll_full, nll_full)):
+                np.testing.assert_allclose(own, wanted, atol=2e-4)
             assert (found.agreement == agreement).all()
             assert found.depth.tolist() == [policy.depth(step) for step in range(len(reference.completion_ids))]
 
@@ -123,12 +108,8 @@ def test_sharing_with_a_base_changes_no_figure(tiny_llama, kind, monkeypatch):
     )
     alone = [Replay(Engine(make_backend(kind, tiny_llama.load())), references()).score(each) for each in candidates]
     replay = Replay(engine, references())
-    found = []
-    for index in range(3):
-        replay.prepare(index)
-        found.append(replay.at(index, candidates, base))
-    parts = zip(*found, strict=True)
-    together = [Scores.joined(part) for part in parts]
+    found = [replay.at(index, candidates, base) for index in range(3)]
+    together = [Scores.joined(part) for part in zip(*found, strict=True)]
     for one, other in zip(alone, together, strict=True):
         np.testing.assert_allclose(one.kl, other.kl, atol=2e-4)
         np.testing.assert_allclose(one.nll, other.nll, atol=2e-4)
@@ -176,12 +157,7 @@ def test_block_influence_is_one_minus_the_cosine_of_in_and_out(tiny_llama, kind)
     np.testing.assert_allclose(found, wanted, atol=1e-4)
 
 
-def test_a_window_counts_what_precedes_it_as_prompt():
-    reference = Reference((1, 2), (3, 4, 5, 6))
-    assert reference.window(1, 2) == Reference((1, 2, 3), (4, 5))
-
-
-def test_slots_are_given_back(tiny_llama):
+def test_closing_frees_the_slots(tiny_llama):
     engine = Engine(make_backend("ggml", tiny_llama.load(), num_slots=2))
     replay = Replay(engine, references())
     replay.score(DepthPolicy.full(6))
@@ -190,8 +166,8 @@ def test_slots_are_given_back(tiny_llama):
     assert engine.num_free_slots == 2
 
 
-def test_answers_that_do_not_fit_are_refused(tiny_llama):
+def test_completions_that_do_not_fit_are_rejected(tiny_llama):
     engine = Engine(make_backend("ggml", tiny_llama.load()))
-    for answer in ((), tuple(random_prompt(1, 600))):
+    for completion in ((), tuple(random_prompt(1, 600))):
         with pytest.raises(RequestError):
-            Replay(engine, [Reference((1, 2), answer)])
+            Replay(engine, [Reference((1, 2), completion)])

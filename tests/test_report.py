@@ -102,11 +102,8 @@ def test_page_says_what_was_found():
     held_out += ["1.2 (1.1 to 1.4)", "0.99 (0.89 to 1.09)"]
     own = ["0.81 (0.73 to 0.89)", "0.74 (0.67 to 0.82)", "83 (75 to 92)", "92 (83 to 101)", "12 (11 to 14)"]
     conditions = ["tiny, llama, f32, 6 layers", "ab" * 32, "cd" * 32, "seed 7", "2026-02-03", "A processor, 2 cores"]
-    conditions += [
-        "2 threads, ggml, f32",
-        "Taper 0.1.0, Python 3.12.1, ggml-python 0.0.1",
-        "1.37 times full depth predicted",
-    ]
+    conditions += ["2 threads, ggml, f32", "Taper 0.1.0, Python 3.12.1, ggml-python 0.0.1"]
+    conditions.append("1.37 times full depth predicted")
     said = words(summary())
     for part in ["constant start=8 min_depth=4", *budget, *held_out, *own, "the search prompts", *conditions]:
         assert part in said, part
@@ -117,12 +114,8 @@ def test_a_missed_budget_and_a_policy_that_hurts_are_said_plainly():
     data = replace(summary(agreement=0.85), budget=Budget(max_kl=0.05, min_agreement=0.9))
     repetition = PolicyAndFull(around(0.3), around(0.118))
     said = words(replace(data, free_running=replace(data.free_running, repetition=repetition)))
-    for part in [
-        "Budget not kept;",
-        "agreement of 90 % or more. Found: 85 %",
-        "This policy hurts",
-        "repeats itself more",
-    ]:
+    asked = "agreement of 90 % or more. Found: 85 %"
+    for part in ["Budget not kept;", asked, "This policy hurts", "repeats itself more"]:
         assert part in said, part
 
 
@@ -139,13 +132,10 @@ def test_a_speed_that_was_asked_for_is_set_beside_what_was_measured():
     assert "Budget kept" not in said
 
 
-def test_a_policy_that_tapers_nothing_says_so():
+def test_no_tapered_step_and_too_few_are_told_apart():
     said = words(summary(tapers=False))
     assert "It skips no layer" in said
     assert "another token becomes the most probable one" not in said
-
-
-def test_too_few_tapered_steps_are_not_called_none():
     data = summary()
     said = words(replace(data, held_out=Losses(data.held_out.all_steps)))
     assert "fewer than 30 of the held-out steps" in said
@@ -165,18 +155,13 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_half_written(tmp_path, m
     write_report(tmp_path, summary())
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
-    def half(path, content):
-        with path.open("wb") as file:
-            file.write(content[: len(content) // 2])
+    def full_disk(target, content):
+        if fails == "write":
+            with target.open("wb") as file:
+                file.write(content[: len(content) // 2])
         raise OSError("disk full")
 
-    def refuse(source, target):
-        raise OSError("disk full")
-
-    if fails == "write":
-        monkeypatch.setattr(Path, "write_bytes", half)
-    else:
-        monkeypatch.setattr(files.os, "replace", refuse)
+    monkeypatch.setattr(*((Path, "write_bytes") if fails == "write" else (files.os, "replace")), full_disk)
     with pytest.raises(OSError, match="disk full"):
         write_report(tmp_path, summary(agreement=0.5))
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

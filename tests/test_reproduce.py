@@ -14,12 +14,14 @@ import taper.calibration.run
 import taper.calibration.summary
 from taper import DepthPolicy
 from taper.calibration import clock as cost
+from taper.calibration.statistics import Estimate
 from taper.cli import cli
 from taper.errors import RequestError
-from taper.evals import comparison
-from taper.evals.methods import FULL, mean_depth
+from taper.evals import comparison, reproduce
+from taper.evals.comparison import FULL, mean_depth
 from taper.evals.records import RecordFile
-from taper.evals.reproduce import CALIBRATED
+from taper.evals.reproduce import CALIBRATED, Result
+from taper.evals.summary import Score
 
 POLICY = DepthPolicy.d3(6, 0.99, skip_order=[4, 1, 2, 3])
 TASKS = "gsm8k,bbh_cot_zeroshot"
@@ -48,11 +50,8 @@ def run(arguments: list[str], code: int = 0) -> str:
     return result.stderr
 
 
-def written_at_full_depth(folder: Path) -> list[int]:
-    """Tokens of each output of full depth in the records of a folder."""
-    lines = [line for file in folder.glob("*.jsonl") for line in file.read_text().splitlines()[1:]]
-    records = [record for record in map(json.loads, lines) if record["mode"] == "full"]
-    return [len(record["answers"][0]["token_ids"]) for record in records]
+def results(folder: Path) -> dict:
+    return json.loads((folder / "out" / "results.json").read_text())
 
 
 def test_methods_are_compared_at_both_depths_and_lengths(arguments, tmp_path, monkeypatch):
@@ -61,21 +60,23 @@ def test_methods_are_compared_at_both_depths_and_lengths(arguments, tmp_path, mo
     monkeypatch.setattr(RecordFile, "append", lambda file, record: (written.append(record.key), append(file, record)))
     arguments.append(f"--policy={tmp_path / 'policy.json'}")
     assert "index.html" in run(arguments)
-    data = json.loads((tmp_path / "out" / "results.json").read_text())
+    data = results(tmp_path)
     names = ["gsm8k", "bbh_cot_zeroshot_boolean_expressions", "bbh_cot_zeroshot_word_sorting", "bbh_cot_zeroshot"]
     for length in (16, 24):
-        results = [result for result in data["results"] if result["max_tokens"] == length]
-        assert [result["task"] for result in results[:: len(METHODS)]] == names
-        assert [result["method"] for result in results] == METHODS * len(names)
-        assert [result["problems"] for result in results[:: len(METHODS)]] == [2, 2, 2, 4]
-        headline, budget = results[2]["depth"], results[-1]["depth"]
+        compared = [result for result in data["results"] if result["max_tokens"] == length]
+        assert [result["task"] for result in compared[:: len(METHODS)]] == names
+        assert [result["method"] for result in compared] == METHODS * len(names)
+        assert [result["problems"] for result in compared[:: len(METHODS)]] == [2, 2, 2, 4]
+        headline, budget = compared[2]["depth"], compared[-1]["depth"]
         assert headline == 4
-        full = results[0]["score"]
+        full = compared[0]["score"]
         assert full["mean_depth"] == 6
         assert full["against_full"] is None
-        assert results[1]["score"]["against_full"]["problems"] == 2
+        assert compared[1]["score"]["against_full"]["problems"] == 2
         assert full["tokens"] <= length
-        lengths = written_at_full_depth(tmp_path / "out" / f"{length}-tokens")
+        files = (tmp_path / "out" / f"{length}-tokens").glob("*.jsonl")
+        records = [json.loads(line) for file in files for line in file.read_text().splitlines()[1:]]
+        lengths = [len(record["answers"][0]["token_ids"]) for record in records if record["mode"] == "full"]
         assert budget == pytest.approx(mean_depth(POLICY, lengths), abs=0.006)
     assert [speed["method"] for speed in data["speeds"]] == [CALIBRATED, "D3, measured order at depth 4"] * 2
     assert [task["task"] for task in data["nll"]] == names
@@ -95,7 +96,7 @@ def test_an_order_of_too_few_layers_is_left_out_at_the_headline(arguments, tmp_p
     arguments += [f"--policy={tmp_path / 'policy.json'}", "--lengths=24"]
     line = "D3, measured order is left out at mean depth 4: 5.00 is the closest that it comes"
     assert run(arguments).count(line) == 1
-    data = json.loads((tmp_path / "out" / "results.json").read_text())
+    data = results(tmp_path)
     assert data["left_out"] == [line]
     compared = [(result["method"], result["depth"]) for result in data["results"] if result["task"] == "gsm8k"]
     middle_first, measured = METHODS[-1], METHODS[-2]
@@ -104,12 +105,24 @@ def test_an_order_of_too_few_layers_is_left_out_at_the_headline(arguments, tmp_p
     assert line in (tmp_path / "out" / "index.html").read_text()
 
 
+def test_a_method_has_one_colour_at_every_length():
+    def result(max_tokens: int, method: str) -> Result:
+        depth = None if method == FULL else 4.0
+        score = Score("taper", method, Estimate(0.5, 0.4, 0.6), 5.0, 8.0, 0.0, None)
+        return Result("gsm8k", max_tokens, method, depth, 2, "exact_match", score)
+
+    drawn = [result(16, FULL), result(16, "b"), result(24, FULL), result(24, "a"), result(24, "b")]
+    short, long = reproduce._accuracy_picture(drawn, 6).axes
+    colours = [{bars.get_label(): bars[0].get_color() for bars in axes.containers} for axes in (short, long)]
+    assert colours[0]["b"] == colours[1]["b"] != colours[1]["a"]
+
+
 @pytest.mark.skipif(not DEFAULT_MODEL_FILE.is_file(), reason="fetch the default model with: taper pull")
 def test_the_default_model_end_to_end(arguments, tmp_path):
     arguments[1] = str(DEFAULT_MODEL_FILE)
     arguments += ["--policy=fast", "--lengths=16", "--tasks=gsm8k", "--dtype=auto", "--fewshot=0", "--chat"]
     run(arguments)
-    data = json.loads((tmp_path / "out" / "results.json").read_text())
+    data = results(tmp_path)
     assert data["left_out"] == []
     assert [result["method"] for result in data["results"]] == METHODS
     assert [result["depth"] for result in data["results"]][:4] == [None, None, 20, 20]
@@ -131,7 +144,7 @@ def short_calibration(monkeypatch, tmp_path):
 def test_a_calibration_gives_the_policy(arguments, tmp_path):
     arguments += ["--lengths=24", "--tasks=gsm8k", "--min-agreement=0.01"]
     run(arguments)
-    data = json.loads((tmp_path / "out" / "results.json").read_text())
+    data = results(tmp_path)
     assert data["policy"]["skip_order"] == data["order"]
     assert data["budget"].startswith("the fastest one that was found for an agreement with full depth of 1 %")
     assert CALIBRATED in {result["method"] for result in data["results"]}
@@ -139,9 +152,9 @@ def test_a_calibration_gives_the_policy(arguments, tmp_path):
 
 @pytest.mark.usefixtures("short_calibration")
 def test_a_budget_that_no_policy_meets_leaves_the_headline(arguments, monkeypatch, tmp_path):
-    monkeypatch.setattr(taper.calibration.summary.Provenance, "budget_met", False)
+    monkeypatch.setattr(taper.calibration.summary.CalibrationSummary, "budget_met", False)
     assert "no policy meets the budget" in run([*arguments, "--lengths=24", "--tasks=gsm8k"])
-    data = json.loads((tmp_path / "out" / "results.json").read_text())
+    data = results(tmp_path)
     assert data["policy"] is None
     assert {result["depth"] for result in data["results"]} == {None, 4}
     assert "No policy meets the budget" in (tmp_path / "out" / "index.html").read_text()
@@ -149,7 +162,7 @@ def test_a_budget_that_no_policy_meets_leaves_the_headline(arguments, monkeypatc
 
 def test_baselines_compare_every_method(arguments, tmp_path):
     run([*arguments, f"--policy={tmp_path / 'policy.json'}", "--tasks=gsm8k", "--lengths=24", "--baselines"])
-    data = json.loads((tmp_path / "out" / "results.json").read_text())
+    data = results(tmp_path)
     assert len(data["results"]) == 2 + 2 * 10
 
 

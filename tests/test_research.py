@@ -31,8 +31,9 @@ from taper import LLM, DepthPolicy
 from taper.calibration import clock as cost
 from taper.calibration.problems import builtin_problems
 from taper.calibration.replay import Reference, Replay
+from taper.errors import RequestError
 from taper.evals import comparison
-from taper.evals.methods import FULL
+from taper.evals.comparison import FULL
 from taper.evals.records import RecordFile
 
 TASKS = "gsm8k,bbh_cot_zeroshot_boolean_expressions,bbh_cot_zeroshot_word_sorting"
@@ -109,6 +110,14 @@ def test_a_second_run_answers_only_what_lacks(arguments, tmp_path, monkeypatch):
     assert len(written) == len(set(written)) == problems + 3 * 10
 
 
+def test_methods_are_chosen_by_words_of_their_names():
+    policies = dict.fromkeys([FULL, "D3, measured order", "D3, random order 2", "ShortGPT"], POLICY)
+    assert task_options.chosen(policies, []) == list(policies)
+    assert task_options.chosen(policies, ["shortgpt", "Measured"]) == [FULL, "D3, measured order", "ShortGPT"]
+    with pytest.raises(RequestError, match="there is no method 'layerdrop'"):
+        task_options.chosen(policies, ["measured", "layerdrop"])
+
+
 def test_results_of_another_model_are_rejected(results, arguments, tmp_path, capsys):
     path = tmp_path / "claims.json"
     path.write_text('{"model": {"name": "other"}}')
@@ -119,20 +128,15 @@ def test_results_of_another_model_are_rejected(results, arguments, tmp_path, cap
 
 
 def test_what_is_replayed_was_written_by_full_depth(results, arguments, tiny_llama):
-    options = parsed(arguments)
+    parser = argparse.ArgumentParser()
+    task_options.add_options(parser)
+    options = parser.parse_args(arguments)
     study = task_options.open_study(options)
     task = task_options.open_task(study, "gsm8k", options)
     assert len(task.references) == len(task.records) == 2
     for reference in task.references:
         ids = reference.completion_ids
         assert reference_ids(tiny_llama, list(reference.prompt_ids), DepthPolicy.full(6), len(ids)) == list(ids)
-
-
-def parsed(arguments):
-    """The options as the benchmarks parse them."""
-    parser = argparse.ArgumentParser()
-    task_options.add_options(parser)
-    return parser.parse_args(arguments)
 
 
 def test_the_harness_own_class_gives_the_same_strings_in_f32(arguments, tmp_path, monkeypatch):
@@ -186,7 +190,6 @@ def test_correlations_and_their_page():
     assert found["same"]["spearman"][0] == found["same"]["pearson"][0] == 1
     assert found["against"]["spearman"][0] == -1 < found["against"]["pearson"][0]
     assert found["constant"]["spearman"] == [0, 0, 0]
-    assert task_signals._ranks(np.array([3.0, 1.0, 3.0, 2.0])).tolist() == [2.5, 0, 2.5, 1]
     page = render.rendered()[render.PAGES / "signals.md"]
     shown = page.split("| signal | Spearman | Pearson |\n| --- | --- | --- |\n")[1:]
     assert len(shown) == len(list(render.RESULTS.glob("task_signals-*.json")))
@@ -250,21 +253,15 @@ def test_a_rotating_rule_runs_layers_again_and_misses_their_keys(tiny_llama, ans
 # Verdicts and pages
 
 
-@pytest.mark.parametrize(
-    ("interval", "above", "below"),
-    [
-        ([1.0, 0.5, 1.5], "holds", "does not hold"),
-        ([-1.0, -1.5, -0.5], "does not hold", "holds"),
-        ([0.1, -0.1, 0.3], "inconclusive", "inconclusive"),
-        (None, "inconclusive", "inconclusive"),
-    ],
-)
-def test_verdicts_need_the_whole_interval(interval, above, below):
-    assert (tables.above_zero(interval), tables.below_zero(interval)) == (above, below)
-
-
-def test_a_claim_in_parts_holds_if_every_part_does():
-    holds, fails, unknown = tables.HOLDS, tables.FAILS, tables.UNKNOWN
+def test_verdicts_need_the_whole_interval_and_every_part():
+    holds, fails, unknown = "holds", "does not hold", "inconclusive"
+    for interval, above, below in [
+        ([1.0, 0.5, 1.5], holds, fails),
+        ([-1.0, -1.5, -0.5], fails, holds),
+        ([0.1, -0.1, 0.3], unknown, unknown),
+        (None, unknown, unknown),
+    ]:
+        assert (tables.above_zero(interval), tables.below_zero(interval)) == (above, below)
     assert tables.all_of([holds, holds]) == holds
     assert tables.all_of([holds, unknown]) == unknown
     assert tables.all_of([holds, unknown, fails]) == fails

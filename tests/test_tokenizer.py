@@ -286,10 +286,15 @@ def test_an_output_cut_inside_a_character_keeps_the_characters_before(vocabulary
 MESSAGES = [{"role": "system", "content": " Be brief. "}, {"role": "user", "content": 'Hi "<b>" 日本 {{ 1 }}'}]
 
 
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "required": ["at"]}}}
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
 def with_template(template: str) -> Tokenizer:
-    return Tokenizer(FastTokenizer(models.BPE()), frozenset(), template, {"bos_token": "<s>", "eos_token": "</s>"})
+    return Tokenizer(FastTokenizer(models.BPE()), frozenset(), template, TOKENS)
 
 
+@pytest.mark.parametrize("tools", [[], [TOOL]], ids=["no tools", "a tool"])
 @pytest.mark.parametrize(
     "template",
     [
@@ -297,13 +302,14 @@ def with_template(template: str) -> Tokenizer:
         "{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}{{ m | tojson }}{% endfor %}",
         "{% if add_generation_prompt %}\n    {% set ns = namespace(n=0) %}\n  assistant {{ ns.n }}\n{% endif %}",
         "{{ messages | tojson(indent=2) }} {{ strftime_now('%%') }} {{ missing }}",
-        "{{ 'with' if tools is not none else 'without' }} tools",
+        "{{ 'with' if tools is not none else 'without' }} tools{% if tools %}{{ tools | tojson(indent=4) }}{% endif %}",
     ],
 )
-def test_templates_render_as_transformers_does(template):
-    tokens = {"bos_token": "<s>", "eos_token": "</s>"}
-    expected, _ = render_jinja_template([MESSAGES], chat_template=template, add_generation_prompt=True, **tokens)
-    assert with_template(template).render(MESSAGES) == expected[0]
+def test_templates_render_messages_and_tools_as_transformers_does(template, tools):
+    expected, _ = render_jinja_template(
+        [MESSAGES], tools=tools or None, chat_template=template, add_generation_prompt=True, **TOKENS
+    )
+    assert with_template(template).render(MESSAGES, tools) == expected[0]
 
 
 @pytest.mark.parametrize(
@@ -329,17 +335,6 @@ def test_a_template_that_fails_or_reaches_out_is_refused_in_one_line(template):
     with pytest.raises(RequestError, match="template") as caught:
         with_template(template).render(MESSAGES)
     assert "\n" not in str(caught.value)
-
-
-TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "required": ["at"]}}}
-
-
-def test_tools_reach_the_template_as_transformers_gives_them():
-    template = (
-        "{% if tools %}{{ tools | tojson(indent=4) }}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
-    )
-    expected, _ = render_jinja_template([MESSAGES], tools=[TOOL], chat_template=template, add_generation_prompt=True)
-    assert with_template(template).render(MESSAGES, [TOOL]) == expected[0]
 
 
 @pytest.mark.parametrize(
@@ -464,9 +459,6 @@ def test_metadata_of_a_wrong_type_is_refused(model, value):
             pytest.fail(f"{key} was taken: {rebuilt(SMALL[model], **{key: value})}")
 
 
-# Thinking
-
-
 SWITCHED = "{{ messages[0].content }}{% if SWITCH is defined and not SWITCH %} short{% endif %}"
 
 
@@ -482,7 +474,6 @@ def test_thinking_is_switched_by_the_templates_own_name(byte_level, name):
 
 
 @pytest.mark.parametrize("think", [True, False])
-def test_a_template_without_a_switch_for_thinking_refuses_one(byte_level, think):
-    tokenizer = Tokenizer(rebuilt(byte_level).fast, frozenset(), "{{ messages[0].content }}", {})
+def test_a_template_without_a_switch_for_thinking_refuses_one(think):
     with pytest.raises(RequestError, match="no switch for thinking"):
-        tokenizer.render([{"role": "user", "content": "why"}], think=think)
+        with_template("{{ messages[0].content }}").render(MESSAGES, think=think)

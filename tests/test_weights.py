@@ -109,14 +109,12 @@ def test_limits_are_those_at_which_ggml_makes_infinity(dtype, largest, too_large
             Weights(matrix(1.0, value, columns=256), dtype)
 
 
-def test_a_type_that_takes_the_place_of_another_has_its_own_limit():
-    with pytest.raises(ModelError, match="which q5_0"):
-        Weights(matrix(16 * 65_521.0), "q4_k")
-
-
-def test_rows_that_are_not_blocks_of_q8_0_have_the_limit_of_f16():
-    with pytest.raises(ModelError, match="70000"):
-        Weights(matrix(70_000.0, columns=48), "q8_0")
+@pytest.mark.parametrize(
+    ("dtype", "value", "columns", "says"), [("q4_k", 16 * 65_521.0, 64, "which q5_0"), ("q8_0", 70_000.0, 48, "70000")]
+)
+def test_a_type_that_takes_the_place_of_another_has_its_own_limit(dtype, value, columns, says):
+    with pytest.raises(ModelError, match=says):
+        Weights(matrix(value, columns=columns), dtype)
 
 
 def test_torch_refuses_f16_for_values_beyond_it_too(bf16_folder):

@@ -40,21 +40,7 @@ DEFAULT_MODEL_FILE = PACKAGED_MODELS[DEFAULT_MODEL].path  # the user's own, befo
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 VOCAB_SIZE = 300
 
-# What the names of transformers' classes begin with. They take seconds to import, so each waits until one is built.
-_CLASSES = {
-    "llama": "Llama",
-    "qwen2": "Qwen2",
-    "qwen3": "Qwen3",
-    "mistral": "Mistral",
-    "phi3": "Phi3",
-    "smollm3": "SmolLM3",
-    "olmo2": "Olmo2",
-    "granite": "Granite",
-    "gemma3": "Gemma3",
-    "mixtral": "Mixtral",
-    "qwen3moe": "Qwen3Moe",
-    "granitemoe": "GraniteMoe",
-}
+MODEL_TYPES = {"gemma3": "gemma3_text", "qwen3moe": "qwen3_moe"}  # where transformers has another name
 GGUF_NAMES = {"mistral": "llama", "mixtral": "llama", "gemma3_text": "gemma3", "qwen3_moe": "qwen3moe"}
 PERMUTED = ("llama", "smollm3", "granite", "granitemoe")  # GGUF files have their rotary pairs side by side
 
@@ -169,13 +155,11 @@ def tokenizers() -> dict[str, FastTokenizer]:
 
 def make_tiny(folder: Path, architecture: str = "llama", *, tied: bool = True, layers: int = 5, **more) -> TinyModel:
     """Build, randomise and save a tiny model: hidden 64, 4 heads to 2, unless `more` says otherwise."""
-    import transformers
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    name = _CLASSES[architecture]
-    config_class = getattr(transformers, name + ("TextConfig" if architecture == "gemma3" else "Config"))
-    model_class = getattr(transformers, name + "ForCausalLM")
     sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
-    config = config_class(
+    config = AutoConfig.for_model(
+        MODEL_TYPES.get(architecture, architecture),
         vocab_size=VOCAB_SIZE,
         num_hidden_layers=layers,
         num_attention_heads=4,
@@ -189,7 +173,7 @@ def make_tiny(folder: Path, architecture: str = "llama", *, tied: bool = True, l
         **(sizes | more),
     )
     torch.manual_seed(len(architecture) + layers + 10 * tied)
-    model = model_class(config).eval()
+    model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Wide enough that attention and position matter, and that logits have no ties.
@@ -339,7 +323,7 @@ def complete(engine: Engine, prompts, policies, tokens: int = TOKENS) -> list[li
 
 
 def reference_ids(tiny: TinyModel, prompt: list[int], policy: DepthPolicy | None, tokens: int = TOKENS) -> list[int]:
-    """The reference implementation's greedy answer; without a policy, plain transformers."""
+    """The reference implementation's greedy completion; without a policy, plain transformers."""
     from taper import hf
 
     custom = {} if policy is None else {"custom_generate": hf.custom_generate(policy)}

@@ -14,7 +14,7 @@ from ..engine import Engine, Request
 from ..policy import DepthPolicy
 from ..sampling import SamplingParams
 
-ROUNDS = 5
+ROUNDS = 5  # timed runs of a policy
 _WARM_UP = 4  # steps; the first ones prepare graphs
 
 
@@ -46,8 +46,8 @@ def measure_cost(engine: Engine, prompt_ids: Sequence[int], max_tokens: int) -> 
     """Fit the line to the median steps of outputs of `max_tokens` tokens at several constant depths."""
     layers = engine.backend.config.num_hidden_layers
     depths = sorted({layers, layers * 5 // 6, layers * 2 // 3})
-    order = range(layers - 1, 0, -1)
-    times = _alternate(engine, prompt_ids, [DepthPolicy.static(layers, depth, order) for depth in depths], max_tokens)
+    policies = [DepthPolicy.static(layers, depth, range(layers - 1, 0, -1)) for depth in depths]
+    times = _alternate(engine, prompt_ids, policies, max_tokens)
     layer_ms, fixed_ms = np.polyfit(depths, [statistics.median(row[_WARM_UP:] or row) for row in times], 1)
     return CostModel(max(0.0, float(fixed_ms)), max(0.0, float(layer_ms)))
 

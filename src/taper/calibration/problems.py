@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib import resources
 from typing import Any, NamedTuple, Protocol
@@ -38,37 +39,23 @@ class Attempt(NamedTuple):
 
 
 class ProblemSet(Protocol):
-    """Problems, numbered from 0. `identity`: JSON that differs if prompts, outputs or right answers would."""
+    """Problems, numbered from 0, which a model solves under a policy."""
 
-    identity: Any
+    identity: Any  # JSON that differs if prompts, outputs or right answers would
 
     def __len__(self) -> int: ...
-
-    def prompt_ids(self, indices: Sequence[int]) -> dict[int, tuple[int, ...]]:
-        """The token ids of some prompts, by index."""
-        ...
-
-    def attempt(self, indices: Sequence[int], policy: DepthPolicy) -> list[Attempt]:
-        """Let the model solve some problems under a policy."""
-        ...
+    def prompt_ids(self, indices: Sequence[int]) -> dict[int, tuple[int, ...]]: ...
+    def attempt(self, indices: Sequence[int], policy: DepthPolicy) -> list[Attempt]: ...
 
 
+@dataclass(frozen=True)
 class Problems:
-    """Problems on which policies are judged. What a policy does on each batch is stored.
+    """Problems on which policies are judged, some to search with, others to validate with; attempts are stored."""
 
-    Args:
-        problem_set: the problems.
-        search: indices of those to search with.
-        validation: indices of those to validate with.
-        full: full depth.
-        store: keeps the attempts.
-    """
-
-    def __init__(
-        self, problem_set: ProblemSet, search: Sequence[int], validation: Sequence[int], full: DepthPolicy, store: Store
-    ) -> None:
-        self.problem_set, self.search, self.validation = problem_set, list(search), list(validation)
-        self._full, self._store = full, store
+    problem_set: ProblemSet
+    search: Sequence[int]  # indices
+    validation: Sequence[int]
+    store: Store
 
     def attempts(self, indices: Sequence[int], policy: DepthPolicy, tick: Tick = lambda: None) -> list[Attempt]:
         """Each problem under a policy; `tick` is called after each batch."""
@@ -77,14 +64,18 @@ class Problems:
             batch = list(indices[first : first + BATCH])
             prompts = list(self.problem_set.prompt_ids(batch).values())
             key = {"problems": self.problem_set.identity, "prompts": prompts, "policy": numbers(policy)}
-            stored = self._store.remember(key, partial(self.problem_set.attempt, batch, policy))
+            stored = self.store.remember(key, partial(self.problem_set.attempt, batch, policy))
             attempts += [Attempt(*attempt) for attempt in stored]
             tick()
         return attempts
 
-    def solved(self, indices: Sequence[int], policy: DepthPolicy, tick: Tick = lambda: None) -> np.ndarray:
-        """Which problems a policy solves: bool [indices]."""
-        return np.array([attempt.solved for attempt in self.attempts(indices, policy, tick)], bool)
+    def solved(
+        self, indices: Sequence[int], policy: DepthPolicy, tick: Tick = lambda: None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Which problems full depth solves, and which a policy does: bool [indices] each."""
+        both = (DepthPolicy.full(policy.num_hidden_layers), policy)
+        full, own = ([attempt.solved for attempt in self.attempts(indices, one, tick)] for one in both)
+        return np.array(full, bool), np.array(own, bool)
 
     def score(self, policy: DepthPolicy) -> float:
         """By how many standard errors it solves fewer search problems than full depth (McNemar's test).
@@ -94,23 +85,16 @@ class Problems:
         half = self._score(self.search[: len(self.search) // 2], policy) * 2**0.5  # if the other half is alike
         return self._score(self.search, policy) if 0 < half <= COLLAPSED else half
 
-    def validate(self, policy: DepthPolicy, ticks: Callable[[int], Tick]) -> SolvedProblems | None:
-        """How many of the validation problems are solved; None if there are none.
-
-        `ticks` is told how many batches there are, and returns what is called after each.
-        """
-        if not self.validation:
-            return None
-        tick = ticks(2 * -(-len(self.validation) // BATCH))
-        full, own = (self.solved(self.validation, one, tick).astype(float) for one in (self._full, policy))
-        policy_share, full_share, difference = (
-            ratio_estimate(part, np.ones(len(full))) for part in (own, full, own - full)
-        )
-        return SolvedProblems(policy_share, full_share, difference, len(full))
-
     def _score(self, indices: Sequence[int], policy: DepthPolicy) -> float:
-        full, own = self.solved(indices, self._full), self.solved(indices, policy)
+        full, own = self.solved(indices, policy)
         return mcnemar_score(int((full & ~own).sum()), int((own & ~full).sum()))
+
+    def validate(self, policy: DepthPolicy, ticks: Callable[[int], Tick]) -> SolvedProblems:
+        """How many of the validation problems are solved; `ticks` is given the number of batches."""
+        tick = ticks(2 * -(-len(self.validation) // BATCH))
+        full, own = (solved.astype(float) for solved in self.solved(self.validation, policy, tick))
+        share, full_share, difference = (ratio_estimate(part, np.ones(len(full))) for part in (own, full, own - full))
+        return SolvedProblems(share, full_share, difference, len(full))
 
 
 class WordProblem(NamedTuple):
@@ -138,29 +122,30 @@ class WordProblemSet:
     def attempt(self, indices: Sequence[int], policy: DepthPolicy) -> list[Attempt]:
         """Solve some problems together under a policy."""
         params, tokenizer = SamplingParams(max_tokens=MAX_TOKENS), self._llm.tokenizer
-        prompts = self.prompt_ids(indices).values()
+        prompts, attempts = self.prompt_ids(indices).values(), []
         requests = [Request(prompt, params, policy, tokenizer.eos_token_ids) for prompt in prompts]
-        attempts = []
         for index, ids in zip(indices, self._llm.engine.complete(requests), strict=True):
             right = len(ids) < MAX_TOKENS and is_right(tokenizer.decode(ids), self._problems[index].answer)
             attempts.append(Attempt(right, ids))
         return attempts
 
 
-def word_problems(llm: LLM, store: Store) -> Problems:
+def word_problems(llm: LLM, store: Store) -> Problems | None:
     """The built-in word problems of the hardest level that a model can do at full depth, half of them to search with.
 
-    There are none for a model that cannot do the easiest level, or whose context is too short for it.
+    None if the model cannot do the easiest level, or its context is too short for it.
     """
     full = DepthPolicy.full(llm.config.num_hidden_layers)
-    problems = Problems(WordProblemSet(llm, []), [], [], full, store)
+    problems = None
     for level in builtin_problems():
-        harder = WordProblemSet(llm, level)
-        indices = range(len(level))
-        tried = Problems(harder, indices[: len(level) // 2], indices[len(level) // 2 :], full, store)
-        if not _fits(llm, harder) or tried.solved(indices[:BATCH], full).mean() < SOLVED:
+        indices, half = range(len(level)), len(level) // 2
+        harder = Problems(WordProblemSet(llm, level), indices[:half], indices[half:], store)
+        if not _fits(llm, harder.problem_set):
             break
-        problems = tried
+        attempts = harder.attempts(indices[:BATCH], full)
+        if sum(attempt.solved for attempt in attempts) < SOLVED * len(attempts):
+            break
+        problems = harder
     return problems
 
 
@@ -174,18 +159,14 @@ def builtin_problems() -> list[list[WordProblem]]:
 def is_right(output: str, answer: str) -> bool:
     """Whether an output gives the answer: a number must be its last number, a text must be in its last line."""
     if _NUMBER.fullmatch(answer.strip()):
-        numbers = _NUMBER.findall(output)
-        return bool(numbers) and _value(numbers[-1]) == _value(answer.strip())
+        wanted, *values = (float(text.replace(",", "")) for text in (answer.strip(), *_NUMBER.findall(output)))
+        return wanted in values[-1:]
     lines = [line for line in output.splitlines() if line.strip()]
     words = re.escape(" ".join(answer.lower().split()))
     return bool(lines) and re.search(rf"(?<!\w){words}(?!\w)", " ".join(lines[-1].lower().split())) is not None
 
 
-def _value(number: str) -> float:
-    return float(number.replace(",", ""))
-
-
-def _fits(llm: LLM, problems: WordProblemSet) -> bool:
+def _fits(llm: LLM, problems: ProblemSet) -> bool:
     """Whether the longest problem and its output fit into the context."""
     try:
         longest = max(map(len, problems.prompt_ids(range(len(problems))).values()))

@@ -55,13 +55,14 @@ def read_prompts(path: Path) -> list[Prompt]:
     is_json = numbered[0][1].startswith("{")
     prompts = []
     for number, line in numbered:
+        where = f"{path}, line {number}"
         if len(line) > MAX_LINE:
-            raise RequestError(f"{path}, line {number} has {len(line)} characters; at most {MAX_LINE} are read")
-        prompts.append(_read_line(line, f"{path}, line {number}") if is_json else line)
+            raise RequestError(f"{where} has {len(line)} characters; at most {MAX_LINE} are read")
+        prompts.append(_json_prompt(line, where) if is_json else line)
     return prompts
 
 
-def _read_line(line: str, where: str) -> Prompt:
+def _json_prompt(line: str, where: str) -> Prompt:
     try:
         data = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -100,11 +101,11 @@ def completions(
     llm: LLM, prompts: Sequence[tuple[int, ...]], policy: DepthPolicy, max_tokens: int, store: Store, tick: Tick
 ) -> list[Reference]:
     """The model's greedy outputs under a policy, stop id included; each batch of them is stored by itself."""
-    params, eos_token_ids, references = SamplingParams(max_tokens=max_tokens), llm.tokenizer.eos_token_ids, []
+    params, references = SamplingParams(max_tokens=max_tokens), []
     for first in range(0, len(prompts), BATCH):
         batch = prompts[first : first + BATCH]
         key: dict[str, Any] = {"completions of": batch, "max_tokens": max_tokens, "policy": numbers(policy)}
-        requests = [Request(prompt, params, policy, eos_token_ids) for prompt in batch]
+        requests = [Request(prompt, params, policy, llm.tokenizer.eos_token_ids) for prompt in batch]
         outputs = store.remember(key, partial(llm.engine.complete, requests))
         references += [Reference(prompt, tuple(ids)) for prompt, ids in zip(batch, outputs, strict=True)]
         tick()

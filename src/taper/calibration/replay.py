@@ -31,10 +31,6 @@ class Reference:
     prompt_ids: tuple[int, ...]
     completion_ids: tuple[int, ...]
 
-    def window(self, first: int, length: int) -> Reference:
-        """The steps from `first` on as a completion of their own: what precedes them counts as prompt."""
-        return Reference(self.prompt_ids + self.completion_ids[:first], self.completion_ids[first : first + length])
-
 
 @dataclass(frozen=True)
 class Scores:
@@ -72,7 +68,7 @@ class _Full:
 
 
 class Replay:
-    """Known completions on an engine. Prepared prompts hold slots of the engine; `close` frees them.
+    """Known completions on an engine. Their prompts hold slots of the engine; `close` frees them.
 
     Raises:
         RequestError: a completion is empty or does not fit into the context.
@@ -81,6 +77,7 @@ class Replay:
     def __init__(self, engine: Engine, references: Sequence[Reference]) -> None:
         self.engine, self.references = engine, list(references)
         self._num_hidden_layers = engine.backend.config.num_hidden_layers
+        self._full_depth = DepthPolicy.full(self._num_hidden_layers)
         self._held: OrderedDict[int, EngineSequence] = OrderedDict()  # by completion, the last used one last
         self._full: dict[int, _Full] = {}
         for reference in self.references:
@@ -100,36 +97,15 @@ class Replay:
 
     def score(self, policy: DepthPolicy) -> Scores:
         """What a policy costs at each step of all completions."""
-        parts = []
-        for index in range(len(self.references)):
-            self.prepare(index)
-            parts += self.at(index, [policy])
-        return Scores.joined(parts)
-
-    def prepare(self, index: int) -> None:
-        """Put the keys and values of a completion's prompt into a slot, and compute full depth on the completion."""
-        if index in self._held:
-            self._held.move_to_end(index)
-            return
-        while self._held and not self.engine.num_free_slots:
-            self._free_oldest()
-        reference, full = self.references[index], DepthPolicy.full(self._num_hidden_layers)
-        self._held[index] = self._hold(reference)
-        if index in self._full:  # only the last token of the prompt is missing, the input of step 0
-            self.engine.forward(self._batch(index, full, range(1)))
-            return
-        parts = []
-        for window in self._windows(index, first_step=0):
-            output = self.engine.forward(self._batch(index, full, window, logits=True))
-            parts.append(_top_tokens(output.logits, reference, window.start))
-        self._full[index] = _Full(*(np.concatenate(part) for part in zip(*parts, strict=True)))
+        return Scores.joined([self.at(index, [policy])[0] for index in range(len(self.references))])
 
     def at(self, index: int, policies: Sequence[DepthPolicy], base: DepthPolicy | None = None) -> list[Scores]:
-        """The scores of several policies on one prepared completion.
+        """The scores of several policies on one completion.
 
         Layers in which they equal `base` (default: full depth) are computed once.
         """
-        full, base = self._full[index], base or DepthPolicy.full(self._num_hidden_layers)
+        self._prepare(index)
+        full, base = self._full[index], base or self._full_depth
         scores = [_as_at_full_depth(index, policy, full) for policy in policies]
         steps = range(1, len(full.nll))
         common = self._num_active(base, steps)
@@ -139,7 +115,7 @@ class Replay:
         hidden_states = {}
         if shared := tuple(sorted({begins[i] for i in tapered} - {0})):
             for window in self._windows(index):
-                batch = self._batch(index, base, window, num_layers=shared[-1], output_hidden_states=shared)
+                batch = self._batch(index, base, window, output_hidden_states=shared)
                 hidden_states[window] = self.engine.forward(batch).hidden_states
         # The policy that begins last goes first: the layers below still hold the keys and values of the base.
         for i in sorted(tapered, key=lambda i: -begins[i]):
@@ -156,17 +132,52 @@ class Replay:
 
     def block_influence(self) -> np.ndarray:
         """1 - mean cosine of the input and output of each layer at full depth (ShortGPT, arXiv 2403.03853): [L]."""
-        full = DepthPolicy.full(self._num_hidden_layers)
         every, sums, count = tuple(range(self._num_hidden_layers + 1)), np.zeros(self._num_hidden_layers), 0
         for index in range(len(self.references)):
-            self.prepare(index)
+            self._prepare(index)
             for window in self._windows(index):
-                batch = self._batch(index, full, window, output_hidden_states=every)
+                batch = self._batch(index, self._full_depth, window, output_hidden_states=every)
                 states = self.engine.forward(batch).hidden_states
                 unit = [states[layer] / np.linalg.norm(states[layer], axis=-1, keepdims=True) for layer in every]
                 sums += [(1 - (a * b).sum(-1)).sum() for a, b in pairwise(unit)]
                 count += len(window)
         return sums / max(1, count)
+
+    def _prepare(self, index: int) -> None:
+        """Put the keys and values of a completion's prompt into a slot, and compute full depth on the completion."""
+        if index in self._held:
+            self._held.move_to_end(index)
+            return
+        while self._held and not self.engine.num_free_slots:
+            self._free_oldest()
+        reference = self.references[index]
+        self._held[index] = self._hold(reference)
+        if index in self._full:  # only the last token of the prompt is missing, the input of step 0
+            self.engine.forward(self._batch(index, self._full_depth, range(1)))
+            return
+        parts = []
+        for window in self._windows(index, first_step=0):
+            output = self.engine.forward(self._batch(index, self._full_depth, window, logits=True))
+            parts.append(_top_tokens(output.logits, reference, window.start))
+        self._full[index] = _Full(*(np.concatenate(part) for part in zip(*parts, strict=True)))
+
+    def _hold(self, reference: Reference) -> EngineSequence:
+        """A sequence whose slot holds the prompt's keys and values, except for the last token."""
+        prompt_ids = reference.prompt_ids[:-1] or reference.prompt_ids
+        params = SamplingParams(max_tokens=self.engine.backend.context_length, ignore_eos=True)
+        sequence = self.engine.add(Request(prompt_ids, params, self._full_depth))
+        sequence.is_held = True
+        try:
+            while sequence.step == 0:
+                self.engine.step([sequence])
+        except BaseException:
+            self.engine.abort(sequence)
+            raise
+        return sequence
+
+    def _free_oldest(self) -> None:
+        _, sequence = self._held.popitem(last=False)
+        self.engine.abort(sequence)
 
     def _windows(self, index: int, first_step: int = 1) -> list[range]:
         """The steps of a completion, one window for each forward. Every policy runs step 0 at full depth."""
@@ -180,19 +191,18 @@ class Replay:
         window: range,
         first_layer: int = 0,
         *,
-        num_layers: int | None = None,
         output_hidden_states: tuple[int, ...] = (),
         hidden_states: np.ndarray | None = None,
         logits: bool = False,
     ) -> TokenBatch:
-        """The forward that predicts the steps of a window, from `first_layer` up to layer `num_layers`."""
+        """The forward that predicts the steps of a window, as far as the last hidden states that are asked for."""
         reference, count = self.references[index], len(window)
         # The input of a step is the token before it; for step 0, the last token of the prompt.
         token_ids = (reference.prompt_ids[-1], *reference.completion_ids)[window.start : window.stop]
         positions = len(reference.prompt_ids) - 1 + np.arange(window.start, window.stop)
         num_active = self._num_active(policy, window)
-        if num_layers is not None:
-            num_active = tuple(n if layer < num_layers else 0 for layer, n in enumerate(num_active))
+        if output_hidden_states:
+            num_active = tuple(n if layer < output_hidden_states[-1] else 0 for layer, n in enumerate(num_active))
         return TokenBatch(
             tokens=np.array(token_ids, np.int32),
             positions=positions.astype(np.int32),
@@ -207,24 +217,6 @@ class Replay:
     def _num_active(self, policy: DepthPolicy, steps: range) -> tuple[int, ...]:
         """How many of these steps run each layer; they are always the first ones."""
         return active_prefixes(policy.skip_order, self._num_hidden_layers, [policy.depth(step) for step in steps])
-
-    def _hold(self, reference: Reference) -> EngineSequence:
-        """A sequence whose slot holds the prompt's keys and values, except for the last token."""
-        prompt_ids = reference.prompt_ids[:-1] or reference.prompt_ids
-        params = SamplingParams(max_tokens=self.engine.backend.context_length, ignore_eos=True)
-        sequence = self.engine.add(Request(prompt_ids, params, DepthPolicy.full(self._num_hidden_layers)))
-        sequence.is_held = True
-        try:
-            while sequence.step == 0:
-                self.engine.step([sequence])
-        except BaseException:
-            self.engine.abort(sequence)
-            raise
-        return sequence
-
-    def _free_oldest(self) -> None:
-        _, sequence = self._held.popitem(last=False)
-        self.engine.abort(sequence)
 
 
 def _first_difference(a: Sequence[int], b: Sequence[int]) -> int:
@@ -246,20 +238,21 @@ def _log_sum(logits: np.ndarray) -> np.ndarray:
     return total
 
 
-def _tokens(reference: Reference, first: int, count: int) -> np.ndarray:
-    """The completion's tokens of `count` steps as a column: [count, 1]."""
-    return np.array(reference.completion_ids[first : first + count])[:, None]
+def _nll(logits: np.ndarray, log_sum: np.ndarray, reference: Reference, first: int) -> np.ndarray:
+    """NLL of the completion's tokens at the steps from `first` on: float64 [steps]."""
+    tokens = np.array(reference.completion_ids[first : first + len(logits)])[:, None]
+    nll: np.ndarray = log_sum - np.take_along_axis(logits, tokens, -1)[:, 0]
+    return nll
 
 
 def _top_tokens(logits: np.ndarray, reference: Reference, first: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The arrays of `_Full` for the steps from `first` on."""
-    normaliser = _log_sum(logits)
+    log_sum = _log_sum(logits)
     top = min(TOP, logits.shape[1])
     least = np.partition(logits, -top, axis=-1)[:, -top]  # many times faster than argpartition
     ids = np.stack([_at_least(row, value, top) for row, value in zip(logits, least, strict=True)])
-    logprobs = np.take_along_axis(logits, ids, -1) - normaliser[:, None]
-    nll = normaliser - np.take_along_axis(logits, _tokens(reference, first, len(logits)), -1)[:, 0]
-    return ids, logprobs.astype(np.float32), nll
+    logprobs = np.take_along_axis(logits, ids, -1) - log_sum[:, None]
+    return ids, logprobs.astype(np.float32), _nll(logits, log_sum, reference, first)
 
 
 def _at_least(logits: np.ndarray, least: float, count: int) -> np.ndarray:
@@ -274,11 +267,10 @@ def _compare(logits: np.ndarray, full: _Full, reference: Reference, first: int) 
     """KL, agreement and NLL of the steps from `first` on: float64 [3, steps]."""
     steps = slice(first, first + len(logits))
     ids, p = full.top[steps], full.logprobs[steps].astype(np.float64)
-    normaliser = _log_sum(logits)
-    q = np.take_along_axis(logits, ids, -1) - normaliser[:, None]
+    log_sum = _log_sum(logits)
+    q = np.take_along_axis(logits, ids, -1) - log_sum[:, None]
     tiny = 1e-12  # rounding may leave a bucket empty
     p_rest, q_rest = (np.maximum(1 - np.exp(x).sum(-1), tiny) for x in (p, q))
     kl = (np.exp(p) * (p - q)).sum(-1) + p_rest * np.log(p_rest / q_rest)
     agreement = logits.argmax(-1) == ids[:, 0]
-    nll = normaliser - np.take_along_axis(logits, _tokens(reference, first, len(logits)), -1)[:, 0]
-    return np.stack([kl, agreement, nll])
+    return np.stack([kl, agreement, _nll(logits, log_sum, reference, first)])

@@ -41,17 +41,10 @@ def write_report(folder: Path, summary: CalibrationSummary) -> None:
 
 
 def _page(summary: CalibrationSummary, pictures: Mapping[str, bytes]) -> str:
-    return render(
-        resources.files(__package__).joinpath("report.html").read_text(encoding="utf-8"),
-        pictures,
-        **vars(summary),
-        verdict=summary.verdict,
-        verdict_text=verdict(summary),
-        remarks=remarks(summary),
-        limits=limits(summary),
-        smoothed=SMOOTHED,
-        min_steps=MIN_STEPS,
-    )
+    template = resources.files(__package__).joinpath("report.html").read_text(encoding="utf-8")
+    words = {"verdict_text": verdict(summary), "remarks": remarks(summary), "limits": limits(summary)}
+    names = {**vars(summary), "verdict": summary.verdict, "smoothed": SMOOTHED, "min_steps": MIN_STEPS}
+    return render(template, pictures, **names, **words)
 
 
 def render(template: str, pictures: Mapping[str, bytes], **names: Any) -> str:
@@ -67,7 +60,6 @@ def render(template: str, pictures: Mapping[str, bytes], **names: Any) -> str:
 
 
 def _frontier(summary: CalibrationSummary) -> Figure:
-    """Loss against depth."""
     layers, frontier = summary.model.num_hidden_layers, summary.frontier
     figure, axes = _figure("What skipping layers costs")
     axes.plot([layers, *frontier.kl], [0.0, *frontier.kl.values()], "o-", color=_BLUE, linewidth=2)
@@ -78,7 +70,6 @@ def _frontier(summary: CalibrationSummary) -> Figure:
 
 
 def _speed(summary: CalibrationSummary) -> Figure:
-    """Loss against speed, and where the policy stands."""
     frontier, (speed, slowest, fastest) = summary.frontier, summary.speedup.measured
     figure, axes = _figure("What speed costs")
     axes.plot([1.0, *frontier.speedup.values()], [0.0, *frontier.kl.values()], "o-", color=_BLUE, linewidth=2)
@@ -111,7 +102,6 @@ def _loss_by_step(summary: CalibrationSummary) -> Figure:
 
 
 def _depth_by_step(summary: CalibrationSummary) -> Figure:
-    """How many layers run at each step."""
     figure, axes = _figure("How many layers run along the output")
     curve, layers, mean = summary.curve, summary.model.num_hidden_layers, summary.mean_depth
     axes.stairs(curve, color=_BLUE, linewidth=2, baseline=None)
@@ -126,7 +116,6 @@ def _depth_by_step(summary: CalibrationSummary) -> Figure:
 
 
 def _importance(summary: CalibrationSummary) -> Figure:
-    """What each layer costs when it alone is skipped."""
     figure, axes = _figure("How much each layer matters")
     layers, importance = summary.model.num_hidden_layers, summary.importance
     core, skipped = set(summary.core_layers), set(summary.skip_order[: layers - summary.curve[-1]])
@@ -137,19 +126,14 @@ def _importance(summary: CalibrationSummary) -> Figure:
         axes.bar(sorted(members), heights, color=colour, label=f"{role} ({len(members)})")
     axes.set(xlim=(-0.7, layers - 0.3), xlabel="layer, counted from 0", ylabel="mean KL without it, nats (log scale)")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    _log_scale(axes, least)
-    figure.legend(loc="outside lower left", ncols=3, frameon=False)
-    return figure
-
-
-def _log_scale(axes: Axes, bottom: float | None = None) -> None:
-    """A logarithmic y axis with plain numbers."""
     axes.set_yscale("log")
-    axes.set_ylim(bottom=bottom)
+    axes.set_ylim(bottom=least)
     low, high = axes.get_ylim()
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0,) if high > 300 * low else (1.0, 2.0, 5.0)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
+    figure.legend(loc="outside lower left", ncols=3, frameon=False)
+    return figure
 
 
 def _figure(title: str) -> tuple[Figure, Axes]:

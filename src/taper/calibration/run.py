@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -16,33 +16,28 @@ from ..errors import RequestError, whole_number
 from ..llm import LLM, Prompt
 from ..models.download import content_hash
 from ..policy import DepthPolicy
-from .clock import CostModel, measure_cost, measure_speedup
+from .clock import CostModel, TimedRuns, measure_cost, measure_speedup
 from .problems import Problems, word_problems
 from .prompts import BATCH, builtin_prompts, completions, encode_prompts, split
 from .replay import Reference, Scores
 from .search import (
-    ATTEMPTS,
     COMPLETIONS,
-    HARMLESS,
+    FITTED,
     STEPS,
-    LossTable,
+    LayerOrder,
     Skipped,
     first_steps,
-    fit_quality,
-    fit_speed,
+    fit_curve,
     flex_layers,
     layer_importance,
     layers_to_skip,
-    power_curves,
-    power_curves_of_speed,
 )
-from .statistics import Losses, free_running, loss_by_step, over_steps
-from .store import Measurements, current_conditions, digest, open_store, skipping
-from .summary import Budget, CalibratedModel, CalibrationSummary, Frontier, PromptCounts, Provenance, Speedup
+from .statistics import free_running, loss_by_step, over_steps
+from .store import Measurements, Tick, current_conditions, digest, open_store, skipping
+from .summary import Budget, CalibratedModel, CalibrationSummary, Frontier, PromptCounts, Speedup
 
 REFERENCE_TOKENS = 128  # most tokens of an output, if no length is planned for
 MAX_PROMPTS = 256
-PROBES, FITTED = 12, 24  # outputs on which the loss is measured by depth and place, and curves are compared
 SLOTS = {"cpu": 64, "cuda": 16}  # prompts whose keys and values stay; a GPU takes memory for all at once
 MIN_SLOTS = 3  # the clock alternates between three depths
 StageProgress = Callable[[str, float], None]  # a stage, and what part of it was done since the last call
@@ -120,19 +115,8 @@ def batch_size(prompts: int, device: str = "auto") -> int:
     return max(MIN_SLOTS, min(prompts, SLOTS[choose_device(device)]))
 
 
-@dataclass(frozen=True)
-class _Order:
-    """The flex layers in the order of skipping; the first `searched` of them by search, the rest by importance."""
-
-    importance: list[float]
-    layers: list[int]
-    searched: int
-    harmless: int  # how many of the first layers can be skipped before significantly fewer problems are solved
-    losses: list[float]  # mean KL of skipping the first ones, at each length of the searched part
-
-
 class Calibrator:
-    """A model that is being calibrated, and what was measured of it so far. Close it to close the store."""
+    """A model that is being calibrated, and the store of its measurements, which `close` closes."""
 
     def __init__(self, llm: LLM, seed: int, progress: StageProgress | None) -> None:
         self.llm, self.seed, self._progress = llm, seed, progress or (lambda stage, part: None)
@@ -152,12 +136,14 @@ class Calibrator:
         """Close the store."""
         self.store.close()
 
-    # What calibrations to prompts and to tasks share
-
-    def ticks(self, stage: str, count: int) -> Callable[[], None]:
+    def ticks(self, stage: str, count: int) -> Tick:
         """Begin a stage; call the result `count` times while it goes on."""
         self._progress(stage, 0.0)
         return lambda: self._progress(stage, 1 / max(1, count))
+
+    def measurements(self, references: Sequence[Reference]) -> closing[Measurements]:
+        """Replays of known completions."""
+        return closing(Measurements(self.llm.engine, references, self.store))
 
     def cost(self, prompt: tuple[int, ...], max_tokens: int) -> CostModel:
         """The time of a step by depth on this machine, in outputs of `max_tokens` tokens."""
@@ -168,30 +154,31 @@ class Calibrator:
         tick()
         return cost
 
-    def importance(self, measurements: Measurements) -> list[float]:
-        """Mean KL of skipping each layer alone: [L]."""
-        count = len(measurements)
-        tick = self.ticks("importance of each layer", (count + 1) // 2)
-        return layer_importance(self.layers, _tapered_steps(measurements), partial(measurements.kl_sums, tick=tick))
+    def speedup(self, prompt: tuple[int, ...], policy: DepthPolicy, max_tokens: int) -> TimedRuns:
+        """The speed of a policy as measured now."""
+        self.ticks("speed", 1)()
+        return measure_speedup(self.llm.engine, prompt, policy, max_tokens)
 
-    def layers_to_skip(
-        self, measurements: Measurements, importance: Sequence[float], problems: Problems, rounds: int
-    ) -> Iterator[Skipped]:
-        """The first `rounds` layers to skip, at most all flex layers but one layer of the model."""
-        flex = flex_layers(importance)
-        rounds = min(len(flex), self.layers - 1, rounds)
-        kl_sums = partial(measurements.kl_sums, tick=self.ticks("order of layers", rounds * len(measurements)))
+    def order(
+        self, measurements: Measurements, problems: Problems | None, rounds: int
+    ) -> tuple[list[float], Iterator[Skipped]]:
+        """The importance of each layer, and the first `rounds` layers to skip, at most all but one."""
+        steps = measurements.tapered_steps
+        tick = self.ticks("importance of each layer", (len(steps) + 1) // 2)
+        importance = layer_importance(self.layers, steps, partial(measurements.kl_sums, tick=tick))
+        rounds = min(len(flex_layers(importance)), self.layers - 1, rounds)
+        kl_sums = partial(measurements.kl_sums, tick=self.ticks("order of layers", rounds * len(steps)))
 
         def score(skipped: frozenset[int]) -> float:
             return self.score(problems, measurements, skipping(self.layers, skipped))
 
-        return islice(layers_to_skip(importance, flex, _tapered_steps(measurements), kl_sums, score), rounds)
+        return importance, islice(layers_to_skip(importance, steps, kl_sums, score), rounds)
 
-    def score(self, problems: Problems, measurements: Measurements, policy: DepthPolicy) -> float:
+    def score(self, problems: Problems | None, measurements: Measurements, policy: DepthPolicy) -> float:
         """By how many standard errors a policy solves fewer problems; 0 if there are none."""
-        if not problems.search:
+        if problems is None:
             return 0.0
-        if self.llm.engine.num_free_slots < BATCH:  # prompts that are prepared for replay hold them
+        if self.llm.engine.num_free_slots < BATCH:  # prompts that are held for replay take them
             measurements.close()
         return problems.score(policy)
 
@@ -201,8 +188,9 @@ class Calibrator:
         self, prompts: Sequence[tuple[int, ...]], budget: Budget, answer_tokens: int | None, name: str
     ) -> Calibration:
         """All stages in turn."""
+        llm, layers = self.llm, self.layers
         max_tokens = answer_tokens or REFERENCE_TOKENS
-        context, longest = self.llm.engine.backend.context_length, max(map(len, prompts))
+        context, longest = llm.engine.backend.context_length, max(map(len, prompts))
         if longest + max_tokens > context:
             raise RequestError(
                 f"a prompt of {longest} tokens and an output of {max_tokens} do not fit into a context of {context}",
@@ -217,20 +205,22 @@ class Calibrator:
             )
         middle = sorted(prompts, key=len)[len(prompts) // 2]
         cost = self.cost(middle, planned)
-        order = self._order(search, budget, cost)
-        policy, on_search_prompts = self._curve(budget, order, search, cost, planned)
+        problems = word_problems(llm, self.store)
+        with self.measurements(first_steps(search[:COMPLETIONS], STEPS)) as measurements:
+            importance, skipped = self.order(measurements, problems, self._rounds(budget, cost))
+            order = LayerOrder(importance, list(skipped))
+        with self.measurements(search[:FITTED]) as measurements:
+            score = partial(self.score, problems, measurements)
+            policy, on_search_prompts = fit_curve(budget, order, measurements, cost, planned, score, self.ticks)
 
         scores = self._scores("validation on held-out prompts", held_out, policy)
-        held_out_ids = [reference.prompt_ids for reference in held_out]
-        own = self._complete("outputs of the policy", held_out_ids, policy, max_tokens)
+        own = self._complete("outputs of the policy", [r.prompt_ids for r in held_out], policy, max_tokens)
         own_scores = self._scores("outputs of the policy at full depth", own, self.full)
-        solved = self._word_problems.validate(policy, partial(self.ticks, "word problems"))
-        self.ticks("speed", 1)()
-        measured = measure_speedup(self.llm.engine, middle, policy, planned)
-        identity = self.llm.config.identity
-        provenance = Provenance(
+        solved = None if problems is None else problems.validate(policy, partial(self.ticks, "word problems"))
+        depths = [layers - count for count in range(1, len(order.searched) + 1)]
+        summary = CalibrationSummary(
             mean_depth=round(policy.mean_depth(planned), 3),
-            speedup=Speedup(round(cost.speedup(policy, planned), 4), measured),
+            speedup=Speedup(round(cost.speedup(policy, planned), 4), self.speedup(middle, policy, planned)),
             held_out=over_steps(scores),
             free_running=free_running(own, own_scores, held_out, scores),
             problems=solved,
@@ -243,25 +233,22 @@ class Calibrator:
             policy=name or policy.label,
             on_search_prompts=on_search_prompts,
             conditions=self.conditions,
-        )
-        summary = CalibrationSummary(
-            **vars(provenance),
-            model_identity=identity,
+            model_identity=llm.config.identity,
             cost_ms=cost,
             importance=order.importance,
             skip_order=order.layers,
-            searched_layers=order.searched,
+            searched_layers=len(order.searched),
             core_layers=sorted(policy.core_layers),
             curve=[policy.depth(step) for step in range(planned)],
             by_step=loss_by_step(scores),
-            frontier=self._frontier(order, cost),
-            harmless_layers=order.harmless if self._word_problems.search else None,
+            frontier=Frontier(
+                {depth: round(cost.step_ms(layers) / cost.step_ms(depth), 4) for depth in depths},
+                {depth: skipped.kl for depth, skipped in zip(depths, order.searched, strict=True)},
+            ),
+            harmless_layers=None if problems is None else order.harmless,
         )
-        return Calibration(replace(policy, name=name, model=identity, provenance=provenance.to_json()), summary)
-
-    @cached_property
-    def _word_problems(self) -> Problems:
-        return word_problems(self.llm, self.store)
+        policy = replace(policy, name=name, model=llm.config.identity, provenance=summary.provenance)
+        return Calibration(policy, summary)
 
     def _complete(
         self, stage: str, prompts: Sequence[tuple[int, ...]], policy: DepthPolicy, max_tokens: int
@@ -270,60 +257,14 @@ class Calibrator:
         return completions(self.llm, prompts, policy, max_tokens, self.store, tick)
 
     def _scores(self, stage: str, references: Sequence[Reference], policy: DepthPolicy) -> Scores:
-        with closing(Measurements(self.llm.engine, references, self.store)) as measurements:
+        with self.measurements(references) as measurements:
             return measurements.scores(policy, self.ticks(stage, len(references)))
 
-    def _order(self, search: Sequence[Reference], budget: Budget, cost: CostModel) -> _Order:
-        """Importance of each layer, then the order of as many as the budget may need."""
-        references = first_steps(search[:COMPLETIONS], STEPS)
-        with closing(Measurements(self.llm.engine, references, self.store)) as measurements:
-            importance = self.importance(measurements)
-            rounds = self._rounds(budget, cost)
-            order = list(self.layers_to_skip(measurements, importance, self._word_problems, rounds))
-        layers = [skipped.layer for skipped in order]
-        harmful = (count for count, skipped in enumerate(order) if skipped.score > HARMLESS)
-        rest = sorted(set(flex_layers(importance)) - set(layers), key=lambda layer: importance[layer])
-        losses = [skipped.kl for skipped in order]
-        return _Order(importance, layers + rest, len(layers), next(harmful, len(layers)), losses)
-
     def _rounds(self, budget: Budget, cost: CostModel) -> int:
-        """A third of the layers; more if a speed needs it."""
+        """How many layers to search for: a third of them; more if a speed needs it."""
         rounds = self.layers // 3
         if budget.speedup is not None:
             enough = cost.step_ms(self.layers) / budget.speedup
             needed = (n for n in range(1, self.layers) if cost.step_ms(self.layers - n) <= enough)
             rounds = max(rounds, next(needed, 0) * 5 // 4)
         return max(1, rounds)
-
-    def _curve(
-        self, budget: Budget, order: _Order, search: Sequence[Reference], cost: CostModel, max_tokens: int
-    ) -> tuple[DepthPolicy, Losses]:
-        """The policy for the budget, and what it costs on the search prompts."""
-        counts = sorted({max(1, round(part * order.searched / 3)) for part in (0, 1, 2, 3)})
-        probes = range(min(PROBES, len(search)))
-        constant = [skipping(self.layers, order.layers[:count]) for count in counts]
-        with closing(Measurements(self.llm.engine, search[:FITTED], self.store)) as measurements:
-            tick = self.ticks("loss by depth and place", len(counts) * len(probes))
-            by_depth = {policy.min_depth: measurements.scores(policy, tick, probes) for policy in constant}
-            table = LossTable(by_depth, self.layers, max_tokens)
-            attempts = ATTEMPTS if budget.speedup is None else order.searched
-            replay = partial(measurements.scores, tick=self.ticks("curve for the budget", attempts * len(measurements)))
-            if budget.speedup is None:
-                candidates = power_curves(order.layers, max(1, order.harmless), self.layers, max_tokens)
-                policy = fit_quality(budget, candidates, table, max_tokens, replay)
-            else:  # it may need more layers than can be skipped without harm
-                known = (order.layers, order.searched, self.layers, max_tokens)
-                candidates = power_curves_of_speed(*known, budget.speedup, cost)
-                score = partial(self.score, self._word_problems, measurements)
-                policy = fit_speed(candidates, order.harmless, table, replay, score)
-            return policy, over_steps(replay(policy))
-
-    def _frontier(self, order: _Order, cost: CostModel) -> Frontier:
-        depths = range(self.layers - 1, self.layers - 1 - order.searched, -1)
-        speedup = {depth: round(cost.step_ms(self.layers) / cost.step_ms(depth), 4) for depth in depths}
-        return Frontier(speedup, dict(zip(depths, order.losses, strict=True)))
-
-
-def _tapered_steps(measurements: Measurements) -> list[int]:
-    """Steps besides step 0 of each completion."""
-    return [len(reference.completion_ids) - 1 for reference in measurements.replay.references]

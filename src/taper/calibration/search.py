@@ -2,7 +2,7 @@
 
 The order is greedy addition by measured KL, checked on problems that the model solves. Of power curves along it, the
 best by forecast are replayed: `power_curves` and `power_curves_of_speed` make candidates, `LossTable` forecasts their
-loss, `fit_quality` and `fit_speed` choose. Other curves cannot be told from the power law at equal mean depth.
+loss, `fit_quality` and `fit_speed` choose.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +20,8 @@ from ..errors import RequestError
 from ..policy import DepthPolicy
 from .clock import CostModel
 from .replay import Reference, Scores
-from .statistics import Loss, over_steps
+from .statistics import Loss, Losses, over_steps
+from .store import Measurements, Tick, skipping
 from .summary import Budget
 
 CORE = 5.0  # a layer whose KL, skipped alone, is this many times the median of all layers is always run
@@ -27,6 +30,7 @@ FIRST_LOOK = 12  # completions on which all candidates are tried; the best ones 
 CANDIDATES, FINALISTS = 6, 3
 HARMLESS = 1.645  # standard errors: a set that loses nothing goes beyond it by chance one time in twenty
 COLLAPSED = 4.0  # standard errors: so many fewer problems are solved that asking for more of them says nothing
+PROBES, FITTED = 12, 24  # completions on which the loss is measured by depth and place, and curves are compared
 ATTEMPTS = 4  # candidates that are replayed for a quality budget
 _STARTS = (0, 1 / 8, 1 / 4, 1 / 2, 3 / 4)  # where the fall may begin, and how long it may last, in outputs
 _SPANS = (1 / 128, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4)
@@ -35,8 +39,6 @@ _PLACES = 4  # parts of an output whose losses are kept apart
 # Sums of KL over some completions (given by their indices), one for each candidate, if the skipped layers and that
 # candidate are skipped.
 Measure = Callable[[frozenset[int], Sequence[int], range], np.ndarray]
-# By how many standard errors fewer problems are solved if some layers are skipped (`mcnemar_score`).
-Score = Callable[[frozenset[int]], float]
 Replayed = Callable[[DepthPolicy], Scores]  # what a policy costs on the search prompts
 PolicyScore = Callable[[DepthPolicy], float]  # by how many standard errors it solves fewer problems
 
@@ -52,9 +54,28 @@ class Skipped(NamedTuple):
     score: float  # standard errors by which fewer problems are solved then
 
 
+class LayerOrder(NamedTuple):
+    """The flex layers in the order of skipping: the first ones by search, the rest by importance."""
+
+    importance: list[float]  # mean KL of skipping each layer alone, [L]
+    searched: list[Skipped]
+
+    @property
+    def layers(self) -> list[int]:
+        """All flex layers."""
+        layers = [skipped.layer for skipped in self.searched]
+        return layers + [layer for layer in flex_layers(self.importance) if layer not in layers]
+
+    @property
+    def harmless(self) -> int:
+        """How many of the first layers can be skipped before significantly fewer problems are solved."""
+        scores = [skipped.score for skipped in self.searched]
+        return next((count for count, score in enumerate(scores) if score > HARMLESS), len(scores))
+
+
 def first_steps(references: Sequence[Reference], steps: int) -> list[Reference]:
     """The steps up to `steps` of each completion that has any besides step 0."""
-    return [reference.window(0, steps + 1) for reference in references if len(reference.completion_ids) > 1]
+    return [Reference(r.prompt_ids, r.completion_ids[: steps + 1]) for r in references if len(r.completion_ids) > 1]
 
 
 def layer_importance(num_hidden_layers: int, steps: Sequence[int], measure: Measure) -> list[float]:
@@ -65,41 +86,35 @@ def layer_importance(num_hidden_layers: int, steps: Sequence[int], measure: Meas
 
 
 def flex_layers(importance: Sequence[float]) -> list[int]:
-    """The layers that may be skipped at all: those whose KL alone is not far above the median."""
+    """The layers that may be skipped, by importance: those whose KL alone is not far above the median."""
     most = CORE * float(np.median(importance))
-    return [layer for layer, kl in enumerate(importance) if kl <= most]
+    return sorted((layer for layer, kl in enumerate(importance) if kl <= most), key=lambda layer: importance[layer])
 
 
 def layers_to_skip(
-    importance: Sequence[float], flex: Sequence[int], steps: Sequence[int], measure: Measure, score: Score
+    importance: Sequence[float], steps: Sequence[int], measure: Measure, score: Callable[[frozenset[int]], float]
 ) -> Iterator[Skipped]:
-    """The flex layers in the order of skipping, one after another.
+    """The flex layers in the order of skipping. Each is searched for only when it is asked for, as that takes long.
 
     Next comes the first of the layers of lowest KL whose removal does not lower the score on problems; if there is
-    none, the one that lowers it least; and once the score has collapsed, the one of lowest KL. Each is looked for only
-    when it is asked for, as that takes long.
-
-    Args:
-        importance: mean KL of skipping each layer alone, [L].
-        flex: the layers that may be skipped.
-        steps: tapered steps of each completion, [completions].
-        measure: sums of KL.
-        score: how problems are solved; always 0 where there are none.
+    none, the one that lowers it least; and once the score has collapsed, the one of lowest KL. `steps` are the tapered
+    steps of each completion, `score` is the number of standard errors by which fewer problems are solved.
     """
     order: list[int] = []
-    marginal = {layer: importance[layer] for layer in flex}  # the KL that each layer added when it was last tried
+    added = {layer: importance[layer] for layer in flex_layers(importance)}  # KL by each layer when it was last tried
     last_kl, collapsed = 0.0, False
-    while left := sorted((layer for layer in flex if layer not in order), key=lambda layer: marginal[layer]):
+    while left := sorted(added.keys() - order, key=lambda layer: (added[layer], layer)):
         finalists, others = _mean_kl(frozenset(order), left[:CANDIDATES], steps, measure)
-        marginal |= {layer: kl - last_kl for layer, kl in (finalists | others).items()}
+        added |= {layer: kl - last_kl for layer, kl in (finalists | others).items()}
+        by_kl = sorted(finalists, key=lambda layer: finalists[layer])
         scores: dict[int, float] = {}
-        for layer in sorted(finalists, key=lambda layer: finalists[layer]):
+        for layer in by_kl:
             scores[layer] = 0.0 if collapsed else score(frozenset([*order, layer]))
             if scores[layer] <= 0:
                 break
         chosen = min(scores, key=lambda layer: scores[layer])
         if scores[chosen] > COLLAPSED:  # which of them loses least is chance
-            chosen, collapsed = min(finalists, key=lambda layer: finalists[layer]), True
+            chosen, collapsed = by_kl[0], True
         order.append(chosen)
         last_kl = finalists[chosen]
         yield Skipped(chosen, last_kl, COLLAPSED if collapsed else scores[chosen])
@@ -109,7 +124,7 @@ def _mean_kl(
     skipped: frozenset[int], candidates: Sequence[int], steps: Sequence[int], measure: Measure
 ) -> tuple[dict[int, float], dict[int, float]]:
     """Mean KL of the best candidates over all completions, and of the others over the first completions alone."""
-    first, rest = range(min(FIRST_LOOK, len(steps))), range(min(FIRST_LOOK, len(steps)), len(steps))
+    first, rest = range(len(steps))[:FIRST_LOOK], range(len(steps))[FIRST_LOOK:]
     sums = dict(zip(candidates, measure(skipped, candidates, first).tolist(), strict=True))
     finalists = sorted(sums, key=lambda layer: sums[layer])[:FINALISTS]
     more = measure(skipped, finalists, rest) if rest else np.zeros(len(finalists))
@@ -121,20 +136,46 @@ def _mean_kl(
 # Curves along the order
 
 
-def power_curve(
-    num_hidden_layers: int, min_depth: int, skip_order: Sequence[int], start: int, span: int
-) -> DepthPolicy:
-    """A power curve that falls from `start` on to `min_depth` within `span` steps."""
-    alpha = math.floor((min_depth / num_hidden_layers) ** (1 / span) * 1e6) / 1e6
-    return DepthPolicy.d3(num_hidden_layers, alpha, start, min_depth, skip_order)
+def fit_curve(
+    budget: Budget,
+    order: LayerOrder,
+    measurements: Measurements,
+    cost: CostModel,
+    max_tokens: int,
+    score: PolicyScore,
+    ticks: Callable[[str, int], Tick],
+) -> tuple[DepthPolicy, Losses]:
+    """The policy for a budget or a speed, and what it costs on the search prompts."""
+    layers, most = len(order.importance), len(order.searched)
+    counts = sorted({max(1, round(part * most / 3)) for part in (0, 1, 2, 3)})
+    probes = range(min(PROBES, len(measurements)))
+    tick = ticks("loss by depth and place", len(counts) * len(probes))
+    constant = [skipping(layers, order.layers[:count]) for count in counts]
+    by_depth = {policy.min_depth: measurements.scores(policy, tick, probes) for policy in constant}
+    table = LossTable(by_depth, layers, max_tokens)
+    attempts = ATTEMPTS if budget.speedup is None else most
+    replay = partial(measurements.scores, tick=ticks("curve for the budget", attempts * len(measurements)))
+    if budget.speedup is None:
+        candidates = power_curves(order.layers, max(1, order.harmless), layers, max_tokens)
+        policy = fit_quality(budget, candidates, table, max_tokens, replay)
+    else:  # it may need more layers than can be skipped without harm
+        candidates = power_curves_of_speed(order.layers, most, layers, max_tokens, budget.speedup, cost)
+        policy = fit_speed(candidates, order.harmless, table, replay, score)
+    return policy, over_steps(replay(policy))
+
+
+def power_curve(layers: int, skipped: int, skip_order: Sequence[int], start: int, span: int) -> DepthPolicy:
+    """A power curve that falls from `start` on until `skipped` of the layers are skipped, within `span` steps."""
+    alpha = math.floor(((layers - skipped) / layers) ** (1 / span) * 1e6) / 1e6
+    return DepthPolicy.d3(layers, alpha, start, layers - skipped, skip_order)
 
 
 def power_curves(skip_order: Sequence[int], most: int, num_hidden_layers: int, max_tokens: int) -> list[DepthPolicy]:
     """Policies that skip at most the first `most` layers of an order, over outputs of `max_tokens` tokens."""
     spans = sorted({max(1, round(part * max_tokens)) for part in _SPANS})
     return [
-        power_curve(num_hidden_layers, min_depth, skip_order, start, span)
-        for min_depth in range(num_hidden_layers - 1, num_hidden_layers - most - 1, -1)
+        power_curve(num_hidden_layers, skipped, skip_order, start, span)
+        for skipped in range(1, most + 1)
         for start in _starts(max_tokens)
         for span in spans
     ]
@@ -150,17 +191,12 @@ def power_curves_of_speed(
     """
     policies: list[DepthPolicy] = []
     spans = range(1, 8 * max_tokens + 1)
-    for skipped in range(1, most + 1):
-        for start in _starts(max_tokens):
-
-            def policy(span: int, min_depth: int = num_hidden_layers - skipped, start: int = start) -> DepthPolicy:
-                return power_curve(num_hidden_layers, min_depth, skip_order, start, span)
-
-            longest = bisect_left(spans, True, key=lambda span: cost.speedup(policy(span), max_tokens) < speedup)
-            policies += [policy(longest)] if longest else []
+    for skipped, start in product(range(1, most + 1), _starts(max_tokens)):
+        policy = partial(power_curve, num_hidden_layers, skipped, skip_order, start)
+        longest = bisect_left(spans, True, key=lambda span: cost.speedup(policy(span), max_tokens) < speedup)
+        policies += [policy(longest)] if longest else []
     if not policies:
-        lowest = power_curve(num_hidden_layers, num_hidden_layers - most, skip_order, 0, 1)
-        highest = cost.speedup(lowest, max_tokens)
+        highest = cost.speedup(power_curve(num_hidden_layers, most, skip_order, 0, 1), max_tokens)
         raise RequestError(
             f"no policy of this model is predicted to be {speedup}x as fast over {max_tokens} tokens",
             f"the most that its flex layers give is {math.floor(highest * 100) / 100}x",
@@ -172,13 +208,6 @@ def _starts(max_tokens: int) -> list[int]:
     return sorted({round(part * max_tokens) for part in _STARTS})
 
 
-class Forecast(NamedTuple):
-    """The expected loss of a policy, with no interval; step 0 is left out, as it never skips a layer."""
-
-    all_steps: Loss
-    tapered_steps: Loss
-
-
 class LossTable:
     """Mean loss by depth and place in the output: measured at constant depths, interpolated between them."""
 
@@ -186,18 +215,18 @@ class LossTable:
         self._layers, self._tokens = num_hidden_layers, max_tokens
         depths = sorted(measured)
         # [depths + 1, places, (KL, disagreement, NLL rise, NLL at full depth)]
-        known = np.stack([self._places(measured[depth]) for depth in depths] + [self._places(measured[depths[0]]) * 0])
-        known[-1, :, 3] = known[0, :, 3]
-        flat = known.reshape(len(known), -1)
-        between = [np.interp(range(num_hidden_layers + 1), [*depths, num_hidden_layers], column) for column in flat.T]
+        tapered = [self._places(measured[depth]) for depth in depths]
+        known = np.stack([*tapered, tapered[0] * (0, 0, 0, 1)])
+        columns = known.reshape(len(known), -1).T
+        between = [np.interp(range(num_hidden_layers + 1), [*depths, num_hidden_layers], column) for column in columns]
         self._table = np.stack(between, -1).reshape(-1, *known.shape[1:])
 
-    def predict(self, policy: DepthPolicy) -> Forecast:
-        """The expected loss of a policy."""
+    def predict(self, policy: DepthPolicy) -> tuple[Loss, Loss]:
+        """The expected loss of a policy over all steps but step 0, which skips no layer, and over the tapered ones."""
         steps = np.arange(1, self._tokens)
         depths = np.array([policy.depth(step) for step in steps.tolist()])
-        losses = self._table[depths, self._place(steps)]
-        return Forecast(_mean(losses), _mean(losses[depths < self._layers]))
+        losses = self._table[depths, self._place(steps)]  # [steps, 4]
+        return _mean(losses), _mean(losses[depths < self._layers])
 
     def _place(self, steps: np.ndarray) -> np.ndarray:
         place: np.ndarray = np.minimum(steps * _PLACES // self._tokens, _PLACES - 1)
@@ -219,35 +248,37 @@ def fit_quality(
 
     Time plays no part: it falls with mean depth, so a quality budget gives the same policy on every machine.
     """
+    every = range(len(candidates))
     depth = [policy.mean_depth(max_tokens) for policy in candidates]
-    forecast = [budget.worst_share(table.predict(policy).tapered_steps) for policy in candidates]
+    forecast = [budget.worst_share(table.predict(policy)[1]) for policy in candidates]
     replayed: dict[int, float] = {}  # the largest share of a limit that each candidate took, at the bad end
+    best: int | None = None  # of those that keep the budget
     margin = 1.0  # replayed over forecast
     for _ in range(ATTEMPTS):
-        kept = [i for i, share in replayed.items() if share <= 1]
-        faster = [i for i in range(len(candidates)) if i not in replayed and all(depth[i] < depth[k] for k in kept)]
+        faster = [i for i in every if i not in replayed and (best is None or depth[i] < depth[best])]
         promising = [i for i in faster if forecast[i] * margin <= 1]
         if promising:
             chosen = min(promising, key=lambda i: depth[i])
         else:  # the gentlest of all might keep the budget if none has so far
-            chosen = min(range(len(candidates)), key=lambda i: forecast[i])
-            if kept or chosen in replayed:
+            chosen = min(every, key=lambda i: forecast[i])
+            if best is not None or chosen in replayed:
                 break
         tapered = over_steps(replay(candidates[chosen])).tapered_steps
         if tapered is None:  # too few steps to judge the policy, or the table
             replayed[chosen] = math.inf
-        else:
-            replayed[chosen] = budget.worst_share(tapered.worst)
-            # One per cent of safety: the next candidate should keep the budget.
-            margin = 1.01 * replayed[chosen] / max(forecast[chosen], 1e-9)
-    kept = [i for i, share in replayed.items() if share <= 1]
-    return candidates[min(kept, key=lambda i: depth[i]) if kept else min(replayed, key=lambda i: replayed[i])]
+            continue
+        replayed[chosen] = budget.worst_share(tapered.worst)
+        # One per cent of safety: the next candidate should keep the budget.
+        margin = 1.01 * replayed[chosen] / max(forecast[chosen], 1e-9)
+        if replayed[chosen] <= 1:
+            best = chosen
+    return candidates[min(replayed, key=lambda i: replayed[i]) if best is None else best]
 
 
 def fit_speed(
     candidates: Sequence[DepthPolicy], harmless: int, table: LossTable, replay: Replayed, score: PolicyScore
 ) -> DepthPolicy:
-    """Of policies that are equally fast, one that skips few layers early or many of them late: the better `score`.
+    """Of policies that are equally fast, one that skips few layers early or many of them late: the lower `score`.
 
     From the fewest layers that reach the speed, one more is skipped as long as the replayed KL over all steps falls.
     The end of this path is compared with stopping at the first `harmless` layers, or at those fewest if they are more.
@@ -256,7 +287,7 @@ def fit_speed(
     lowest = math.inf
     for min_depth in sorted({policy.min_depth for policy in candidates}, reverse=True):
         equal = (policy for policy in candidates if policy.min_depth == min_depth)
-        policy = min(equal, key=lambda policy: table.predict(policy).all_steps.kl)
+        policy = min(equal, key=lambda policy: table.predict(policy)[0].kl)
         kl = float(replay(policy).kl.mean())
         if kl >= lowest:
             break
@@ -268,7 +299,7 @@ def fit_speed(
 
 
 def _mean(losses: np.ndarray) -> Loss:
-    """The mean over steps, [steps, 4]; no loss where there are none."""
+    """The mean over steps; no loss where there are none."""
     kl, disagreement, rise, nll = losses.sum(0).tolist()
     count = max(1, len(losses))
     return Loss(kl / count, 1 - disagreement / count, 100 * rise / max(nll, 1e-9))

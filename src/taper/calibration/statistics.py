@@ -1,16 +1,15 @@
 """Estimates with their uncertainty: means over completions, and accuracies of two modes on the same problems.
 
-Means over steps are bootstrapped over whole completions, as the prompts are the source of their variation. Accuracies
-follow from four counts of problems: solved in both modes, at full depth alone, in the tapered mode alone, in neither.
-Their verdict comes from a score test with known error rates; the bootstrap interval of the difference is shown beside
-it, and has no width if every problem comes out the same in both modes.
+Means over steps are bootstrapped over whole completions, as the prompts are the source of their variation. The verdict
+on two accuracies comes from a score test with known error rates; the bootstrap interval of their difference is shown
+beside it, and has no width if every problem comes out the same in both modes.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 from typing import Literal, NamedTuple
 
@@ -127,12 +126,9 @@ def over_steps(scores: Scores) -> Losses:
 
 
 def _loss(scores: Scores) -> LossEstimate:
-    def mean(values: np.ndarray, weights: np.ndarray) -> Estimate:
-        return ratio_estimate(by_completion(scores, values), by_completion(scores, weights))
-
-    ones = np.ones(len(scores.step))
-    nll_increase = mean(100 * (scores.nll - scores.nll_full), scores.nll_full)
-    return LossEstimate(mean(scores.kl, ones), mean(scores.agreement, ones), nll_increase)
+    rise, ones = 100 * (scores.nll - scores.nll_full), np.ones(len(scores.step))
+    ratios = [(scores.kl, ones), (scores.agreement, ones), (rise, scores.nll_full)]
+    return LossEstimate(*(ratio_estimate(by_completion(scores, a), by_completion(scores, b)) for a, b in ratios))
 
 
 def loss_by_step(scores: Scores) -> LossByStep:
@@ -152,12 +148,11 @@ def free_running(
     own: Sequence[Reference], own_scores: Scores, full: Sequence[Reference], full_scores: Scores
 ) -> FreeRunning:
     """Compare a policy's own outputs with those of full depth; the scores hold the full model's NLL of either."""
-    policy, whole = _output_metrics(own, own_scores), _output_metrics(full, full_scores)
-    return FreeRunning(*map(PolicyAndFull, policy, whole))
+    return FreeRunning(*map(PolicyAndFull, _output_metrics(own, own_scores), _output_metrics(full, full_scores)))
 
 
 def _output_metrics(references: Sequence[Reference], scores: Scores) -> tuple[Estimate, Estimate, Estimate]:
-    """NLL, length and repetition."""
+    """The metrics of `FreeRunning`."""
     ones = np.ones(len(references))
     lengths = np.array([len(reference.completion_ids) for reference in references], float)
     repeats = np.array([repeated(reference.completion_ids) for reference in references])
@@ -202,13 +197,13 @@ class PairedComparison:
 def compare(
     full: Sequence[bool], tapered: Sequence[bool], margin: float, seed: int = 0, level: float = LEVEL
 ) -> PairedComparison:
-    """Compare two modes; `full[i]` and `tapered[i]` say whether each of them solved problem i, both [problems].
+    """Compare two modes by the problems that each of them solved, both bool [problems].
 
     The verdict is at the one-sided `level`; the intervals are always 95 %.
 
     Raises:
-        RequestError: the modes differ in their number of problems, there are fewer than two of them, an entry is not
-            a bool, or `margin` or `level` is not in (0, 1).
+        RequestError: the modes differ in their number of problems, there are fewer than two, an entry is not a bool, or
+            `margin` is not in (0, 1).
     """
     problems = len(full)
     if len(tapered) != problems:
@@ -216,15 +211,14 @@ def compare(
             f"full depth has {problems} problems and the tapered mode {len(tapered)}; both must have the same ones"
         )
     whole_number("the number of problems", problems, 2)
-    solved_by_full = np.array([flag("an entry of full", entry) for entry in full])
-    solved_by_tapered = np.array([flag("an entry of tapered", entry) for entry in tapered])
-    only_full = int((solved_by_full & ~solved_by_tapered).sum())
-    only_tapered = int((solved_by_tapered & ~solved_by_full).sum())
+    pairs = [(flag("an entry of full", a), flag("an entry of tapered", b)) for a, b in zip(full, tapered, strict=True)]
+    only_full, only_tapered = pairs.count((True, False)), pairs.count((False, True))
+    both = pairs.count((True, True))
     verdict, needed = non_inferiority(problems, only_full, only_tapered, margin, level)
     return PairedComparison(
         problems=problems,
-        full=wilson(int(solved_by_full.sum()), problems),
-        tapered=wilson(int(solved_by_tapered.sum()), problems),
+        full=wilson(both + only_full, problems),
+        tapered=wilson(both + only_tapered, problems),
         difference=bootstrap_difference(problems, only_full, only_tapered, seed),
         only_full=only_full,
         only_tapered=only_tapered,
@@ -245,11 +239,10 @@ def compare_with_interim_tests(
     tests = interim_tests(problems, first)
     level_of_fails = 1 - (1 - LEVEL) / len(tests)  # the same at each test (Bonferroni), to give up early
     for count, level in tests:
-        full, tapered = ask(count)
-        comparison = compare(full, tapered, margin, seed, level)
-        against = compare(full, tapered, margin, seed, level_of_fails)
-        if against.verdict == "fails":
-            comparison = against
+        comparison = compare(*ask(count), margin, seed, level)
+        only_full, only_tapered = comparison.only_full, comparison.only_tapered
+        if non_inferiority(count, only_full, only_tapered, margin, level_of_fails)[0] == "fails":
+            return replace(comparison, verdict="fails", needed=None)
         if comparison.verdict != "not enough problems":
             break
     return comparison
@@ -259,14 +252,9 @@ def wilson(successes: int, trials: int) -> Estimate:
     """A proportion and its score interval.
 
     E. B. Wilson, Journal of the American Statistical Association 22 (1927), 209-212.
-
-    Raises:
-        RequestError: there is no trial, or there are more successes than trials.
     """
     from scipy.stats import binomtest
 
-    trials = whole_number("trials", trials, 1)
-    successes = whole_number("successes", successes, 0, trials)
     interval = binomtest(successes, trials).proportion_ci(LEVEL, method="wilson")
     return Estimate(successes / trials, float(interval.low), float(interval.high))
 
@@ -274,8 +262,8 @@ def wilson(successes: int, trials: int) -> Estimate:
 def bootstrap_difference(problems: int, only_full: int, only_tapered: int, seed: int = 0) -> Estimate:
     """Accuracy of the tapered mode less that of full depth, with its percentile interval.
 
-    Resampling problems with replacement draws the counts of the cells from a multinomial distribution, so these are
-    drawn. B. Efron and R. Tibshirani, An Introduction to the Bootstrap (1993), chapter 13.
+    The counts of resampled problems have a multinomial distribution, from which they are drawn: B. Efron and
+    R. Tibshirani, An Introduction to the Bootstrap (1993), chapter 13.
     """
     cells = np.array([only_full, only_tapered, problems - only_full - only_tapered])
     draws = np.random.default_rng(seed).multinomial(problems, cells / problems, RESAMPLES)  # [RESAMPLES, 3]
@@ -321,10 +309,9 @@ def non_inferiority(
     difference is not above -margin, where more problems would not help.
 
     Raises:
-        RequestError: `margin` or `level` is not in (0, 1).
+        RequestError: `margin` is not in (0, 1).
     """
-    margin = number("margin", margin, 0, 1, above=True, below=True)
-    z = NormalDist().inv_cdf(number("level", level, 0, 1, above=True, below=True))
+    margin, z = number("margin", margin, 0, 1, above=True, below=True), NormalDist().inv_cdf(level)
     surplus = only_full - only_tapered - problems * margin
     variance = _null_variance(problems, only_full, only_tapered, margin)
     if surplus + 1 <= -z * math.sqrt(variance):
@@ -350,11 +337,11 @@ def interim_tests(problems: int, first: int) -> list[tuple[int, float]]:
     K. Lan and D. DeMets, Biometrika 70 (1983), 659-663: early tests next to nothing, so that the last one needs hardly
     more problems than if it were the only one. Each test takes what is newly spent, whatever earlier ones found.
     """
-    counts, normal, spent = [], NormalDist(), 0.0
+    counts, normal = [], NormalDist()
     while first <= problems / 1.5:  # a test shortly before the last one would take most of its error
         counts.append(first)
         first *= 2
-    tests = []
+    tests, spent = [], 0.0
     for count in [*counts, problems]:
         until_now = 2 - 2 * normal.cdf(normal.inv_cdf((1 + LEVEL) / 2) / math.sqrt(count / problems))
         tests.append((count, 1 - max(until_now - spent, _LEAST_ERROR)))

@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,12 +76,8 @@ def machine() -> str:
 class Store:
     """JSON values under JSON keys, in one file that stays whole if the process is killed at any moment.
 
-    Args:
-        path: the file; its folder is made too.
-        common: what every value depends on: the model, the backend and its version.
-
-    Raises:
-        RequestError: the file cannot be written, or is not such a file.
+    Every value depends on `common` too: the model, the backend and its version. A file that cannot be read or written
+    is a RequestError.
     """
 
     def __init__(self, path: Path, common: dict[str, Any]) -> None:
@@ -103,14 +98,13 @@ class Store:
         name = digest({"format": FORMAT, **self._common, **key})
         with self._one_line_errors():
             row = self._file.execute(f"SELECT value, check_sum FROM {_TABLE} WHERE key = ?", (name,)).fetchone()
+        text, check_sum = row or (None, None)
         # A row that was damaged on disk is measured again.
-        if row is None or not isinstance(row[0], str) or digest([name, row[0]]) != row[1]:
+        if not isinstance(text, str) or digest([name, text]) != check_sum:
             text = json.dumps(compute())
             with self._one_line_errors():
-                row = (name, text, digest([name, text]))
-                self._file.execute(f"INSERT OR REPLACE INTO {_TABLE} VALUES (?, ?, ?)", row)
-        else:
-            text = row[0]
+                values = (name, text, digest([name, text]))
+                self._file.execute(f"INSERT OR REPLACE INTO {_TABLE} VALUES (?, ?, ?)", values)
         return json.loads(text)
 
     def close(self) -> None:
@@ -146,16 +140,25 @@ class Measurements:
     def __len__(self) -> int:
         return len(self._keys)
 
+    @property
+    def tapered_steps(self) -> list[int]:
+        """Steps besides step 0 of each completion."""
+        return [len(reference.completion_ids) - 1 for reference in self.replay.references]
+
     def close(self) -> None:
         """Free the slots."""
         self.replay.close()
 
     def scores(self, policy: DepthPolicy, tick: Tick, completions: range | None = None) -> Scores:
         """What a policy costs at each step of some completions, by default of all."""
+
+        def measure() -> dict[str, list[float]]:
+            (scores,) = self.replay.at(index, [policy])
+            return {name: values.tolist() for name, values in vars(scores).items() if name != "reference"}
+
         parts = []
         for index in completions or range(len(self)):
-            key = {"scores of": numbers(policy), "on": self._keys[index]}
-            stored = self._store.remember(key, partial(self._scores, index, policy))
+            stored = self._store.remember({"scores of": numbers(policy), "on": self._keys[index]}, measure)
             columns = {name: np.array(values) for name, values in stored.items()}
             parts.append(Scores(reference=np.full(len(columns["step"]), index), **columns))
             tick()
@@ -163,27 +166,21 @@ class Measurements:
 
     def kl_sums(self, skipped: frozenset[int], candidates: Sequence[int], completions: range, tick: Tick) -> np.ndarray:
         """Sums of KL over some completions if `skipped` and one of the candidates are skipped: [candidates], nats."""
-        sums = np.zeros(len(candidates))
-        base = skipping(self._layers, skipped)
+        sums, base = np.zeros(len(candidates)), skipping(self._layers, skipped)
         policies = [skipping(self._layers, skipped | {layer}) for layer in candidates]
+
+        def measure() -> list[float]:
+            return [float(scores.kl.sum()) for scores in self.replay.at(index, policies, base)]
+
         for index in completions:
             key = {"kl of skipping": sorted(skipped), "and": list(candidates), "on": self._keys[index]}
-            sums += self._store.remember(key, partial(self._kl_sums, index, policies, base))
+            sums += self._store.remember(key, measure)
             tick()
         return sums
 
     def block_influence(self) -> list[float]:
         """ShortGPT's measure of each layer, [L]."""
         return self._store.remember({"block influence on": self._keys}, lambda: self.replay.block_influence().tolist())  # type: ignore[no-any-return]
-
-    def _scores(self, index: int, policy: DepthPolicy) -> dict[str, list[float]]:
-        self.replay.prepare(index)
-        (scores,) = self.replay.at(index, [policy])
-        return {name: values.tolist() for name, values in vars(scores).items() if name != "reference"}
-
-    def _kl_sums(self, index: int, policies: Sequence[DepthPolicy], base: DepthPolicy) -> list[float]:
-        self.replay.prepare(index)
-        return [float(scores.kl.sum()) for scores in self.replay.at(index, policies, base)]
 
 
 def skipping(num_hidden_layers: int, skipped: Collection[int]) -> DepthPolicy:

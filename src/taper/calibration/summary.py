@@ -1,6 +1,6 @@
 """What was asked of a calibration, what it measured, and both in words.
 
-`taper calibrate --json` and committed results hold all of a `CalibrationSummary`, policy files its `Provenance`.
+`taper calibrate --json` and committed results hold all of a `CalibrationSummary`, policy files its `provenance`.
 """
 
 from __future__ import annotations
@@ -116,8 +116,16 @@ class PromptCounts:
 
 
 @dataclass(frozen=True)
-class Provenance:
-    """What a policy file says of its origin."""
+class Frontier:
+    """Loss and predicted speed at constant depths, along the order that was found, on the search prompts."""
+
+    speedup: dict[int, float]  # by depth
+    kl: dict[int, float]  # mean KL by depth, nats
+
+
+@dataclass(frozen=True)
+class CalibrationSummary:
+    """All that was measured."""
 
     mean_depth: float  # layers run for a token, over steps from 1 on of an output of the planned length
     speedup: Speedup
@@ -134,6 +142,18 @@ class Provenance:
     policy: str  # name or label of the policy
     on_search_prompts: Losses
     conditions: Conditions
+    # Policy files leave out what follows.
+    model_identity: ModelIdentity  # what policies are checked against
+    cost_ms: CostModel  # time of a step by depth
+    importance: list[float]  # [L], mean KL of skipping each layer alone, nats
+    skip_order: list[int]  # the flex layers
+    searched_layers: int  # how many of those were ordered by search; the rest are by importance
+    core_layers: list[int]
+    curve: list[int]  # [answer_tokens], the policy's depth at each step
+    by_step: LossByStep  # on held-out prompts
+    frontier: Frontier
+    # How many of the first layers can be skipped before fewer word problems are solved; None without word problems.
+    harmless_layers: int | None = None
 
     @property
     def verdict(self) -> BudgetVerdict | None:
@@ -149,30 +169,12 @@ class Provenance:
         """All fields as plain data, with the verdict."""
         return to_plain(self) | {"budget_met": self.budget_met, "verdict": self.verdict}  # type: ignore[no-any-return]
 
-
-@dataclass(frozen=True)
-class Frontier:
-    """Loss and predicted speed at constant depths, along the order that was found, on the search prompts."""
-
-    speedup: dict[int, float]  # by depth
-    kl: dict[int, float]  # mean KL by depth, nats
-
-
-@dataclass(frozen=True)
-class CalibrationSummary(Provenance):
-    """All that was measured."""
-
-    model_identity: ModelIdentity  # what policies are checked against
-    cost_ms: CostModel  # time of a step by depth
-    importance: list[float]  # [L], mean KL of skipping each layer alone, nats
-    skip_order: list[int]  # the flex layers
-    searched_layers: int  # how many of those were ordered by search; the rest are by importance
-    core_layers: list[int]
-    curve: list[int]  # [answer_tokens], the policy's depth at each step
-    by_step: LossByStep  # on held-out prompts
-    frontier: Frontier
-    # How many of the first layers can be skipped before fewer word problems are solved; None without word problems.
-    harmless_layers: int | None = None
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """What a policy file says of its origin."""
+        names = [item.name for item in fields(self)]
+        left_out = names[names.index("model_identity") :]
+        return {name: value for name, value in self.to_json().items() if name not in left_out}
 
 
 def to_plain(value: Any) -> Any:
@@ -206,21 +208,19 @@ def interval(estimate: Sequence[float] | None, factor: float = 1.0, unit: str = 
     return f"{value:{form}}{unit} ({low:{form}} to {high:{form}}{unit})"
 
 
-def limits(summary: Provenance) -> list[tuple[str, str]]:
+def limits(summary: CalibrationSummary) -> list[tuple[str, str]]:
     """Each limit of the budget, and what was measured on held-out prompts."""
     measured, speedup = summary.held_out.tapered_steps or summary.held_out.all_steps, summary.speedup
-    rows = []
-    for name, limit in summary.budget.given.items():
-        if name in _LIMITS:
-            asked, _, factor, _ = _LIMITS[name]
-            rows.append((asked.format(factor * limit), _bounded(name, measured.value)))
-        else:
-            speeds = f"{speedup.predicted:.2f} predicted, {speedup.measured.median:.2f} measured"
-            rows.append((f"{limit:.4g} times the speed of full depth", speeds))
-    return rows
+    if summary.budget.speedup is not None:
+        speeds = f"{speedup.predicted:.2f} predicted, {speedup.measured.median:.2f} measured"
+        return [(f"{summary.budget.speedup:.4g} times the speed of full depth", speeds)]
+    return [
+        (_LIMITS[name][0].format(_LIMITS[name][2] * limit), _bounded(name, measured.value))
+        for name, limit in summary.budget.given.items()
+    ]
 
 
-def verdict(summary: Provenance) -> str:
+def verdict(summary: CalibrationSummary) -> str:
     """The verdict on the budget in words."""
     budget, tapered = summary.budget, summary.held_out.tapered_steps
     if summary.verdict is None:
@@ -232,7 +232,7 @@ def verdict(summary: Provenance) -> str:
     return "kept" if summary.verdict == "kept" else "not kept; this is the nearest policy that was found"
 
 
-def remarks(summary: Provenance) -> list[str]:
+def remarks(summary: CalibrationSummary) -> list[str]:
     """What a user should know before any figure."""
     tapered, speed, repetition = summary.held_out.tapered_steps, summary.speedup, summary.free_running.repetition
     problems = summary.problems

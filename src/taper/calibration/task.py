@@ -17,14 +17,12 @@ import numpy as np
 from ..errors import RequestError, number, whole_number
 from ..llm import LLM
 from ..policy import DepthPolicy
-from .clock import measure_speedup
 from .problems import Problems, ProblemSet
 from .prompts import BATCH
 from .replay import Reference
 from .run import Calibrator, StageProgress
 from .search import first_steps
 from .statistics import PairedComparison, compare_with_interim_tests
-from .store import Measurements
 from .summary import to_plain
 
 SEARCH_PROBLEMS, PROBLEMS = 32, 192
@@ -55,22 +53,10 @@ class TaskCalibration:
     settings: dict[str, Any]  # what every policy was asked, and where
     trials: list[Trial]
 
-    @property
-    def order(self) -> list[int]:
-        """The layers as they were chosen; without the last one the task may not have held."""
-        return list(self.trials[-1].policy.skip_order) if self.trials else []
-
     def plain(self) -> dict[str, Any]:
         """All of it as JSON has it."""
-        trials = [
-            {
-                "skipped": list(trial.policy.skip_order),
-                "comparison": to_plain(trial.comparison),
-                "tokens": trial.tokens,
-                "speedup": trial.speedup,
-            }
-            for trial in self.trials
-        ]
+        rows = [{"skipped": trial.policy.skip_order, **vars(trial)} for trial in self.trials]
+        trials = [to_plain({name: value for name, value in row.items() if name != "policy"}) for row in rows]
         policy = None if self.policy is None else json.loads(self.policy.to_json())
         return {"settings": self.settings, "trials": trials, "policy": policy}
 
@@ -114,7 +100,7 @@ def calibrate_to_task(
             "give a task with more problems",
         )
     with closing(Calibrator(llm, seed, progress)) as calibrator:
-        judged = Problems(problem_set, search, rest[:problems], calibrator.full, calibrator.store)
+        judged = Problems(problem_set, search, rest[:problems], calibrator.store)
         settings = {
             **problem_set.identity,
             "margin": margin,
@@ -122,83 +108,68 @@ def calibrate_to_task(
             "conditions": to_plain(calibrator.conditions),
             "model": to_plain(calibrator.model),
         }
-        return _TaskCalibrator(calibrator, judged, margin).run(settings, name)
-
-
-class _TaskCalibrator:
-    """One calibration to a task."""
-
-    def __init__(self, calibrator: Calibrator, problems: Problems, margin: float) -> None:
-        self._calibrator, self._problems, self._margin = calibrator, problems, margin
-        self._layers, self._full = calibrator.layers, calibrator.full
-        first = problems.search[0]
-        self._timed_prompt = problems.problem_set.prompt_ids([first])[first]
-
-    def run(self, settings: dict[str, Any], name: str) -> TaskCalibration:
-        """Choose layers and try policies in turn, until one does not hold."""
+        prompt = problem_set.prompt_ids(search[:1])[search[0]]  # of the clock
         order: list[int] = []
         trials: list[Trial] = []
-        with closing(self._measurements()) as measurements:
-            importance = self._calibrator.importance(measurements)
-            rounds = self._layers // 3
-            for skipped in self._calibrator.layers_to_skip(measurements, importance, self._problems, rounds):
+        with calibrator.measurements(_references(calibrator, judged)) as measurements:
+            _, layers_to_skip = calibrator.order(measurements, judged, calibrator.layers // 3)
+            for skipped in layers_to_skip:
                 measurements.close()  # frees the slots for the outputs
                 order.append(skipped.layer)
-                trials.append(self._try(order))
+                trials.append(_try(calibrator, judged, order, margin, prompt))
                 if not trials[-1].holds:
                     break
         best = max((trial for trial in trials if trial.holds), key=lambda trial: trial.speedup, default=None)
-        policy = None if best is None else self._finished(best, order, settings, name)
+        if best is None:
+            return TaskCalibration(None, settings, trials)
+        tokens = max(2, round(best.tokens))
+        provenance = settings | {
+            "order": order,
+            "comparison": to_plain(best.comparison),
+            "answer_tokens": tokens,
+            "mean_depth": round(best.policy.mean_depth(tokens), 3),
+            "speedup": {
+                "predicted": round(best.speedup, 4),
+                "measured": list(calibrator.speedup(prompt, best.policy, tokens)),
+            },
+        }
+        policy = replace(best.policy, name=name, model=llm.config.identity, provenance=provenance)
         return TaskCalibration(policy, settings, trials)
 
-    def _measurements(self) -> Measurements:
-        """Full depth's outputs to the search problems, for replay."""
-        search, llm = self._problems.search, self._calibrator.llm
-        tick = self._calibrator.ticks("outputs at full depth", -(-len(search) // BATCH))
-        attempts = self._problems.attempts(search, self._full, tick)
-        if not any(attempt.solved for attempt in attempts):
-            raise RequestError(
-                f"at full depth the model solves none of {len(attempts)} problems",
-                "choose a task that it can do, or another --filter",
-            )
-        prompts = self._problems.problem_set.prompt_ids(search)
-        outputs = [(prompts[i], tuple(one.completion_ids)) for i, one in zip(search, attempts, strict=True)]
-        references = [Reference(prompt, ids) for prompt, ids in outputs if ids]
-        known = first_steps(references, REPLAYED_STEPS)[:REPLAYED]
-        if not known:
-            raise RequestError("the outputs end with their first token: there is no step to taper")
-        return Measurements(llm.engine, known, self._calibrator.store)
 
-    def _try(self, skipped: Sequence[int]) -> Trial:
-        """Compare a policy with full depth on more and more problems, until the verdict is clear or none is left."""
-        label = f"skip {' '.join(map(str, skipped))}"
-        policy = replace(DepthPolicy.static(self._layers, self._layers - len(skipped), skipped), name=label)
-        validation, lengths = self._problems.validation, list[int]()
+def _references(calibrator: Calibrator, problems: Problems) -> list[Reference]:
+    """The first steps of full depth's outputs to some search problems, for replay."""
+    search = problems.search
+    tick = calibrator.ticks("outputs at full depth", -(-len(search) // BATCH))
+    attempts = problems.attempts(search, calibrator.full, tick)
+    if not any(attempt.solved for attempt in attempts):
+        raise RequestError(
+            f"at full depth the model solves none of {len(attempts)} problems",
+            "choose a task that it can do, or another --filter",
+        )
+    prompts = problems.problem_set.prompt_ids(search)
+    outputs = [Reference(prompts[i], tuple(one.completion_ids)) for i, one in zip(search, attempts, strict=True)]
+    known = first_steps(outputs, REPLAYED_STEPS)[:REPLAYED]
+    if not known:
+        raise RequestError("the outputs end with their first token: there is no step to taper")
+    return known
 
-        def ask(count: int) -> tuple[list[bool], list[bool]]:
-            stage = f"{len(skipped)} layers skipped: {count} problems"
-            tick = self._calibrator.ticks(stage, 2 * -(-count // BATCH))
-            full, own = (self._problems.attempts(validation[:count], one, tick) for one in (self._full, policy))
-            lengths[:] = [len(attempt.completion_ids) for attempt in own]
-            return [attempt.solved for attempt in full], [attempt.solved for attempt in own]
 
-        comparison = compare_with_interim_tests(ask, len(validation), FIRST_TEST, self._margin, self._calibrator.seed)
-        tokens = float(np.mean(lengths))
-        planned = max(32, round(tokens) // 32 * 32)  # the clock is the same for outputs of about this length
-        cost = self._calibrator.cost(self._timed_prompt, planned)
-        return Trial(policy, comparison, tokens, cost.speedup(policy, max(2, round(tokens))))
+def _try(
+    calibrator: Calibrator, problems: Problems, skipped: Sequence[int], margin: float, prompt: tuple[int, ...]
+) -> Trial:
+    """Compare a policy with full depth on more and more problems, until the verdict is clear or none is left."""
+    policy = DepthPolicy.static(calibrator.layers, calibrator.layers - len(skipped), skipped)
+    policy = replace(policy, name=f"skip {' '.join(map(str, skipped))}")
+    validation, lengths = problems.validation, list[int]()
 
-    def _finished(self, trial: Trial, order: Sequence[int], settings: dict[str, Any], name: str) -> DepthPolicy:
-        """The policy with its provenance and its measured speed."""
-        policy, tokens = trial.policy, max(2, round(trial.tokens))
-        self._calibrator.ticks("speed", 1)()
-        llm = self._calibrator.llm
-        measured = measure_speedup(llm.engine, self._timed_prompt, policy, tokens)
-        provenance = settings | {
-            "order": list(order),
-            "comparison": to_plain(trial.comparison),
-            "answer_tokens": tokens,
-            "mean_depth": round(policy.mean_depth(tokens), 3),
-            "speedup": {"predicted": round(trial.speedup, 4), "measured": list(measured)},
-        }
-        return replace(policy, name=name, model=llm.config.identity, provenance=provenance)
+    def ask(count: int) -> tuple[list[bool], list[bool]]:
+        tick = calibrator.ticks(f"{len(skipped)} layers skipped: {count} problems", 2 * -(-count // BATCH))
+        full, own = (problems.attempts(validation[:count], one, tick) for one in (calibrator.full, policy))
+        lengths[:] = [len(attempt.completion_ids) for attempt in own]
+        return [attempt.solved for attempt in full], [attempt.solved for attempt in own]
+
+    comparison = compare_with_interim_tests(ask, len(validation), FIRST_TEST, margin, calibrator.seed)
+    tokens = float(np.mean(lengths))
+    planned = max(32, round(tokens) // 32 * 32)  # the clock is the same for outputs of about this length
+    return Trial(policy, comparison, tokens, calibrator.cost(prompt, planned).speedup(policy, max(2, round(tokens))))

@@ -89,12 +89,11 @@ def calibrate(out: Path, as_json: bool, **options: Any) -> None:
 def _check_options(options: Mapping[str, Any]) -> None:
     """Reject options that would do nothing."""
     has_task = options["task"] is not None
+    rule, hint = ("with", "leave it out") if has_task else ("without", "leave it out, or give a task")
     for name in _FOR_PROMPTS if has_task else _FOR_TASKS:
         if options[name] is not None:
-            flag = f"--{name.removesuffix('_name').replace('_', '-')}"
-            if has_task:
-                raise RequestError(f"{flag} does nothing with --task", "leave it out")
-            raise RequestError(f"{flag} does nothing without --task", "leave it out, or give a task")
+            option = f"--{name.removesuffix('_name').replace('_', '-')}"
+            raise RequestError(f"{option} does nothing {rule} --task", hint)
     if has_task and options["margin"] is None:
         raise RequestError("--task needs --margin, the loss of accuracy that you accept", "such as --margin 0.03")
 
@@ -143,19 +142,22 @@ def _print(result: Calibration) -> None:
         f"speed  {measured.median:.2f}x measured ({measured.slowest:.2f} to {measured.fastest:.2f}), "
         f"{summary.speedup.predicted:.2f}x predicted\n"
     )
-    metrics = [("KL to full depth, nats", "kl", 1), ("top-1 agreement, %", "agreement", 100)]
-    rows = [
-        (title, *(interval(getattr(part, key, None), factor) for part in (held_out.tapered_steps, held_out.all_steps)))
-        for title, key, factor in [*metrics, ("NLL of full depth's outputs, + %", "nll_increase", 1)]
-    ]
-    titles = (f"{summary.prompts.held_out} held-out prompts, 95 % intervals", "tapered steps", "all steps")
-    print_table(titles, rows)
+    metrics = (
+        ("KL to full depth, nats", "kl", 1),
+        ("top-1 agreement, %", "agreement", 100),
+        ("NLL of full depth's outputs, + %", "nll_increase", 1),
+    )
+    parts = (held_out.tapered_steps, held_out.all_steps)
+    rows = [(title, *(interval(getattr(part, key, None), factor) for part in parts)) for title, key, factor in metrics]
+    print_table((f"{summary.prompts.held_out} held-out prompts, 95 % intervals", "tapered steps", "all steps"), rows)
     click.echo()
-    pairs = [("NLL at full depth, nats", own.nll, 1), ("tokens", own.length, 1)]
-    pairs.append(("repeated 4-grams, %", own.repetition, 100))
-    if summary.problems is not None:
-        pairs.append(("word problems solved, %", summary.problems, 100))
-    rows = [(title, interval(pair.policy, factor), interval(pair.full, factor)) for title, pair, factor in pairs]
+    pairs = (
+        ("NLL at full depth, nats", own.nll, 1),
+        ("tokens", own.length, 1),
+        ("repeated 4-grams, %", own.repetition, 100),
+        ("word problems solved, %", summary.problems, 100),
+    )
+    rows = [(title, interval(p.policy, factor), interval(p.full, factor)) for title, p, factor in pairs if p]
     print_table(("its own outputs", "policy", "full depth"), rows)
     notes = remarks(summary)
     if summary.problems is None:
@@ -180,22 +182,21 @@ def _to_task(out: Path, as_json: bool, options: dict[str, Any]) -> DepthPolicy |
     selection = load_tasks([options["task"]], fewshot=options["fewshot"], data_dir=options["data_dir"], split=split)
     check_comparison(selection, options["margin"], options["filter_name"])
     llm = load(options, max_batch_size=_TASK_BATCH_SIZE)
-    asked = {name: options[name] for name in ("max_tokens", "filter_name", "seed")}
-    problems = TaskProblems(llm, selection, chat=bool(options["chat"]), **asked)
-    given = {"problems": options["problems"] or PROBLEMS, "seed": options["seed"], "name": options["name"]}
+    seed, asked = options["seed"], {name: options[name] for name in ("max_tokens", "filter_name")}
+    problem_set = TaskProblems(llm, selection, chat=bool(options["chat"]), seed=seed, **asked)
+    given = {"problems": options["problems"] or PROBLEMS, "seed": seed, "name": options["name"]}
     with stages() as progress:
-        result = calibrate_to_task(llm, problems, options["margin"], progress=progress, **given)
+        result = calibrate_to_task(llm, problem_set, options["margin"], progress=progress, **given)
     if as_json:
         click.echo(json.dumps(result.plain(), indent=1))
     else:
         click.echo(f"{options['task']}, loss of accuracy within {100 * options['margin']:g} points")
-        titles = ("layers", "speed", "problems", "full depth, %", "solved, %", "difference, points", "verdict")
         rows = []
         for trial in result.trials:
-            c = trial.comparison
-            shares = (interval(share, 100, digits=1) for share in (c.full, c.tapered, c.difference))
-            layers = " ".join(map(str, trial.policy.skip_order))
-            rows.append((layers, f"{trial.speedup:.2f}x", str(c.problems), *shares, c.conclusion))
+            compared, layers = trial.comparison, " ".join(map(str, trial.policy.skip_order))
+            shares = (interval(s, 100, digits=1) for s in (compared.full, compared.tapered, compared.difference))
+            rows.append((layers, f"{trial.speedup:.2f}x", str(compared.problems), *shares, compared.conclusion))
+        titles = ("layers", "speed", "problems", "full depth, %", "solved, %", "difference, points", "verdict")
         print_table(titles, rows)
     if result.policy is None:
         say(f"taper: no policy was shown to hold; {out} was not written")

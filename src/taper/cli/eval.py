@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,16 +16,12 @@ from ..errors import MODES, RequestError, one_of
 from .common import check_file, load, model_options, say
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from ..evals.records import Record
     from ..evals.run import OnRecord
-    from ..evals.summary import EvalSummary, Score, TaskSummary
-    from ..llm import LLM
+    from ..evals.summary import EvalSummary, TaskSummary
 
 _EVERY = 30  # seconds between lines of progress where there is no terminal
 _OFTEN_CUT_OFF = 0.05  # share of outputs at the limit of tokens from which readers are warned
-_UNLIMITED = 10_000  # columns: a table in a file or a pipe is never folded
 
 
 @click.command(name="eval")
@@ -64,111 +59,102 @@ def evaluate(
     """
     from ..evals import evaluate as run
     from ..evals import load_tasks, summarise
-    from ..evals.summary import check_comparison, chosen_filter
+    from ..evals.summary import check_comparison
+    from ..models.download import DEFAULT_MODEL
 
     names, wanted = listed("tasks", tasks), [one_of("a mode", mode, MODES) for mode in listed("modes", modes)]
     if policies and "taper" not in wanted:
         raise RequestError("--policy does nothing without mode taper", "leave it out, or give --modes full,taper")
-    out = out or Path(_file_name(options["model"], names))
+    model = Path(options["model"] or DEFAULT_MODEL).name.removesuffix(".gguf")
+    out = out or Path(f"eval-{re.sub(r'[^a-zA-Z0-9_.-]+', '-', '-'.join([model, *names]))[:100]}.jsonl")
     check_file("--out", out)
     selection = load_tasks(names, **{name: options[name] for name in ("fewshot", "data_dir", "split")})
-    check_comparison(selection, margin, filter_name)
+    filters = check_comparison(selection, margin, filter_name)
     llm = load(options, max_batch_size=batch_size)
-    filters = {task.name: chosen_filter(task, filter_name) for task in selection.tasks}
     given = {name: options[name] for name in ("limit", "chat", "max_tokens", "seed")}
+    asked: list[Any] = []
+    for mode in wanted:
+        asked += ["full"] if mode == "full" else policies or [llm.resolve_policy(mode="taper")]
     try:
         with _progress(filters) as progress:
-            result = run(llm, selection, _policies(llm, wanted, policies), out=out, progress=progress, **given)
+            result = run(llm, selection, asked, out=out, progress=progress, **given)
     except KeyboardInterrupt:
         say(f"taper: interrupted; the same command continues from {out}")
         raise
     summary = summarise(result, margin, filter_name)
-    click.echo(json.dumps(summary.to_json()) if as_json else _as_text(summary), nl=as_json)
+    if as_json:
+        click.echo(json.dumps(summary.to_json()))
+    else:
+        _print(summary)
     say(f"records: {out}")
 
 
 def listed(option: str, names: str) -> list[str]:
-    """The names in an option that takes several, with commas between them.
-
-    Raises:
-        RequestError: there is none.
-    """
+    """The names in an option that takes several, with commas between them."""
     unique = dict.fromkeys(name.strip() for name in names.split(",") if name.strip())
     if not unique:
         raise RequestError(f"--{option} is empty", "give one name, or several with commas between them")
     return list(unique)
 
 
-def _policies(llm: LLM, modes: Sequence[str], policies: Sequence[str]) -> list[Any]:
-    """The policies of each mode, in the order of the modes."""
-    tapered: list[Any] = list(policies) or [llm.resolve_policy(mode="taper")] if "taper" in modes else []
-    by_mode = {"full": ["full"], "taper": tapered}
-    return [policy for mode in modes for policy in by_mode[mode]]
-
-
-def _file_name(model: str | None, tasks: Sequence[str]) -> str:
-    """The default file of the records: other models and tasks have other files."""
-    from ..models.download import DEFAULT_MODEL
-
-    name = f"{Path(model or DEFAULT_MODEL).name.removesuffix('.gguf')}-{'-'.join(tasks)}"
-    return f"eval-{re.sub(r'[^a-zA-Z0-9_.-]+', '-', name)[:100]}.jsonl"
-
-
 @contextmanager
 def _progress(filters: dict[str, str]) -> Generator[OnRecord, None, None]:
     """A bar with the time left and the accuracy so far; without a terminal, a line now and then."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from ..evals.summary import solved
     from .terminal import console
 
     screen = console()
-    right: Counter[tuple[str, str]] = Counter()
-    scored: Counter[tuple[str, str]] = Counter()
+    right: dict[str, dict[str, list[bool]]] = {task: {} for task in filters}  # by task and policy
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     started = last_line = time.monotonic()
-    bar: TaskID | None = None
-    done = num_stored = 0
+    num_stored = 0
     with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bars:
 
         def advance(record: Record, total: int, was_there: bool) -> None:
-            nonlocal bar, done, num_stored, last_line
-            is_right = solved(record, filters[record.task])
-            right[record.task, record.policy] += bool(is_right)
-            scored[record.task, record.policy] += is_right is not None
-            done += 1
+            nonlocal last_line, num_stored
+            if (is_right := solved(record, filters[record.task])) is not None:
+                right[record.task].setdefault(record.policy, []).append(is_right)
             if was_there:
                 num_stored += 1
                 return
-            accuracies = [
-                f"{policy} {right[task, policy] / count:.1%}"
-                for (task, policy), count in scored.items()
-                if task == record.task and count
-            ]
+            accuracies = (f"{policy} {sum(own) / len(own):.1%}" for policy, own in right[record.task].items())
             text = f"{record.task}: {', '.join(accuracies)}"
-            if bar is None:  # added late, so that its speed is that of new records
-                bar = bars.add_task(text, total=total, completed=num_stored)
-            bars.update(bar, description=text, advance=1)
+            if not bars.tasks:  # added late, so that its speed is that of new records
+                bars.add_task(text, total=total, completed=num_stored)
+            (bar,) = bars.tasks
+            bars.update(bar.id, description=text, advance=1)
             if not screen.is_terminal and time.monotonic() - last_line > _EVERY:
                 last_line = time.monotonic()
-                left = (last_line - started) / (done - num_stored) * (total - done)
-                say(f"{done} of {total}, {left / 60:.0f} min left; {text}")
+                left = (last_line - started) / (bar.completed - num_stored) * (total - bar.completed)
+                say(f"{bar.completed:.0f} of {total}, {left / 60:.0f} min left; {text}")
 
         yield advance
 
 
-def _as_text(summary: EvalSummary) -> str:
+def _print(summary: EvalSummary) -> None:
     """A table for each task and group, and what a reader should know before using them."""
-    from .terminal import console
+    from ..calibration.summary import interval
+    from .terminal import print_table
 
-    screen = console(stderr=False)
-    if not screen.is_terminal:
-        screen.width = _UNLIMITED
-    with screen.capture() as captured:
-        for result in summary.results:
-            screen.print(_title(result, summary), _table(result, summary.margin), "", sep="\n")
-        screen.print(*_remarks(summary), sep="\n")
-    return captured.get()
+    loss = f"loss within {100 * summary.margin:g} {'point' if summary.margin == 0.01 else 'points'}"
+    for result in summary.results:
+        titles = ["", "solved, %", "mean depth", "tokens"]
+        if any(score.against_full for score in result.scores):
+            titles += ["difference, points", "McNemar p", loss]
+        rows = []
+        for score in result.scores:
+            name = "full" if score.mode == "full" else f"taper {score.policy}"
+            row = [name, interval(score.accuracy, 100, digits=1), f"{score.mean_depth:.1f}", f"{score.tokens:.0f}"]
+            if compared := score.against_full:
+                difference = interval(compared.difference, 100, digits=1)
+                row += [difference, f"{compared.p_value:.2g}", compared.conclusion]
+            rows.append(row)
+        click.echo(_title(result, summary))
+        print_table(titles, rows)
+        click.echo()
+    click.echo("\n".join(_remarks(summary)))
 
 
 def _title(result: TaskSummary, summary: EvalSummary) -> str:
@@ -180,31 +166,6 @@ def _title(result: TaskSummary, summary: EvalSummary) -> str:
         facts.append(f"version {settings['version']}")
     facts.append(result.metric or "no metric that is right or wrong; the records have its metrics")
     return f"{result.name}: {', '.join(facts)}"
-
-
-def _table(result: TaskSummary, margin: float) -> Table:
-    """A policy in each row; the comparison with full depth only if there is one."""
-    from rich.table import Table
-
-    loss = f"loss within {100 * margin:g} {'point' if margin == 0.01 else 'points'}"
-    columns = ["", "solved, %", "mean depth", "tokens"]
-    if any(score.against_full for score in result.scores):
-        columns += ["difference, points", "McNemar p", loss]
-    table = Table(*columns, box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for score in result.scores:
-        table.add_row(*_row(score)[: len(columns)])
-    return table
-
-
-def _row(score: Score) -> tuple[str, ...]:
-    from ..calibration.summary import interval
-
-    name = "full" if score.mode == "full" else f"taper {score.policy}"
-    cells = (name, interval(score.accuracy, 100, digits=1), f"{score.mean_depth:.1f}", f"{score.tokens:.0f}")
-    compared = score.against_full
-    if compared is None:
-        return (*cells, "", "", "")
-    return (*cells, interval(compared.difference, 100, digits=1), f"{compared.p_value:.2g}", compared.conclusion)
 
 
 def _remarks(summary: EvalSummary) -> Iterator[str]:

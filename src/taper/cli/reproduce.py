@@ -16,14 +16,16 @@ if TYPE_CHECKING:
     from ..llm import LLM
     from ..policy import DepthPolicy
 
-_TASKS = "gsm8k,bbh_cot_fewshot"
-_MIN_AGREEMENT = 0.95
-
 
 @click.command()
 @click.argument("model")
 @run_options
-@click.option("--tasks", default=_TASKS, metavar="NAMES", help="Tasks of lm-evaluation-harness, or groups of them.")
+@click.option(
+    "--tasks",
+    default="gsm8k,bbh_cot_fewshot",
+    metavar="NAMES",
+    help="Tasks of lm-evaluation-harness, or groups of them.",
+)
 @click.option("--data-dir", type=Path, metavar="FOLDER", help="Data of GSM8K and BBH. Default: the Hugging Face hub.")
 @click.option("--limit", type=int, metavar="N", help="Only the first N problems of each task.")
 @click.option("--fewshot", type=int, metavar="N", help="Examples before each problem. Default: the task's own number.")
@@ -56,20 +58,22 @@ def reproduce(
 
     if policy is not None and min_agreement is not None:
         raise RequestError("--min-agreement does nothing with --policy", "leave out one of the two")
-    max_tokens = _whole_numbers(lengths)
+    try:
+        max_tokens = [int(length) for length in lengths.split(",")]
+    except ValueError:
+        raise RequestError(f"--lengths is {lengths!r}; it must be whole numbers with commas between them") from None
     out = out or Path(f"reproduce-{re.sub(r'[^a-zA-Z0-9_.-]+', '-', Path(model).name.removesuffix('.gguf'))}")
     check_report("--out", out)
-    from ..evals.reproduce import check_numbers, write_report
-    from ..evals.reproduce import reproduce as run
+    from ..evals.reproduce import check_numbers
+    from ..evals.reproduce import reproduce as run  # needs matplotlib
 
     selection = load_tasks(listed("tasks", tasks), fewshot=options["fewshot"], data_dir=options["data_dir"])
     check_comparison(selection, options["margin"], None)
     llm = load({**options, "model": model}, max_batch_size=batch_size)
     check_numbers(llm, max_tokens, options["limit"])
-    order, chosen, budget = _policy(llm, policy, _MIN_AGREEMENT if min_agreement is None else min_agreement)
+    order, chosen, budget = _policy(llm, policy, 0.95 if min_agreement is None else min_agreement)
     given = {name: options[name] for name in ("limit", "chat", "margin", "baselines")}
-    result = run(llm, selection, order, chosen, out, budget=budget, lengths=max_tokens, log=say, **given)
-    write_report(out, result)
+    run(llm, selection, order, chosen, out, budget=budget, lengths=max_tokens, log=say, **given)
     say(f"report: {out / 'index.html'}")
 
 
@@ -87,11 +91,3 @@ def _policy(llm: LLM, policy: str | None, min_agreement: float) -> tuple[list[in
         say(f"no policy meets the budget: {budget}")
         return result.summary.skip_order, None, budget
     return result.summary.skip_order, result.policy, f"the fastest one that was found for an {budget}"
-
-
-def _whole_numbers(lengths: str) -> list[int]:
-    """The numbers in an option that takes several, with commas between them."""
-    try:
-        return [int(length) for length in lengths.split(",")]
-    except ValueError:
-        raise RequestError(f"--lengths is {lengths!r}; it must be whole numbers with commas between them") from None

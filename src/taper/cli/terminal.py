@@ -29,7 +29,7 @@ _CHART_HEIGHT, _CHART_WIDTH = 5, 72
 _CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])  # all but tab and newline
 _LONG = 2  # seconds of loading
 _THINK, _THINK_END = "<think>", "</think>"
-_WIDE = 300  # columns of a file or pipe
+_WIDE = 10_000  # columns of a file or pipe, where no table is folded
 _MIN_WIDTH = 60  # columns; in fewer, or in COLUMNS=0, nothing could be read
 
 
@@ -98,7 +98,9 @@ def print_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     for row in rows:
         table.add_row(*row)
     screen = console(stderr=False)
-    screen.print(table, width=None if screen.is_terminal else _WIDE, crop=screen.is_terminal)
+    if not screen.is_terminal:
+        screen.width = _WIDE
+    screen.print(table)
 
 
 def without_controls(text: str) -> str:

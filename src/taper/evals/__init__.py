@@ -2,8 +2,8 @@
 
 `load_tasks` (tasks) loads problems, `evaluate` (run) has a model complete and score them into records, `summarise`
 (summary) compares policies with full depth. `TaperLM` (harness) is the model class of lm-evaluation-harness. `methods`
-(methods) makes policies of published methods, `Study` and `TaskStudy` (comparison) compare them on a task, and
-`reproduce` (reproduce) repeats the paper's experiment with them.
+and `TaskStudy` (comparison) make policies of published methods and compare them on a task, and `reproduce` (reproduce)
+repeats the paper's experiment with them.
 """
 
 import warnings

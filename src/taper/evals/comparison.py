@@ -1,15 +1,17 @@
-"""The comparison of methods on tasks, for `taper reproduce` and for research scripts.
+"""Published methods of skipping layers, and their comparison on tasks, for `taper reproduce` and research scripts.
 
-A `Study` is a model on which methods are compared. A `TaskStudy` is one task of it: the outputs of full depth, policies
-tuned to one mean depth over them, and the outputs of those policies. Outputs and replays are kept in a folder, so an
-interrupted comparison continues where it was.
+`methods` makes ordinary nested policies of one mean depth; if a paper leaves a detail open, the name of the method says
+"our reading". A `Study` is a model on which methods are compared. A `TaskStudy` is one task of it: the outputs of full
+depth, policies tuned to one mean depth over them, and the outputs of those policies. Outputs and replays are kept in a
+folder, so an interrupted comparison continues where it was.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -21,86 +23,193 @@ from ..calibration.prompts import builtin_prompts, completions, encode_prompts
 from ..calibration.replay import Reference, Scores
 from ..calibration.statistics import by_completion, ratio_estimate
 from ..calibration.store import Measurements, current_conditions, open_store
-from ..errors import RequestError, whole_number
+from ..calibration.summary import MEASURED_ORDER
+from ..errors import RequestError, number, whole_number
 from ..llm import LLM
 from ..models.download import content_hash
-from ..policy import DepthPolicy
-from .methods import FULL, methods
+from ..policy import DepthPolicy, middle_first_order
 from .records import Record
-from .run import Evaluation, evaluate, prompt_ids
+from .run import Evaluation, Evaluator
 from .tasks import Selection
 
+FULL = "full depth"
+RANDOM_SEEDS = 3
 TUNED = 32  # problems of each task; policies are tuned to a mean depth over full depth's outputs to them
 SPANS = (1, 9, 17, 33, 65, 129, 257, 513, 1025)  # first steps of the spans over which metrics by step are averaged
 INFLUENCE_PROMPTS, INFLUENCE_TOKENS = 24, 64  # block influence is measured on outputs to these built-in prompts
+_ALPHA_STEPS = 1_000_000  # the resolution of the alphas that are tried
 Log = Callable[[str], None]
 
 
-class Study:
-    """A model on which methods are compared. Close it to close its files.
+def methods(
+    num_hidden_layers: int,
+    depth: float,
+    lengths: Sequence[int],
+    measured_order: Sequence[int],
+    influence: Sequence[float],
+    log: Log,
+) -> dict[str, DepthPolicy]:
+    """The policy of every method by its name: full depth, and the others at mean depth `depth`.
+
+    The mean is over all tokens after the first of outputs of these lengths; `mean_depth` gives the actual one. D3
+    reaches it by its alpha, with the measured order, the middle first and random orders alike; SkipDecode and HSD reach
+    it by their span. The methods of constant depth run the nearest whole number of layers. A method that cannot come
+    within half a layer, such as an order of too few layers, is left out.
 
     Args:
-        llm: the model; its `max_batch_size` is the number of outputs at a time.
-        order: flex layers in the order in which calibration skips them.
-        folder: keeps outputs and replays.
-        limit: problems of each task, the first ones; default all.
-        max_tokens: most tokens of an output; default the task's own limit.
-        num_replayed: outputs of full depth to each task that policies are replayed on.
-        log: called with one line about each step of the work.
+        num_hidden_layers: layers of the model, L.
+        depth: from 2 to L - 1.
+        lengths: of outputs at full depth, in tokens.
+        measured_order: flex layers in the order in which calibration skips them.
+        influence: block influence of each layer, [L].
+        log: called with one line for each method that is left out.
+
+    Raises:
+        RequestError: the depth is out of range, or no output has two tokens.
+        PolicyError: the order names a layer twice or one that the model does not have.
+    """
+    depth = number("depth", depth, 2, num_hidden_layers - 1)
+    if max(lengths, default=0) < 2:
+        raise RequestError("no output has two tokens, so no method can skip a layer", "choose a task with longer ones")
+    orders = {
+        MEASURED_ORDER: measured_order,
+        "middle first (our reading)": middle_first_order(num_hidden_layers),
+        **random_orders(num_hidden_layers),
+    }
+    policies = {f"D3, {name}": closest_d3(num_hidden_layers, order, depth, lengths) for name, order in orders.items()}
+    policies |= baseline_policies(num_hidden_layers, depth, influence, lengths)
+    close = {FULL: DepthPolicy.full(num_hidden_layers)}
+    for name, policy in policies.items():
+        actual = mean_depth(policy, lengths)
+        if abs(actual - depth) > 0.5:
+            log(f"{name} is left out at mean depth {depth:g}: {actual:.2f} is the closest that it comes")
+        else:
+            close[name] = policy
+    return close
+
+
+def baseline_policies(
+    num_hidden_layers: int, depth: float, influence: Sequence[float], lengths: Sequence[int]
+) -> dict[str, DepthPolicy]:
+    """The methods other than D3 by name, each as close to mean depth `depth` over outputs of these lengths as possible.
+
+    Early exit, ShortGPT (arXiv 2403.03853) and Unified Layer Skipping (arXiv 2404.06954) run the same layers at every
+    step, so a whole number of them. SkipDecode decays linearly. So does HSD (arXiv 2403.14919), which skips layers "in
+    a hierarchical manner based on the current sequence length": spread evenly, level by level, is our reading of that.
+
+    The arguments are those of `methods`; one length is at least 2.
+    """
+    layers, whole = num_hidden_layers, round(depth)
+    evenly_spread = set(np.round(np.linspace(0, layers - 1, whole)).astype(int).tolist())
+    orders: dict[str, Sequence[int]] = {
+        "early exit": range(layers - 1, 0, -1),
+        "ShortGPT": np.argsort(np.asarray(influence), kind="stable").tolist(),
+        "Unified (evenly spread)": [layer for layer in range(layers) if layer not in evenly_spread],
+    }
+    policies = {name: DepthPolicy.static(layers, whole, order) for name, order in orders.items()}
+    min_depth = max(2, round(layers - 2 * (layers - depth)))
+    decaying = closest_policy(
+        lambda span: DepthPolicy.skipdecode(layers, min_depth, span), 4 * max(lengths), depth, lengths
+    )
+    by_level = replace(decaying, skip_order=_level_by_level(layers))
+    return {**policies, "SkipDecode": decaying, "HSD (our reading)": by_level}
+
+
+def random_orders(num_hidden_layers: int) -> dict[str, list[int]]:
+    """Orders of all layers but the first and the last, by name."""
+    inner = num_hidden_layers - 2
+    seeds = range(RANDOM_SEEDS)
+    return {f"random order {i + 1}": (1 + np.random.default_rng(i).permutation(inner)).tolist() for i in seeds}
+
+
+def mean_depth(policy: DepthPolicy, lengths: Sequence[int]) -> float:
+    """Mean depth over all steps from 1 on of outputs of these lengths in tokens, one of at least 2."""
+    at_least = np.bincount(lengths)[::-1].cumsum()[::-1]  # outputs of at least n tokens, by n
+    return float(np.average([policy.depth(step) for step in range(1, max(lengths))], weights=at_least[2:]))
+
+
+def closest_d3(
+    num_hidden_layers: int, skip_order: Sequence[int], depth: float, lengths: Sequence[int], start: int = 0
+) -> DepthPolicy:
+    """D3 with the alpha whose mean depth over outputs of these lengths is closest to `depth`."""
+
+    def d3(alpha_steps: int) -> DepthPolicy:
+        return DepthPolicy.d3(num_hidden_layers, alpha_steps / _ALPHA_STEPS, start, skip_order=skip_order)
+
+    return closest_policy(d3, _ALPHA_STEPS, depth, lengths)
+
+
+def closest_policy(
+    policy_of: Callable[[int], DepthPolicy], largest: int, depth: float, lengths: Sequence[int]
+) -> DepthPolicy:
+    """The policy whose mean depth is closest to `depth`, among policy_of(1) to policy_of(largest).
+
+    Their depth must grow with the argument.
+    """
+    arguments = range(1, largest + 1)
+    above = bisect_left(arguments, depth, key=lambda argument: mean_depth(policy_of(argument), lengths))
+    close = [policy_of(argument) for argument in arguments[max(0, above - 1) : above + 1]]
+    return min(close, key=lambda policy: abs(mean_depth(policy, lengths) - depth))
+
+
+def _level_by_level(layers: int) -> tuple[int, ...]:
+    """All layers but the first and last: every second one, then every second of the rest, and so on.
+
+    Each level is spread evenly: its layers are sorted by their binary digits read backwards, in descending order.
+    """
+    digits = layers.bit_length()
+    return tuple(sorted(range(1, layers - 1), key=lambda layer: f"{layer:0{digits}b}"[::-1], reverse=True))
+
+
+# The comparison
+
+
+@dataclass
+class Study:
+    """A model on which methods are compared. Close it to close its files.
 
     Raises:
         RequestError: a number is below 1, or the folder cannot be written to.
     """
 
-    def __init__(
-        self,
-        llm: LLM,
-        order: Sequence[int],
-        folder: Path,
-        *,
-        limit: int | None = None,
-        max_tokens: int | None = None,
-        num_replayed: int = 16,
-        log: Log = print,
-    ) -> None:
-        self.llm, self.order, self.folder, self.log = llm, order, folder, log
-        self.limit = None if limit is None else whole_number("limit", limit, 1)
-        self.max_tokens, self.num_replayed = max_tokens, whole_number("num_replayed", num_replayed, 1)
-        self.num_hidden_layers = llm.config.num_hidden_layers
-        self._store = open_store(content_hash(llm.path), current_conditions(llm), folder / "replays.sqlite")
+    llm: LLM  # its `max_batch_size` is the number of outputs at a time
+    order: Sequence[int]  # flex layers in the order in which calibration skips them
+    folder: Path  # keeps outputs and replays
+    limit: int | None = None  # problems of each task, the first ones; None: all
+    max_tokens: int | None = None  # of an output; None: the task's own limit
+    num_replayed: int = 16  # outputs of full depth to each task that policies are replayed on
+    log: Log = print  # called with one line about each step of the work
+
+    def __post_init__(self) -> None:
+        if self.limit is not None:
+            whole_number("limit", self.limit, 1)
+        whole_number("num_replayed", self.num_replayed, 1)
+        self.num_hidden_layers = self.llm.config.num_hidden_layers
+        self.full = DepthPolicy.full(self.num_hidden_layers)
+        replays = self.folder / "replays.sqlite"
+        self._store = open_store(content_hash(self.llm.path), current_conditions(self.llm), replays)
 
     def close(self) -> None:
         """Close the file of replays."""
         self._store.close()
 
+    def measurements(self, references: Sequence[Reference]) -> closing[Measurements]:
+        """Replays of known outputs, for a `with` statement."""
+        return closing(Measurements(self.llm.engine, references, self._store))
+
     def scores(self, references: Sequence[Reference], policies: Mapping[str, DepthPolicy]) -> dict[str, Scores]:
         """Policies by name, replayed on known outputs: steps from 1 on."""
-        with self._measurements(references) as measurements:
-            replayed = {name: measurements.scores(policy, _ignore) for name, policy in policies.items()}
+        with self.measurements(references) as measurements:
+            replayed = {name: measurements.scores(policy, lambda: None) for name, policy in policies.items()}
         return {name: scores.where(scores.step > 0) for name, scores in replayed.items()}
-
-    def kl_of_each_layer(self, references: Sequence[Reference]) -> np.ndarray:
-        """The sum of KL over each output if one layer is skipped at every step: float64 [outputs, L], nats."""
-        with self._measurements(references) as measurements:
-            outputs = [range(index, index + 1) for index in range(len(references))]
-            layers = range(self.num_hidden_layers)
-            return np.stack([measurements.kl_sums(frozenset(), layers, output, _ignore) for output in outputs])
 
     @cached_property
     def influence(self) -> list[float]:
         """Block influence of each layer on outputs to built-in prompts, which are not problems of a task: [L]."""
         prompts = encode_prompts(self.llm, builtin_prompts(), 0, INFLUENCE_PROMPTS)
-        full = DepthPolicy.full(self.num_hidden_layers)
-        references = completions(self.llm, prompts, full, INFLUENCE_TOKENS, self._store, _ignore)
-        with self._measurements(references) as measurements:
+        references = completions(self.llm, prompts, self.full, INFLUENCE_TOKENS, self._store, lambda: None)
+        with self.measurements(references) as measurements:
             return measurements.block_influence()
-
-    def methods(self, depth: float, lengths: Sequence[int], log: Log | None = None) -> dict[str, DepthPolicy]:
-        """Full depth and every method at one mean depth over outputs of these lengths, by name: `methods.methods`."""
-        return methods(self.num_hidden_layers, depth, lengths, self.order, self.influence, log or self.log)
-
-    def _measurements(self, references: Sequence[Reference]) -> closing[Measurements]:
-        return closing(Measurements(self.llm.engine, references, self._store))
 
 
 class TaskStudy:
@@ -118,28 +227,26 @@ class TaskStudy:
     def __init__(self, study: Study, selection: Selection, chat: bool) -> None:
         if len(selection.tasks) != 1:
             raise RequestError(f"{len(selection.tasks)} tasks are given as one", "name each task by itself")
-        self.study, self.selection, self.chat = study, selection, chat
-        self.task = selection.tasks[0]
+        self.study, self.task, self.chat = study, selection.tasks[0], chat
         self.num_problems = min(study.limit or self.task.num_problems, self.task.num_problems)
-        self._full = DepthPolicy.full(study.num_hidden_layers)
+        self._evaluator = Evaluator(study.llm, selection, chat=chat, max_tokens=study.max_tokens)
 
     @cached_property
     def lengths(self) -> list[int]:
         """Tokens of full depth's outputs to the first `TUNED` problems, whatever the limit."""
         problems = range(min(TUNED, self.task.num_problems))
-        records = self._evaluate([self._full], problems).records
+        records = self._evaluate([self.study.full], problems).records
         return [len(record.answers[0].token_ids) for record in records if record.answers[0].token_ids]
 
     @cached_property
     def records(self) -> list[Record]:
         """Full depth on the first problems, up to the limit."""
-        return self._evaluate([self._full], range(self.num_problems)).records
+        return self._evaluate([self.study.full], range(self.num_problems)).records
 
     @cached_property
     def prompts(self) -> dict[int, tuple[int, ...]]:
         """Token ids of the prompt of each problem, by its index."""
-        indices = range(self.num_problems)
-        return prompt_ids(self.study.llm, self.task, indices, self.chat, self.study.max_tokens)
+        return self._evaluator.prompt_ids(range(self.num_problems))
 
     @cached_property
     def references(self) -> list[Reference]:
@@ -147,15 +254,18 @@ class TaskStudy:
         outputs = [Reference(self.prompts[r.problem], r.answers[0].token_ids) for r in self.records]
         return [output for output in outputs if len(output.completion_ids) > 1][: self.study.num_replayed]
 
-    def methods(self, depth: float, log: Log | None = None) -> dict[str, DepthPolicy]:
-        """Full depth and every method at one mean depth over `lengths`, by name.
+    def methods(
+        self, depth: float, log: Log | None = None, lengths: Sequence[int] | None = None
+    ) -> dict[str, DepthPolicy]:
+        """Full depth and every method at one mean depth over outputs of some lengths, by default `lengths`, by name.
 
         A method that cannot come near it is left out, and `log` is called with a line about it; default the study's.
 
         Raises:
-            RequestError: see `taper.evals.methods.methods`.
+            RequestError: what `methods` raises.
         """
-        tuned = self.study.methods(depth, self.lengths, log)
+        study, log, lengths = self.study, log or self.study.log, lengths or self.lengths
+        tuned = methods(study.num_hidden_layers, depth, lengths, study.order, study.influence, log)
         suffix = f"at depth {depth:.6g}"  # in one file of records, policies of one name must be the same
         return {n: policy if n == FULL else replace(policy, name=f"{n}, {suffix}") for n, policy in tuned.items()}
 
@@ -165,29 +275,23 @@ class TaskStudy:
         Each batch of problems is completed under one policy after the other: a prompt stays in its slot, and the rows
         of a batch all skip the same layers.
         """
-        size = self.study.llm.engine.backend.num_slots
-        for first in range(0, self.num_problems, size):
-            batch = range(first, min(first + size, self.num_problems))
+        size, count = self.study.llm.engine.backend.num_slots, len(self.prompts)  # which makes all prompts at once
+        for first in range(0, count, size):
             for policy in policies:
-                self._evaluate([policy], batch)
-        return self._evaluate(policies, range(self.num_problems))
+                self._evaluate([policy], range(first, min(first + size, count)))
+        return self._evaluate(policies, range(count))
 
     def _evaluate(self, policies: Sequence[DepthPolicy], problems: range) -> Evaluation:
         is_new: list[bool] = []
-        study = self.study
-        evaluation = evaluate(
-            study.llm,
-            self.selection,
+        evaluation = self._evaluator.evaluate(
             policies,
             indices=problems,
-            chat=self.chat,
-            max_tokens=study.max_tokens,
-            out=study.folder / f"{self.task.name}.jsonl",
+            out=self.study.folder / f"{self.task.name}.jsonl",
             progress=lambda record, total, was_there: is_new.append(not was_there),
         )
         if any(is_new):
             labels = ", ".join(policy.label for policy in policies)
-            study.log(f"{self.task.name}, {labels}: problems {problems.start + 1} to {problems.stop}")
+            self.study.log(f"{self.task.name}, {labels}: problems {problems.start + 1} to {problems.stop}")
         return evaluation
 
 
@@ -211,7 +315,3 @@ def by_step(scores: Scores, metrics: Mapping[str, np.ndarray]) -> list[dict[str,
             means = {name: ratio_estimate(values, ones) for name, values in sums.items()}
             rows.append({"steps": [first, end - 1], "outputs": len(ones), **means})
     return rows
-
-
-def _ignore() -> None:
-    pass

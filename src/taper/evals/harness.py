@@ -31,7 +31,6 @@ DEFAULT_BATCH_SIZE = 16
 MAX_GEN_TOKS = 256  # the harness's default where a task sets no limit
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _GREEDY = {"do_sample", "num_beams"}
-_NOT_GENERATED = "log-likelihood tasks generate nothing, so there is no step to run with fewer layers"
 
 
 @register_model("taper")
@@ -82,7 +81,6 @@ class TaperLM(LM):  # type: ignore[misc]  # the harness has no types
         Raises:
             RequestError: what `request` raises.
         """
-        texts: dict[int, str] = {}
         repeats: Counter[int] = Counter()  # by id, as a task that wants several outputs repeats the request
         chains = []
         for instance in requests:
@@ -90,13 +88,22 @@ class TaperLM(LM):  # type: ignore[misc]  # the harness has no types
             seed = self.request_seed(instance, repeats[id(instance)])
             repeats[id(instance)] += 1
             chains.append([self.request(context, gen_kwargs, self.policy, seed)])
-        self._warn_if_truncated()
+        if self.num_truncated:
+            room = self.llm.engine.backend.context_length
+            prompts = "prompt was" if self.num_truncated == 1 else "prompts were"
+            warning = (
+                f"{self.num_truncated} {prompts} cut at the beginning to leave room for the output in a context of "
+                f"{room} tokens; a larger context avoids that"
+            )
+            warnings.warn(warning, TaperWarning, stacklevel=2)
+            self.num_truncated = 0
+        texts = [""] * len(requests)
         with tqdm(total=len(chains), disable=disable_tqdm, desc="Running generate_until requests") as bar:
-            for index, _, output in complete(self.llm, chains):
+            for index, output in complete(self.llm, chains):
                 texts[index] = output.text
                 self.cache_hook.add_partial("generate_until", requests[index].args, output.text)
                 bar.update()
-        return [texts[index] for index in range(len(requests))]
+        return texts
 
     def request(self, context: str, gen_kwargs: Mapping[str, Any], policy: DepthPolicy, seed: int) -> Request:
         """The engine's request for a request of the harness.
@@ -105,15 +112,14 @@ class TaperLM(LM):  # type: ignore[misc]  # the harness has no types
         prompts.
 
         Raises:
-            RequestError: an option of the task that is not supported, or an output longer than the context.
+            RequestError: an option of the task that is not supported or out of its range, or an output longer than the
+                context.
         """
         tokenizer, room = self.llm.tokenizer, self.llm.engine.backend.context_length
-        params = self.sampling_params(gen_kwargs, seed)
+        params = self._sampling_params(gen_kwargs, seed)
         if params.max_tokens >= room:
-            raise RequestError(
-                f"the task wants up to {params.max_tokens} tokens, but the context holds {room}, prompt included",
-                "raise the context, or lower the tokens of an output",
-            )
+            reason = f"the task wants up to {params.max_tokens} tokens, but the context holds {room}, prompt included"
+            raise RequestError(reason, "raise the context, or lower the tokens of an output")
         bos = tokenizer.template_tokens.get("bos_token")
         ids = tokenizer.encode(context, add_special_tokens=not (bos and context.startswith(bos)))
         if len(ids) > room - params.max_tokens:
@@ -126,12 +132,8 @@ class TaperLM(LM):  # type: ignore[misc]  # the harness has no types
         key = f"{self.seed} {instance.task_name} {instance.doc_id} {instance.idx} {repeat}"
         return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
 
-    def sampling_params(self, gen_kwargs: Mapping[str, Any], seed: int) -> SamplingParams:
-        """How to sample and when to stop, from the `generation_kwargs` of a task.
-
-        Raises:
-            RequestError: an option that is not supported, or a value out of its range.
-        """
+    def _sampling_params(self, gen_kwargs: Mapping[str, Any], seed: int) -> SamplingParams:
+        """How to sample and when to stop, from the `generation_kwargs` of a task."""
         given = dict(normalize_gen_kwargs(dict(gen_kwargs), self.max_gen_toks))
         until, max_tokens = given.pop("until"), given.pop("max_gen_toks")
         if unknown := sorted(set(given) - {*_SAMPLING, *_GREEDY}):
@@ -148,26 +150,10 @@ class TaperLM(LM):  # type: ignore[misc]  # the harness has no types
         sampling = {name: given[name] for name in _SAMPLING if name in given}
         return SamplingParams(max_tokens=max_tokens, seed=seed, stop=list(stop), stop_token_ids=stop_ids, **sampling)
 
-    def _warn_if_truncated(self) -> None:
-        """Warn about the prompts that were cut, and reset their number."""
-        if self.num_truncated:
-            room = self.llm.engine.backend.context_length
-            prompts = "prompt was" if self.num_truncated == 1 else "prompts were"
-            warnings.warn(
-                f"{self.num_truncated} {prompts} cut at the beginning to leave room for the output in a context of "
-                f"{room} tokens; a larger context avoids that",
-                TaperWarning,
-                stacklevel=3,
-            )
-        self.num_truncated = 0
-
     def loglikelihood(self, requests: list[Instance], *_: Any, **__: Any) -> NoReturn:
-        """Rejected: nothing is generated.
-
-        Raises:
-            RequestError: always.
-        """
-        raise RequestError(_NOT_GENERATED, "choose tasks that generate, such as gsm8k")
+        """Rejected with a RequestError: nothing is generated."""
+        reason = "log-likelihood tasks generate nothing, so there is no step to run with fewer layers"
+        raise RequestError(reason, "choose tasks that generate, such as gsm8k")
 
     loglikelihood_rolling = loglikelihood
 
@@ -204,23 +190,23 @@ class TaperLM(LM):  # type: ignore[misc]  # the harness has no types
         return self.llm.model.replace("/", "__")
 
 
-def complete(llm: LLM, chains: Iterable[Sequence[Request]]) -> Iterator[tuple[int, int, Output]]:
-    """Complete requests, as many at a time as the engine has slots; yields (chain, place in it, output) as they end.
+def complete(llm: LLM, chains: Iterable[Sequence[Request]]) -> Iterator[tuple[int, Output]]:
+    """Complete requests, as many at a time as the engine has slots; yields (index of the chain, output) as they end.
 
     The requests of a chain run one after the other, so those with the same prompt find it computed in the slot.
     """
     waiting = enumerate(chains)
-    running: dict[int, tuple[int, int, Sequence[Request]]] = {}  # chain and place by index in the stream
+    running: dict[int, tuple[int, list[Request]]] = {}  # by index in the stream: the chain, and what follows in it
     with Stream(llm.engine, llm.tokenizer, []) as stream:
         while True:
-            while len(running) < llm.engine.backend.num_slots and (following := next(waiting, None)) is not None:
-                number, chain = following
-                running[stream.add(chain[0])] = number, 0, chain
+            while len(running) < llm.engine.backend.num_slots and (chain := next(waiting, None)) is not None:
+                number, (first, *rest) = chain
+                running[stream.add(first)] = number, rest
             if not running:
                 return
             chunk = next(stream)
             if chunk.output is not None:
-                number, place, chain = running.pop(chunk.index)
-                if place + 1 < len(chain):
-                    running[stream.add(chain[place + 1])] = number, place + 1, chain
-                yield number, place, chunk.output
+                number, rest = running.pop(chunk.index)
+                if rest:
+                    running[stream.add(rest[0])] = number, rest[1:]
+                yield number, chunk.output

@@ -161,10 +161,9 @@ def _merged_header(path: Path, line: str, header: dict[str, Any]) -> dict[str, A
     try:
         stored = json.loads(line)
     except (ValueError, RecursionError):
-        raise _no_records(path) from None
-    if not isinstance(stored, dict) or stored.get("format") != FORMAT:
-        raise _no_records(path)
-    if not all(isinstance(stored.get(key), dict) for key in ("settings", "policies")):
+        stored = None
+    is_header = isinstance(stored, dict) and stored.get("format") == FORMAT
+    if not is_header or not all(isinstance(stored.get(key), dict) for key in ("settings", "policies")):
         raise _no_records(path)
     policies = {**header["policies"], **stored["policies"]}
     for prefix, then, now in (("", stored["settings"], header["settings"]), ("policy ", policies, header["policies"])):
@@ -173,8 +172,8 @@ def _merged_header(path: Path, line: str, header: dict[str, Any]) -> dict[str, A
                 was = f"{prefix}{name} {shown(then.get(name))}"
                 raise RequestError(f"{path} was written with {was}, not {shown(now[name])}", _OTHER_FILE)
     conditions = stored.get("conditions", [])
-    added = [entry for entry in header["conditions"] if entry not in conditions]
-    return {**stored, "policies": policies, "conditions": [*conditions, *added]}
+    conditions += [entry for entry in header["conditions"] if entry not in conditions]
+    return {**stored, "policies": policies, "conditions": conditions}
 
 
 def _no_records(path: Path) -> RequestError:

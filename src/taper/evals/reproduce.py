@@ -7,10 +7,11 @@ that a calibration found for a budget. The results are written as JSON and as on
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from importlib import resources
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +21,18 @@ from matplotlib.figure import Figure
 from ..calibration.clock import TimedRuns, measure_speedup
 from ..calibration.report import plain, png, render
 from ..calibration.statistics import Estimate
-from ..calibration.store import Conditions, current_conditions, numbers
+from ..calibration.store import current_conditions, numbers
 from ..calibration.summary import MEASURED_ORDER, CalibratedModel, interval, to_plain
 from ..errors import RequestError, whole_number
 from ..llm import LLM
 from ..models.download import content_hash
 from ..models.files import write_whole
 from ..policy import DepthPolicy
-from .comparison import Log, Study, TaskStudy, by_step, joined
-from .methods import FULL, mean_depth
-from .summary import MARGIN, Score, check_comparison, summarise
+from .comparison import FULL, Log, Study, TaskStudy, by_step, joined, mean_depth
+from .summary import Score, summarise
 from .tasks import Selection
 
 FEWER = 1.5  # times fewer layers, the paper's headline
-LENGTHS = (128, 512)  # most tokens of an output
 CALIBRATED = "calibrated policy"
 MAIN_METHODS = (MEASURED_ORDER, "middle first")  # words of their names
 NUM_REPLAYED = 32  # outputs of each task that the NLL by step comes from
@@ -67,25 +66,6 @@ class Speed:
     speedup: TimedRuns  # time per token at full depth over that of the method
 
 
-@dataclass(frozen=True)
-class Reproduction:
-    """All that was measured: the content of results.json."""
-
-    model: CalibratedModel
-    budget: str  # where the calibrated policy comes from, in words
-    policy: dict[str, Any] | None  # its numbers; None: no policy meets the budget
-    order: list[int]  # layers in the measured order of skipping
-    margin: float  # the loss of accuracy that is accepted
-    asked: dict[str, Any]  # chat, examples of each task, limit
-    groups: dict[str, list[str]]  # the tasks of each name that stands for several
-    missing: list[str]  # tasks of groups that have no local data
-    left_out: list[str]  # methods that cannot come near a mean depth, in words
-    results: list[Result]
-    speeds: list[Speed]
-    nll: list[dict[str, Any]]  # of full depth's own outputs: the task or group, and rows of steps, outputs and NLL
-    conditions: Conditions
-
-
 def reproduce(
     llm: LLM,
     selection: Selection,
@@ -93,25 +73,25 @@ def reproduce(
     policy: DepthPolicy | None,
     folder: Path,
     *,
-    budget: str = "",
-    lengths: Sequence[int] = LENGTHS,
-    limit: int | None = None,
-    chat: bool = False,
-    margin: float = MARGIN,
-    baselines: bool = False,
-    log: Log = print,
-) -> Reproduction:
-    """Compare methods on tasks, at each length of outputs.
+    budget: str,
+    lengths: Sequence[int],
+    limit: int | None,
+    chat: bool,
+    margin: float,
+    baselines: bool,
+    log: Log,
+) -> None:
+    """Compare methods on tasks, at each length of outputs; write index.html and results.json, each whole or not at all.
 
     Args:
         llm: the model; its `max_batch_size` is the number of outputs at a time.
         selection: the tasks.
         order: flex layers in the order in which calibration skips them.
         policy: the calibrated policy; None if no policy meets the budget.
-        folder: keeps outputs and replays; the same call continues an interrupted one.
+        folder: for the results; it also keeps outputs and replays, from which the same call continues.
         budget: where the policy comes from, in words.
-        lengths: most tokens of an output, at least 2 each.
-        limit: problems of each task, the first ones; default all.
+        lengths: most tokens of an output, see `check_numbers`.
+        limit: problems of each task, the first ones; None: all.
         chat: ask by the model's chat template.
         margin: the loss of accuracy that is accepted, in (0, 1).
         baselines: compare every method, not only the measured order and the middle first.
@@ -123,10 +103,9 @@ def reproduce(
         PolicyError: the order names a layer twice or one that the model does not have.
         ModelError: the model's output is not a number.
     """
-    margin, lengths = check_comparison(selection, margin, None), sorted(set(lengths))
-    check_numbers(llm, lengths, limit)
     results: list[Result] = []
     speeds: list[Speed] = []
+    nll: list[dict[str, Any]] = []
     left_out: list[str] = []
 
     def leave_out(line: str) -> None:
@@ -134,51 +113,49 @@ def reproduce(
             left_out.append(line)
             log(line)
 
-    for length in lengths:
-        limits: dict[str, Any] = {"limit": limit, "max_tokens": length, "num_replayed": NUM_REPLAYED}
-        with closing(Study(llm, order, folder / f"{length}-tokens", **limits, log=log)) as study:
+    for length in sorted(set(lengths)):
+        own = folder / f"{length}-tokens"
+        with closing(Study(llm, order, own, limit, max_tokens=length, num_replayed=NUM_REPLAYED, log=log)) as study:
             tasks = [TaskStudy(study, replace(selection, tasks=[task], groups={}), chat) for task in selection.tasks]
             words = ("",) if baselines else MAIN_METHODS
             results += _results(tasks, length, selection, policy, words, margin, leave_out)
             log(f"the clock, {length} tokens")
             speeds += _speeds(tasks[0], policy, length)
-            if length == lengths[-1]:
+            if length == max(lengths):
                 nll = _nll(tasks, selection)
-    return Reproduction(
-        model=CalibratedModel(Path(llm.model).name, content_hash(llm.path), llm.config.num_hidden_layers),
-        budget=budget,
-        policy=None if policy is None else numbers(policy),
-        order=list(order),
-        margin=margin,
-        asked={"chat": chat, "limit": limit, "fewshot": {t.name: t.num_fewshot for t in selection.tasks}},
-        groups=selection.groups,
-        missing=selection.missing,
-        left_out=left_out,
-        results=results,
-        speeds=speeds,
-        nll=nll,
-        conditions=current_conditions(llm),
-    )
+    content = {
+        "model": CalibratedModel(Path(llm.model).name, content_hash(llm.path), llm.config.num_hidden_layers),
+        "budget": budget,
+        "policy": None if policy is None else numbers(policy),
+        "order": list(order),
+        "margin": margin,
+        "asked": {"chat": chat, "limit": limit, "fewshot": {t.name: t.num_fewshot for t in selection.tasks}},
+        "groups": selection.groups,
+        "missing": selection.missing,  # tasks of groups that have no local data
+        "left_out": left_out,  # methods that cannot come near a mean depth, in words
+        "results": results,
+        "speeds": speeds,
+        "nll": nll,  # of full depth's own outputs, the longest: of each task or group, rows of steps, outputs and NLL
+        "conditions": current_conditions(llm),
+    }
+    write_whole(folder / "results.json", json.dumps(to_plain(content)).encode())
+    write_whole(folder / "index.html", _page(content).encode())
 
 
 def check_numbers(llm: LLM, lengths: Sequence[int], limit: int | None) -> None:
     """Reject lengths of outputs and numbers of problems that cannot be compared.
 
     Raises:
-        RequestError: there is no length, one is below 2 or leaves no room for a prompt, or the limit is below 1.
+        RequestError: a length is below 2 or leaves no room for a prompt, or the limit is below 1.
     """
     if limit is not None:
         whole_number("limit", limit, 1)
     room = llm.engine.backend.context_length
-    if not lengths:
-        raise RequestError("no length of outputs is given", "give one, such as 128")
     for length in lengths:
         if not 2 <= length < room:
-            raise RequestError(
-                f"an output of {length} tokens is asked for; it must have 2 or more, and leave room for the prompt in "
-                f"a context of {room}",
-                "change --lengths or --context",
-            )
+            rule = f"it must have 2 or more, and leave room for the prompt in a context of {room}"
+            hint = "change --lengths or --context"
+            raise RequestError(f"an output of {length} tokens is asked for; {rule}", hint)
 
 
 def _results(
@@ -194,11 +171,14 @@ def _results(
 
     A method that cannot come near a mean depth on one of the tasks is left out on all of them.
     """
-    layers = tasks[0].study.num_hidden_layers
-    depths = _depths(layers, policy, [tokens for task in tasks for tokens in task.lengths])
-    compared: dict[tuple[str, float | None], DepthPolicy] = {(FULL, None): DepthPolicy.full(layers)}
+    study = tasks[0].study
+    compared: dict[tuple[str, float | None], DepthPolicy] = {(FULL, None): study.full}
+    depths = [study.num_hidden_layers / FEWER]
     if policy is not None:
         compared[CALIBRATED, None] = replace(policy, name=CALIBRATED)
+        lengths = [tokens for task in tasks for tokens in task.lengths]
+        depths += [mean_depth(policy, lengths)] if max(lengths, default=0) > 1 else []
+    depths = [round(depth, 2) for depth in depths if 2 <= depth <= study.num_hidden_layers - 1]
     tuned = {depth: [_named(task.methods(depth, leave_out), words) for task in tasks] for depth in depths}
     parts = []
     for number, task in enumerate(tasks):
@@ -218,18 +198,10 @@ def _named(policies: Mapping[str, DepthPolicy], words: Sequence[str]) -> dict[st
     return {name: own for name, own in policies.items() if name != FULL and any(word in name for word in words)}
 
 
-def _depths(num_hidden_layers: int, policy: DepthPolicy | None, lengths: Sequence[int]) -> list[float]:
-    """Mean depths at which methods are compared: that of the headline, and that of a policy over known outputs."""
-    depths = [num_hidden_layers / FEWER]
-    if policy is not None and max(lengths, default=0) > 1:
-        depths.append(mean_depth(policy, lengths))
-    return [round(depth, 2) for depth in depths if 2 <= depth <= num_hidden_layers - 1]
-
-
 def _speeds(task: TaskStudy, policy: DepthPolicy | None, length: int) -> list[Speed]:
     """The calibrated policy and the measured order at the headline's depth, after a prompt of the task."""
     study, headline = task.study, round(task.study.num_hidden_layers / FEWER, 2)
-    tuned = study.methods(headline, [length], log=lambda line: None)
+    tuned = task.methods(headline, lambda line: None, [length])
     timed = {} if policy is None else {CALIBRATED: policy}
     timed |= {f"{name} at depth {headline:g}": own for name, own in _named(tuned, [MEASURED_ORDER]).items()}
     return [
@@ -243,7 +215,7 @@ def _nll(tasks: Sequence[TaskStudy], selection: Selection) -> list[dict[str, Any
     study, nll = tasks[0].study, []
     for name, members in ({task.task.name: [task.task.name] for task in tasks} | selection.groups).items():
         references = [reference for task in tasks if task.task.name in members for reference in task.references]
-        scores = study.scores(references, {FULL: DepthPolicy.full(study.num_hidden_layers)})[FULL]
+        scores = study.scores(references, {FULL: study.full})[FULL]
         nll.append({"task": name, "rows": by_step(scores, {"nll": scores.nll_full})})
     return nll
 
@@ -251,26 +223,25 @@ def _nll(tasks: Sequence[TaskStudy], selection: Selection) -> list[dict[str, Any
 # The page
 
 
-def write_report(folder: Path, reproduction: Reproduction) -> None:
-    """Write index.html and results.json, each whole or not at all, making the folder."""
-    in_groups = {task for members in reproduction.groups.values() for task in members}  # results.json has these too
-    names = dict.fromkeys(result.task for result in reproduction.results)
-    results = {name: [r for r in reproduction.results if r.task == name] for name in names if name not in in_groups}
-    layers = reproduction.model.num_hidden_layers
-    pictures = {f"accuracy {name}": png(_accuracy_picture(own, layers)) for name, own in results.items()}
-    pictures["nll"] = png(_nll_picture({part["task"]: part["rows"] for part in reproduction.nll}, list(results)))
-    page = render(
+def _page(content: dict[str, Any]) -> str:
+    """The content of results.json as a page, on which tasks of groups are shown together."""
+    in_groups = {task for members in content["groups"].values() for task in members}
+    by_task: dict[str, list[Result]] = {}
+    for result in content["results"]:
+        if result.task not in in_groups:
+            by_task.setdefault(result.task, []).append(result)
+    layers, margin = content["model"].num_hidden_layers, content["margin"]
+    pictures = {f"accuracy {name}": png(_accuracy_picture(own, layers)) for name, own in by_task.items()}
+    pictures["nll"] = png(_nll_picture({p["task"]: p["rows"] for p in content["nll"] if p["task"] in by_task}))
+    return render(
         resources.files(__package__).joinpath("reproduce.html").read_text(encoding="utf-8"),
         pictures,
-        **vars(reproduction),
-        shown=list(results),
-        tables={name: [_row(result) for result in own] for name, own in results.items()},
+        **content,
+        tables={name: [_row(result) for result in own] for name, own in by_task.items()},
         fewer=FEWER,
         calibrated=CALIBRATED,
-        accepted=f"{100 * reproduction.margin:g} {'point' if reproduction.margin == 0.01 else 'points'}",
+        accepted=f"{100 * margin:g} {'point' if margin == 0.01 else 'points'}",
     )
-    write_whole(folder / "results.json", json.dumps(to_plain(reproduction)).encode())
-    write_whole(folder / "index.html", page.encode())
 
 
 def _row(result: Result) -> tuple[str, ...]:
@@ -284,8 +255,9 @@ def _row(result: Result) -> tuple[str, ...]:
 
 
 def _accuracy_picture(results: Sequence[Result], layers: int) -> Figure:
-    """Accuracy against mean depth, a line and mark for each method, at each length of outputs."""
+    """Accuracy against mean depth at each length of outputs: a line for each method, from full depth on."""
     results = [result for result in results if result.score.accuracy]
+    styles = _styles(dict.fromkeys(result.method for result in results))
     lengths = sorted({result.max_tokens for result in results}) or [0]
     figure = Figure(figsize=(max(7.0, 3.6 * len(lengths)), 4.6), layout="constrained")
     grid = figure.subplots(1, len(lengths), squeeze=False, sharey=True)[0]
@@ -294,50 +266,48 @@ def _accuracy_picture(results: Sequence[Result], layers: int) -> Figure:
         axes.set_title(f"up to {length} tokens", loc="left", fontsize=11)
         axes.set_xlabel(f"mean depth, of {layers} layers (fewer to the right)")
         axes.invert_xaxis()
-        _draw_methods(axes, [result for result in results if result.max_tokens == length])
+        here = [result for result in results if result.max_tokens == length]
+        for name, style in styles.items():
+            own = [result for result in here if result.method == name]
+            if any(result.depth is not None for result in own):
+                own = [here[0], *sorted(own, key=lambda result: -result.score.mean_depth)]
+            accuracies = [Estimate(*(100 * x for x in result.score.accuracy or ())) for result in own]
+            depths = [result.score.mean_depth for result in own]
+            _draw_estimates(axes, depths, accuracies, elinewidth=0.8, linewidth=1.2, **style)
     grid[0].set_ylabel("solved, %")
     handles = {handle.get_label(): handle for axes in grid for handle in axes.get_legend_handles_labels()[0]}
     figure.legend(handles.values(), handles.keys(), loc="outside lower left", ncols=2, frameon=False, fontsize=9)
     return figure
 
 
-def _draw_methods(axes: Axes, results: Sequence[Result]) -> None:
-    """The methods on one task at one length; each line begins at full depth."""
-    full = [result for result in results if result.method == FULL]
-    by_method: dict[str, list[Result]] = {}
-    for result in results:
-        by_method.setdefault(result.method, list(full) if result.depth is not None else []).append(result)
-    styles = _styles(list(by_method))
-    for name, own in by_method.items():
-        own = sorted(own, key=lambda result: -result.score.mean_depth)
-        accuracies = [Estimate(*(100 * x for x in result.score.accuracy or (0, 0, 0))) for result in own]
-        depths = [result.score.mean_depth for result in own]
-        _draw_estimates(axes, depths, accuracies, elinewidth=0.8, linewidth=1.2, **styles[name])
-
-
-def _styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+def _styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """A mark, a colour and a label for each method."""
-    styles: dict[str, dict[str, Any]] = {
+    fixed: dict[str, dict[str, Any]] = {
         FULL: {"fmt": "D", "color": _INK, "label": FULL, "zorder": 5},
         CALIBRATED: {"fmt": "d", "color": _INK, "label": CALIBRATED, "zorder": 5},
     }
-    random = {"fmt": ".-", "color": _GREY, "label": "D3, random orders"}
-    styles |= {name: random for name in names if "random order" in name}
-    for index, name in enumerate(name for name in names if name not in styles):
-        mark, colour = _MARKS[index % len(_MARKS)], _COLOURS[index % len(_COLOURS)]
-        styles[name] = {"fmt": f"{mark}-", "color": colour, "label": name}
+    styles: dict[str, dict[str, Any]] = {}
+    others = zip(cycle(_MARKS), cycle(_COLOURS), strict=False)
+    for name in names:
+        if "random order" in name:
+            styles[name] = {"fmt": ".-", "color": _GREY, "label": "D3, random orders"}
+        elif name in fixed:
+            styles[name] = fixed[name]
+        else:
+            mark, colour = next(others)
+            styles[name] = {"fmt": f"{mark}-", "color": colour, "label": name}
     return styles
 
 
-def _nll_picture(rows: Mapping[str, Sequence[Mapping[str, Any]]], names: Sequence[str]) -> Figure:
+def _nll_picture(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
     """NLL of full depth's own outputs to some tasks, by step, with intervals."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     plain(axes)
-    for name, colour in zip(names, _COLOURS * len(names), strict=False):
-        estimates = [Estimate(*row["nll"]) for row in rows[name]]
+    for (name, own), colour in zip(rows.items(), cycle(_COLOURS), strict=False):
+        estimates = [Estimate(*row["nll"]) for row in own]
         _draw_estimates(axes, range(len(estimates)), estimates, fmt="o-", color=colour, label=name)
-    longest = max((rows[name] for name in names), key=len)
+    longest = max(rows.values(), key=len)
     axes.set_xticks(range(len(longest)), ["{} to {}".format(*row["steps"]) for row in longest])
     axes.set(ylim=(0, None), xlabel="steps: tokens of the output so far", ylabel="mean NLL, nats a token")
     figure.legend(loc="outside lower left", ncols=3, frameon=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -58,15 +58,14 @@ class EvalSummary:
         return to_plain(self)  # type: ignore[no-any-return]
 
 
-def check_comparison(selection: Selection, margin: float, filter_name: str | None) -> float:
-    """Reject before the work what would fail after it; returns the margin.
+def check_comparison(selection: Selection, margin: float, filter_name: str | None) -> dict[str, str]:
+    """The filter of each task by which it is compared; rejects before the work what would fail after it.
 
     Raises:
         RequestError: the margin is not in (0, 1), or a task has no such filter.
     """
-    for task in selection.tasks:
-        chosen_filter(task, filter_name)
-    return number("margin", margin, 0, 1, above=True, below=True)
+    number("margin", margin, 0, 1, above=True, below=True)
+    return {task.name: chosen_filter(task, filter_name) for task in selection.tasks}
 
 
 def chosen_filter(task: EvalTask, filter_name: str | None) -> str:
@@ -100,23 +99,25 @@ def summarise(evaluation: Evaluation, margin: float = MARGIN, filter_name: str |
     Raises:
         RequestError: the margin is not in (0, 1), or a task has no such filter.
     """
-    selection, policies = evaluation.selection, list(evaluation.policies)
-    margin = check_comparison(selection, margin, filter_name)
-    filters = {task.name: chosen_filter(task, filter_name) for task in selection.tasks}
+    filters = check_comparison(evaluation.selection, margin, filter_name)
     by_task = {name: [record for record in evaluation.records if record.task == name] for name in filters}
     metrics = {name: metric for name in filters if (metric := _metric(by_task[name], filters[name]))}
     results = []
-    for name, tasks in ({name: [name] for name in filters} | selection.groups).items():
+    for name, tasks in ({name: [name] for name in filters} | evaluation.selection.groups).items():
         records = [record for task in tasks for record in by_task[task]]
+        compared: set[str] = set()
         is_right: dict[tuple[str, int, str], bool] = {}
         if all(task in metrics for task in tasks):  # a task without a metric would be missing in that of its group
+            compared = {f"{metrics[task]} under {filters[task]}" for task in tasks}
             is_right = {r.key: r.metrics[filters[r.task]][metrics[r.task]] == 1 for r in records}
-        compared = sorted({f"{metrics[task]} under {filters[task]}" for task in tasks}) if is_right else []
-        scores = [_score(records, policy, is_right, margin) for policy in policies]
-        num_problems = len({(record.task, record.problem) for record in records})
-        results.append(TaskSummary(name, tasks, num_problems, " or ".join(compared), scores))
-    num_truncated = len({(record.task, record.problem) for record in evaluation.records if record.truncated})
-    return EvalSummary(dict(evaluation.settings), margin, num_truncated, selection.missing, results)
+        scores = [_score(records, policy, is_right, margin) for policy in evaluation.policies]
+        results.append(TaskSummary(name, tasks, _num_problems(records), " or ".join(sorted(compared)), scores))
+    num_truncated = _num_problems(record for record in evaluation.records if record.truncated)
+    return EvalSummary(dict(evaluation.settings), margin, num_truncated, evaluation.selection.missing, results)
+
+
+def _num_problems(records: Iterable[Record]) -> int:
+    return len({(record.task, record.problem) for record in records})
 
 
 def _metric(records: Sequence[Record], filter_name: str) -> str | None:
@@ -134,9 +135,9 @@ def _score(
     own = [record for record in records if record.policy == policy]
     full = next((record.policy for record in records if record.mode == "full"), None)
     right = [is_right[record.key] for record in own if is_right]
-    comparison = None
+    compared = None
     if right and own[0].mode != "full" and full is not None and len(own) > 1:  # one problem shows nothing
-        comparison = compare([is_right[record.task, record.problem, full] for record in own], right, margin)
+        compared = compare([is_right[record.task, record.problem, full] for record in own], right, margin)
     outputs = [output for record in own for output in record.answers]
     lengths = [len(output.token_ids) for output in outputs]
     steps = [max(0, length - 1) for length in lengths]  # step 0 always runs every layer
@@ -148,5 +149,5 @@ def _score(
         mean_depth=depths / sum(steps) if any(steps) else max(output.mean_depth for output in outputs),
         tokens=sum(lengths) / len(outputs),
         cut_off=sum(output.finish_reason == "length" for output in outputs) / len(outputs),
-        against_full=comparison,
+        against_full=compared,
     )

@@ -76,42 +76,34 @@ class EvalTask:
         """The number of problems in the split that is asked."""
         return len(self._task.eval_docs)
 
-    def problems(
-        self,
-        limit: int | None = None,
-        render_chat: RenderChat | None = None,
-        indices: Collection[int] | None = None,
-    ) -> list[Problem]:
-        """The first `limit` problems, or those with the given indices; as conversations, if `render_chat` is given.
+    def problems(self, indices: Collection[int], render_chat: RenderChat | None = None) -> dict[int, Problem]:
+        """Problems by index: as conversations, if `render_chat` is given.
+
+        The harness draws the examples of one problem after the other. In a task with examples, problems before those
+        that are asked for are therefore made too.
 
         Raises:
             RequestError: the task has too few examples for its prompts, or asks for log-likelihoods.
             TaperError: what `render_chat` raises.
         """
-        self._task.set_fewshot_seed(FEWSHOT_SEED)  # the same examples each time
+        made = range(max(indices) + 1) if self.num_fewshot else sorted(indices)
+        self._task.set_fewshot_seed(FEWSHOT_SEED)
+        chat = render_chat is not None
         try:
             with quiet():
                 self._task.build_all_requests(
-                    limit=limit,
-                    samples=None if indices is None else set(indices),
-                    apply_chat_template=render_chat is not None,
-                    fewshot_as_multiturn=render_chat is not None,
-                    chat_template=render_chat,
+                    samples=set(made), apply_chat_template=chat, fewshot_as_multiturn=chat, chat_template=render_chat
                 )
         except (AssertionError, ValueError) as error:
-            raise RequestError(
-                f"task {self.name} with {self.num_fewshot} examples: {error}", "lower --fewshot"
-            ) from None
-        requests: dict[int, list[Instance]] = {}
+            reason = f"task {self.name} with {self.num_fewshot} examples: {error}"
+            raise RequestError(reason, "lower --fewshot") from None
+        requests: dict[int, list[Instance]] = {index: [] for index in made}
         for request in self._task.instances:
             if request.request_type != "generate_until":
                 raise _generates_nothing(self.name, request.request_type)
-            requests.setdefault(request.doc_id, []).append(request)
-        chosen = sorted(indices or ())  # the harness numbers them from 0
-        return [
-            Problem(self.name, chosen[doc_id] if chosen else doc_id, tuple(own), self._task.config.repeats)
-            for doc_id, own in requests.items()
-        ]
+            requests[made[request.doc_id]].append(request)  # the harness numbers them from 0
+        repeats = self._task.config.repeats
+        return {index: Problem(self.name, index, tuple(own), repeats) for index, own in requests.items()}
 
     def score(self, problem: Problem, texts: Sequence[Sequence[str]]) -> tuple[Metrics, dict[str, str]]:
         """Every metric under every filter, and the text that each filter extracted.
@@ -169,9 +161,9 @@ def load_tasks(
         missing: list[str] = []
         for name, configs in members.items():
             for config in configs:
-                _check_generates(config)
+                _check(config, split)
                 if split is not None:
-                    config["test_split"] = _checked_split(config, split)
+                    config["test_split"] = split
             if data_dir is not None:
                 # If no member has data, the error about the first one says which file is missing.
                 present = [config for config in configs if _has_data(config, data_dir)] or configs[:1]
@@ -208,20 +200,17 @@ def _manager(names: Sequence[str]) -> TaskManager:
     if not unknown:
         return quick
     text = "\n".join(path.read_text(errors="replace") for path in root.rglob("*.yaml"))
-    for name in unknown:
-        if name not in text:
-            raise _unknown(name, _NAMES.findall(text))
+    _check_known([name for name in unknown if name not in text], _NAMES.findall(text))
     whole = lm_eval.tasks.TaskManager()
-    for name in unknown:
-        if name not in whole.task_index:
-            raise _unknown(name, whole.all_tasks)
+    _check_known([name for name in unknown if name not in whole.task_index], whole.all_tasks)
     return whole
 
 
-def _unknown(name: str, known: Iterable[str]) -> RequestError:
-    close = difflib.get_close_matches(name, sorted(set(known)), n=3)
-    hint = f"did you mean {' or '.join(close)}?" if close else "see: python -m taper.evals ls tasks"
-    return RequestError(f"there is no task {name!r} in lm-evaluation-harness", hint)
+def _check_known(unknown: Sequence[str], known: Iterable[str]) -> None:
+    if unknown:
+        close = difflib.get_close_matches(unknown[0], sorted(set(known)), n=3)
+        hint = f"did you mean {' or '.join(close)}?" if close else "see: python -m taper.evals ls tasks"
+        raise RequestError(f"there is no task {unknown[0]!r} in lm-evaluation-harness", hint)
 
 
 def _members(manager: TaskManager, config: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -239,7 +228,7 @@ def _members(manager: TaskManager, config: Mapping[str, Any]) -> list[dict[str, 
     return [{**load_yaml(entry.yaml_path, resolve_func=True), **config}]
 
 
-def _check_generates(config: Mapping[str, Any]) -> None:
+def _check(config: Mapping[str, Any], split: str | None) -> None:
     """Reject what cannot be run, before its data is fetched."""
     name, kind = config["task"], config.get("output_type", "generate_until")
     if kind != "generate_until":
@@ -251,6 +240,8 @@ def _check_generates(config: Mapping[str, Any]) -> None:
         )
     if config.get("doc_to_image") or config.get("doc_to_audio"):
         raise RequestError(f"task {name} asks about pictures or sound, and only text is supported")
+    if split is not None and split not in _splits(config):
+        raise RequestError(f"task {name} has no split {shown(split)}", f"it has {' and '.join(_splits(config))}")
 
 
 def _generates_nothing(name: str, kind: str) -> RequestError:
@@ -263,13 +254,6 @@ def _generates_nothing(name: str, kind: str) -> RequestError:
 
 def _splits(config: Mapping[str, Any]) -> list[str]:
     return sorted({config[name] for name in _SPLITS if config.get(name)})
-
-
-def _checked_split(config: Mapping[str, Any], split: str) -> str:
-    known = _splits(config)
-    if split not in known:
-        raise RequestError(f"task {config['task']} has no split {shown(split)}", f"it has {' and '.join(known)}")
-    return split
 
 
 # Data from files
