@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
+import time
+from itertools import count
 from pathlib import Path
 
 import formats
@@ -81,20 +84,15 @@ def backend(tiny_llama) -> Counting:
 # Measuring
 
 
-def test_a_run_computes_the_prompt_and_a_token_a_step(backend):
-    run = measure(Engine(backend), FULL, prompt_tokens=40, max_tokens=5)
-    assert [count for count, _ in backend.forwards] == [40, 1, 1, 1, 1]
-    assert (run.batch, run.prompt_tokens, run.completion_tokens) == (1, 40, 5)
-    assert run.tpot_s == run.decode_s / 4
-    assert run.tokens_per_second == pytest.approx(4 / run.decode_s)
-    assert run.prefill_tokens_per_second == pytest.approx(40 / run.ttft_s)
-
-
-def test_a_batch_decodes_all_rows_together(backend):
-    run = measure(Engine(backend), FULL, prompt_tokens=10, max_tokens=4, batch=2)
-    assert [count for count, _ in backend.forwards] == [10, 10, 2, 2, 2]
-    assert run.tokens_per_second == pytest.approx(2 * 3 / run.decode_s)
-    assert run.prefill_tokens_per_second == pytest.approx(20 / run.ttft_s)
+def test_a_run_computes_the_prompts_one_by_one_and_then_a_token_of_each_a_step(backend):
+    engine = Engine(backend)
+    for batch, computed in ((1, [40, 1, 1, 1, 1]), (2, [40, 40, 2, 2, 2, 2])):
+        backend.forwards.clear()
+        started = time.perf_counter()
+        speeds = measure(engine, FULL, prompt_tokens=40, max_tokens=5, batch=batch, seed=batch)
+        assert [tokens for tokens, _ in backend.forwards] == computed
+        assert 0 < speeds.ttft_s + 4 * speeds.tpot_s <= time.perf_counter() - started
+    assert math.isnan(measure(engine, FULL, prompt_tokens=40).tpot_s)
 
 
 def test_the_same_seed_finds_its_context_in_the_cache_and_another_does_not(backend):
@@ -102,7 +100,7 @@ def test_the_same_seed_finds_its_context_in_the_cache_and_another_does_not(backe
     for seed, computed in ((0, 40), (0, 1), (1, 40)):
         backend.forwards.clear()
         measure(engine, FULL, prompt_tokens=40, max_tokens=2, seed=seed)
-        assert [count for count, _ in backend.forwards] == [computed, 1]
+        assert [tokens for tokens, _ in backend.forwards] == [computed, 1]
     assert random_prompt(engine, 9, seed=3) == random_prompt(engine, 30, seed=3)[:9]
     assert random_prompt(engine, 9, seed=3) != random_prompt(engine, 9, seed=3, row=1)
 
@@ -139,16 +137,19 @@ def test_runs_take_turns_and_the_warm_up_does_not_count():
 
 
 def test_only_whole_rounds_count_when_time_is_over():
-    calls = []
+    def runs(last: int):
+        numbers = count(1)
 
-    def run():
-        calls.append(1)
-        if len(calls) == 6:  # the second of the third round: warm-up, 1, 2
-            raise OutOfTimeError
-        return len(calls)
+        def run():
+            if (number := next(numbers)) > last:
+                raise OutOfTimeError
+            return number
 
-    assert alternate({"a": run, "b": run}, rounds=5, clock=Clock(60)) == {"a": [3], "b": [4]}
-    assert alternate({"a": run}, rounds=5, clock=Clock(0)) == {"a": []}
+        return {"a": run, "b": run}
+
+    assert alternate(runs(5), rounds=5) == {"a": [3], "b": [4]}
+    with pytest.raises(OutOfTimeError):
+        alternate(runs(3), rounds=5)
 
 
 # Bytes
@@ -183,13 +184,11 @@ def test_llama_bench_is_asked_for_what_is_measured(llama_bin):
     bench = LlamaBench(llama_bin, Path("model.gguf"), threads=3)
     assert bench.measure(prompt_tokens=512) == 1000
     assert bench.measure(max_tokens=64, context=24) == 976
-    assert bench.measure_batch(prompt_tokens=16, max_tokens=8, batch=4) == (400, 40)
     common = ["-m", "model.gguf", "-t", "3", "-ngl", "0"]
     rest = ["-fa", "1", "-r", "1", "-o", "json"]
     assert log(llama_bin) == [
         [*common, "-p", "512", "-n", "0", *rest],
         [*common, "-p", "0", "-n", "64", *rest, "-d", "24"],
-        [*common, *["-npp", "16", "-ntg", "8", "-npl", "4", "-c", "1120", "-fa", "on", "--output-format", "jsonl"]],
     ]
 
 
@@ -235,6 +234,8 @@ def test_formats_are_made_measured_and_written_one_by_one(tiny_gguf, llama_bin, 
     decode, prefill, batch = (first["F16"][test] for test in ("decode 9", "prefill 8", "batch 2"))
     assert decode["tokens_per_second"]["old"] == 991
     assert batch["tokens_per_second"]["old"] == 20
+    asked = ["-npp", "16", "-ntg", "3", "-npl", "2", "-c", "550", "-fa", "on", "--output-format", "jsonl"]
+    assert asked in [arguments[-len(asked) :] for arguments in log(llama_bin)]
     assert prefill["ratio"]["old"] == pytest.approx(prefill["tokens_per_second"]["Taper"] / 1000, rel=1e-3)
     assert measured("old") == first  # nothing lacks
     assert set(measured("old", "new")["Q8_0"]["batch 2"]["ratio"]) == {"old", "new"}
