@@ -20,7 +20,6 @@ Column = tuple[str, str, float, str]  # header, key of a row, factor, format
 
 _FAILED = 1  # exit code: a check of the tokens, or a phase
 _MAX_LENGTH = 1 << 20  # tokens
-_UNLIMITED = 10_000  # columns: without a terminal, no line is folded
 _ROUNDS: Column = ("rounds", "rounds", 1, "d")
 _TTFT: Column = ("TTFT\ns", "ttft_s", 1, ".3f")
 _TOKENS: Column = ("tokens\n/s", "tokens_per_s", 1, ".1f")
@@ -76,10 +75,7 @@ def bench(context: click.Context, /, lengths: str, prompts: str, plot: Path | No
             raise RequestError(f"--plot {plot} is neither a .png nor a .svg file", "name one of these")
         check_matplotlib("--plot")
     result = run(chosen, say)
-    screen = console(stderr=False)
-    if not screen.is_terminal:
-        screen.width = _UNLIMITED
-    show_results(result, screen)
+    show_results(result, console(stderr=False, wide=True))
     if plot is not None:
         draw(result, plot)
     context.exit(_FAILED if failed_checks(result) or result["failed"] else 0)
