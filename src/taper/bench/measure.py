@@ -65,7 +65,7 @@ def measure(
     seed: int = 0,
     clock: Clock = UNLIMITED,
 ) -> Speeds:
-    """Time the greedy completion of random prompts, side by side.
+    """Time the greedy completion of `batch` random prompts side by side: until all have their first token, and a step.
 
     To measure decoding after some context, give a prompt of that length. The same seed gives the same prompts, which a
     second run finds in the key-value cache, so that only its decoding is timed. To time prompts, give each run its own
@@ -79,9 +79,6 @@ def measure(
         batch: the number of sequences.
         seed: of the prompts.
         clock: the time budget.
-
-    Returns:
-        The time until every sequence has its first token, and of a step of them all.
 
     Raises:
         OutOfTimeError: the budget ended first.

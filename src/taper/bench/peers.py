@@ -85,19 +85,12 @@ PEERS: dict[str, Callable[[Target, BenchOptions], Peer]] = {"llama.cpp": llama_c
 
 @dataclass(frozen=True)
 class LlamaBench:
-    """llama-bench on one model.
+    """llama-bench on one model."""
 
-    Args:
-        folder: where llama.cpp's programs are.
-        model: a GGUF file.
-        threads: CPU threads.
-        on_gpu: run every layer on the GPU instead of the CPU.
-    """
-
-    folder: Path
-    model: Path
+    folder: Path  # of llama.cpp's programs
+    model: Path  # a GGUF file
     threads: int
-    on_gpu: bool = False
+    on_gpu: bool = False  # runs every layer there, else none
 
     def measure(
         self, *, prompt_tokens: int = 0, max_tokens: int = 0, context: int = 0, timeout_s: float | None = None

@@ -112,13 +112,7 @@ def _conditions(target: Target, options: BenchOptions) -> Json:
 
 
 class Phases:
-    """The phases on one model; the later ones use what the earlier ones measured.
-
-    Args:
-        target: the model.
-        options: lengths and rounds.
-        clock: the time budget.
-    """
+    """The phases on one model within a time budget; the later ones use what the earlier ones measured."""
 
     def __init__(self, target: Target, options: BenchOptions, clock: Clock) -> None:
         self._target, self._options, self._clock = target, options, clock

@@ -88,27 +88,16 @@ class BenchOptions:
 
 @dataclass(frozen=True)
 class Target:
-    """A model on its backend.
-
-    Args:
-        name: what to call it.
-        backend: what runs it.
-        on_torch: whether PyTorch runs it, instead of ggml.
-        device: the device that it runs on.
-        threads: CPU threads that it may use.
-        policies: full depth first.
-        path: its files; None for random weights.
-        weights: random weights on the device, by our names, for peers to share; None for a model of files.
-    """
+    """A model on its backend, and the policies to compare."""
 
     name: str
     backend: Backend
-    on_torch: bool
+    on_torch: bool  # whether PyTorch runs it, instead of ggml
     device: str
-    threads: int
-    policies: dict[str, DepthPolicy]
-    path: Path | None = None
-    weights: Mapping[str, Any] | None = None
+    threads: int  # of the CPU that it may use
+    policies: dict[str, DepthPolicy]  # full depth first
+    path: Path | None = None  # its files; None for random weights
+    weights: Mapping[str, Any] | None = None  # random ones on the device, by our names, for peers to share
 
     @property
     def config(self) -> ModelConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from ..llm import LLM
 
 INTERRUPTED = 130
+_LONG = 2  # seconds of loading
 Command = Callable[..., Any]
 
 MODEL = click.option("--model", metavar="MODEL", help="Name, file, folder or hub id ORG/MODEL.")
@@ -52,14 +54,20 @@ def run_options(command: Command) -> Command:
 
 
 def load(options: dict[str, Any], **more: Any) -> LLM:
-    """The model that the options ask for."""
+    """The model that the options ask for; a terminal shows which part of it is there when that takes long."""
     from ..llm import LLM
     from ..models.download import DEFAULT_MODEL
-    from .terminal import loading
+    from .terminal import console
 
     model = DEFAULT_MODEL if options["model"] is None else options["model"]
-    with loading(model) as progress:
-        given = {name: options[name] for name in ("device", "dtype", "context", "threads")}
+    given = {name: options[name] for name in ("device", "dtype", "context", "threads")}
+    started = time.monotonic()
+    with console().status(f"loading {model}") as status:
+
+        def progress(part: float) -> None:
+            if time.monotonic() - started > _LONG:
+                status.update(f"loading {model}, {part:.0%}")
+
         return LLM(model, **given, repack=not options["no_repack"], progress=progress, **more)
 
 

@@ -134,9 +134,9 @@ def _policy(llm: LLM, options: dict[str, Any]) -> DepthPolicy:
     if name is not None:
         return llm.resolve_policy(name, mode).with_alpha(alpha)
     if DEFAULT_POLICY not in llm.shipped_policies():
-        middle_first = DepthPolicy.middle_first(llm.config.num_hidden_layers, alpha)
+        policy = DepthPolicy.middle_first(llm.config.num_hidden_layers, alpha)  # rejects a wrong alpha first
         say("taper: no measured skip order for this model: the middle layers go first (our reading of the paper)")
-        return middle_first
+        return policy
     return llm.resolve_policy().with_alpha(alpha)
 
 
@@ -154,7 +154,7 @@ def _prompt(llm: LLM, text: str, system: str | None) -> Any:
 
 
 def _thinks(llm: LLM, prompt_ids: list[int]) -> Thoughts:
-    """Tells thoughts from the rest of an output; some templates end a prompt with the beginning of a thought."""
+    """Separates the thoughts of an output; some templates end a prompt with the beginning of a thought."""
     from .terminal import Thoughts
 
     thoughts = Thoughts()

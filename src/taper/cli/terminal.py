@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import time
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, takewhile
 from typing import TYPE_CHECKING
@@ -25,7 +23,6 @@ _BARS = " ▁▂▃▄▅▆▇█"
 _COLOURS = ("green", "cyan", "blue", "magenta", "red")
 _CHART_HEIGHT, _CHART_WIDTH = 5, 72
 _CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])  # all but tab and newline
-_LONG = 2  # seconds of loading
 _THINK, _THINK_END = "<think>", "</think>"
 _UNLIMITED = 10_000  # columns of a file or pipe
 _MIN_WIDTH = 60  # columns; in fewer, or in COLUMNS=0, nothing could be read
@@ -112,7 +109,7 @@ def dimmed(text: str) -> str:
 
 
 class Thoughts:
-    """Tells the thoughts of a thinking model from its answer as the text comes, piece by piece."""
+    """Separates a thinking model's thoughts from the rest of its text, which comes piece by piece."""
 
     def __init__(self) -> None:
         self._inside, self._tail = False, ""
@@ -124,19 +121,6 @@ class Thoughts:
         if opened != closed:  # one of them is there
             self._inside = opened > closed
         return was_inside or self._inside
-
-
-@contextmanager
-def loading(model: str) -> Generator[Callable[[float], None], None, None]:
-    """Show on a terminal that a model loads, and which part of it has been where that takes long."""
-    started = time.monotonic()
-    with console().status(f"loading {model}") as status:
-
-        def show(part: float) -> None:
-            if time.monotonic() - started > _LONG:
-                status.update(f"loading {model}, {part:.0%}")
-
-        yield show
 
 
 def console(stderr: bool = True, wide: bool = False) -> Console:
