@@ -18,7 +18,7 @@ from prometheus_client import generate_latest
 from taper import DepthPolicy
 from taper.errors import PolicyError, RequestError
 from taper.policy import ModelIdentity, Schedule
-from taper.vllm_plugin.metrics import Counters, watch
+from taper.vllm_plugin.metrics import counters, watch
 from taper.vllm_plugin.options import PluginOptions
 from taper.vllm_plugin.plan import Planner, RequestTokens
 
@@ -181,8 +181,9 @@ def test_wrong_options_are_rejected(config):
 
 def test_counters_of_other_processes_add_up_under_the_new_and_the_old_names():
     path = watch(LAYERS)
-    code = f"from taper.vllm_plugin.metrics import Counters; Counters({path!r}, 1).add(2, 9)"
-    Counters(path, 0).add(3, 10)
+    code = f"from taper.vllm_plugin.metrics import counters; row = counters({path!r}, 1); row += (2, 9)"
+    row = counters(path, 0)
+    row += (3, 10)
     subprocess.run([sys.executable, "-c", code], check=True)
     lines = generate_latest().decode().splitlines()
     for name, old_name, value in [
