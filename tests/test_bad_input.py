@@ -90,9 +90,12 @@ def test_option_out_of_its_range_is_refused(tiny_gguf, option):
         ("--mode full --alpha 0.9", "--alpha"),
         ("--mode full --compare", "--compare"),
         ("--json --show-depth", "--show-depth"),
+        ("--no-think", "think"),
+        *((f"{option} 0.5", f"{option} does nothing at temperature 0") for option in ("--top-p", "--min-p")),
+        *((f"{option} 3", f"{option} does nothing at temperature 0") for option in ("--top-k", "--seed")),
     ],
 )
-def test_options_that_contradict_each_other_are_refused(tiny_gguf, options, says):
+def test_options_that_contradict_each_other_or_the_model_are_refused(tiny_gguf, options, says):
     assert says in refused("generate", "--model", tiny_gguf, *options.split(), "hi")
 
 
@@ -432,16 +435,16 @@ def test_standard_stream_that_is_closed_gives_no_traceback(tiny_gguf, command):
 
 
 @pytest.mark.parametrize("options", ["", "--compare --alpha 0.99"])
-def test_ctrl_c_ends_the_answer_where_it_is(tiny_gguf, tmp_path, options):
-    path = tmp_path / "endless.gguf"  # with a long context, and without tokens that end an answer
+def test_ctrl_c_ends_the_output_where_it_is(tiny_gguf, tmp_path, options):
+    path = tmp_path / "endless.gguf"  # with a long context, and without tokens that end an output
     data = tiny_gguf.read_bytes().replace(b"<|", b"<!").replace(b"eos_token_id", b"xyz_token_id")
     path.write_bytes(patched(data, "llama.context_length", 4, u32(1 << 20)))
     limits = ["--threads", 1, "--context", 1 << 17, "--max-tokens", 1 << 17]
     process = start("generate", "--json", "--model", path, *limits, *options.split(), "hi")
-    process.stderr.readline()  # a word on policies: the answer begins
+    process.stderr.readline()  # a word on policies: the output begins
     time.sleep(0.7)
     process.send_signal(signal.SIGINT)
     out, err = finish(process)
     assert (process.returncode, err) == (130, b"")
-    answer = json.loads(out)
-    assert {each["finish_reason"] for each in (answer.values() if options else [answer])} == {"abort"}
+    printed = json.loads(out)
+    assert {output["finish_reason"] for output in (printed.values() if options else [printed])} == {"abort"}
