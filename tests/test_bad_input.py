@@ -116,6 +116,8 @@ def test_options_that_contradict_each_other_or_the_model_are_refused(tiny_gguf, 
         ("pull org/name", "org/name"),
         ("policy show missing.json", "missing.json"),
         ("policy show balanced --tokens 0", "tokens"),
+        ("bench --shape 34b --model x", "--shape"),
+        ("bench --rounds many", "--rounds"),
     ],
     ids=lambda text: str(text)[:40],
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +30,7 @@ from taper.policy import DepthPolicy
 
 SHORT = {"lengths": (3, 6), "prompts": (3, 6), "rounds": 2, "minutes": 5.0}
 LIKE_A_GPU = {"device": "cuda", "shape": "tiny", **SHORT}
+SHORTEST = LIKE_A_GPU | {"lengths": (2,), "prompts": (2,), "no_peers": True}
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +61,7 @@ def taper_bench(monkeypatch, result: dict, *arguments: str):
 # Every phase
 
 
-def test_every_phase_runs_as_on_a_gpu(tmp_path):
+def test_every_phase_runs_as_on_a_gpu_and_is_shown(tmp_path, monkeypatch):
     path = tmp_path / "new" / "bench.json"
     result = measured(**LIKE_A_GPU, json=path)
     assert json.loads(path.read_text()) == result
@@ -89,14 +89,11 @@ def test_every_phase_runs_as_on_a_gpu(tmp_path):
     assert set(full["over"]) == set(tapered["over"]) == {"transformers"}
     assert "over" not in other
     assert compared["unavailable"] == {"llama.cpp": "it is not on PATH (name its folder with --llama-bin)"}
-    text = as_text(result)
-    for part in (
-        "random weights in the shape of tiny",
-        "realised",
-        "transformers",
-        "llama.cpp was left out: it is not",
-    ):
-        assert part in text
+    done = taper_bench(monkeypatch, result, f"--plot={tmp_path / 'speed.svg'}")
+    assert done.exit_code == 0
+    for part in ("random weights in the shape of tiny", "d3, alpha 0.998", "realised", "llama.cpp was left out: it is"):
+        assert part in done.stdout
+    assert (tmp_path / "speed.svg").read_text().startswith("<?xml")
 
 
 def test_a_model_of_files_runs_on_a_cpu_beside_llama_bench(tiny_gguf, llama_bin):  # noqa: F811
@@ -135,14 +132,6 @@ def test_policies_are_those_given(tmp_path):
     assert [(row["policy"], row["mean_depth"]) for row in rows] == [("full", 6), (files[0], 3), (files[1], 3)]
 
 
-def test_tables_and_a_picture_are_drawn(tmp_path, monkeypatch):
-    result = measured(**LIKE_A_GPU, no_peers=True)
-    done = taper_bench(monkeypatch, result, f"--plot={tmp_path / 'speed.svg'}")
-    assert done.exit_code == 0
-    assert "d3, alpha 0.998" in done.stdout
-    assert (tmp_path / "speed.svg").read_text().startswith("<?xml")
-
-
 def test_tables_fit_a_terminal_of_80_columns_and_are_whole_without_one(monkeypatch):
     name = "a policy whose name is much longer than what fits into a column of a terminal"
     row = {"policy": name, "mean_depth": 19.25, "tpot_ms": 123.456, "tokens_per_s": 1234.5, "gb_per_s": 123.4}
@@ -176,7 +165,7 @@ def test_graphs_that_compute_something_else_are_found(monkeypatch, capsys):
     monkeypatch.setattr(torch_device, "TorchBackend", Wrong)
     assert set(torch_device.check_graphs("cpu").values()) == {False}
     assert set(torch_device.check_reference("cpu").values()) == {False}
-    result = measured(**LIKE_A_GPU | {"lengths": (2,), "prompts": (2,)}, no_peers=True)
+    result = measured(**SHORTEST)
     done = taper_bench(monkeypatch, result)
     assert done.exit_code == 1
     assert "CHECK FAILED" in done.stdout
@@ -185,7 +174,7 @@ def test_graphs_that_compute_something_else_are_found(monkeypatch, capsys):
 def test_without_transformers_the_reference_implementation_is_left_out(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.delitem(sys.modules, "taper.hf", raising=False)
-    result = measured(**LIKE_A_GPU | {"lengths": (2,), "prompts": (2,)}, no_peers=True)
+    result = measured(**SHORTEST)
     check = result["phases"]["graphs equal the reference implementation"]
     assert (check["equal"], result["failed"], result["dropped"]) == ({}, {}, [])
     assert "the reference implementation needs transformers" in as_text(result)
@@ -196,9 +185,9 @@ def test_a_phase_that_fails_costs_no_other_its_results(monkeypatch):
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(run.Phases, "prompts", fail)
-    result = measured(**LIKE_A_GPU, no_peers=True)
+    result = measured(**SHORTEST)
     assert result["failed"] == {"prompts": "RuntimeError: out of memory"}
-    assert {"depth", "outputs of 6"} < set(result["phases"])
+    assert {"depth", "outputs of 2"} < set(result["phases"])
     done = taper_bench(monkeypatch, result)
     assert done.exit_code == 1
     assert "prompts failed: RuntimeError: out of memory" in done.stdout
@@ -212,7 +201,7 @@ def test_ctrl_c_and_a_full_disk_end_it_and_keep_what_was_written(tmp_path, monke
 
     monkeypatch.setattr(run.Phases, "prompts", interrupt)
     with pytest.raises(KeyboardInterrupt):  # for which every command exits with 130
-        measured(**LIKE_A_GPU, no_peers=True, json=path)
+        measured(**SHORTEST, json=path)
     assert list(json.loads(path.read_text())["phases"])[-1] == "depth"
 
     def fail(*_):
@@ -220,7 +209,7 @@ def test_ctrl_c_and_a_full_disk_end_it_and_keep_what_was_written(tmp_path, monke
 
     monkeypatch.setattr(run, "write_whole", fail)
     with pytest.raises(OSError, match="No space left"):  # one line, and exit code 2
-        measured(**LIKE_A_GPU, no_peers=True, json=path)
+        measured(**SHORTEST, json=path)
 
 
 def test_what_does_not_fit_the_time_is_left_out_and_said(tmp_path):
@@ -264,30 +253,26 @@ def test_a_peer_that_fails_is_left_out_from_then_on(monkeypatch):
     assert result["failed"] == {}
 
 
-def test_no_peer_is_started_when_time_is_nearly_over():
-    options = BenchOptions(**LIKE_A_GPU)
-    opened = target.open_target(options, "cpu")
-    with pytest.raises(OutOfTimeError):
-        run.Phases(opened, options, Clock(30)).compare(3)
-
-
 # Peers
 
 
 def test_transformers_shares_the_weights_and_ends_when_time_is_over():
     options = BenchOptions(**LIKE_A_GPU)
     opened = target.open_target(options, "cpu")
-    model = torch_device.transformers_model(opened.config, opened.weights)
-    state = model.state_dict()
+    state = torch_device.transformers_model(opened.config, opened.weights).state_dict()
     assert len(state) == len(opened.weights)
-    assert {value.data_ptr() for value in state.values()} == {w.data_ptr() for w in opened.weights.values()}
-    assert {w.data_ptr() for w in opened.weights.values()} == {w.data_ptr() for w in opened.backend._weights.values()}
+    theirs, ours, backend = (
+        {weight.data_ptr() for weight in weights.values()}
+        for weights in (state, opened.weights, opened.backend._weights)
+    )
+    assert theirs == ours == backend
     peer = peers.transformers(opened, options)
     assert min(peer(4, Clock(60))) > 0
-    with pytest.raises(OutOfTimeError):
-        peer(4, Clock(0))
-    with pytest.raises(OutOfTimeError):
-        peer(1000, Clock(0.5))
+    for length, seconds in ((4, 0), (1000, 0.5)):
+        with pytest.raises(OutOfTimeError):
+            peer(length, Clock(seconds))
+    with pytest.raises(OutOfTimeError):  # with too little time to start a peer
+        run.Phases(opened, options, Clock(30)).compare(3)
 
 
 def test_llama_bench_ends_when_time_is_over(tiny_gguf, llama_bin):  # noqa: F811
@@ -348,22 +333,9 @@ def test_options_reach_the_benchmark_and_have_its_defaults(monkeypatch):
     monkeypatch.setattr(command, "draw", lambda result, path: drawn.append(path))
     for arguments in (GIVEN, ""):
         assert CliRunner().invoke(cli, ["bench", *arguments.split()]).exit_code == 0
-    options = BenchOptions(
-        shape="34b",
-        policies=("a", "b"),
-        lengths=(7, 9),
-        prompts=(3, 5),
-        rounds=3,
-        minutes=2.5,
-        device="cpu",
-        dtype="q8_0",
-        threads=2,
-        no_repack=True,
-        llama_bin=Path("bin"),
-        no_peers=True,
-        json=Path("a.json"),
-    )
-    assert given == [options, BenchOptions()]
+    what = {"shape": "34b", "policies": ("a", "b"), "lengths": (7, 9), "prompts": (3, 5), "rounds": 3, "minutes": 2.5}
+    how = {"device": "cpu", "dtype": "q8_0", "threads": 2, "no_repack": True, "no_peers": True}
+    assert given == [BenchOptions(**what, **how, llama_bin=Path("bin"), json=Path("a.json")), BenchOptions()]
     assert drawn == [Path("a.png")]
 
 
@@ -409,10 +381,3 @@ def test_mistakes_are_one_line(arguments, tiny_gguf, tmp_path, monkeypatch, caps
     assert len(message.splitlines()) == 1
     assert WRONG[arguments] in message
     assert capsys.readouterr().out == ""
-
-
-def test_a_mistake_on_the_command_line_is_one_line_and_exits_with_2():
-    for arguments in ("--shape=34b --model=x", "--rounds=many", "--device=tpu"):
-        line = [sys.executable, "-m", "taper", "bench", *arguments.split()]
-        done = subprocess.run(line, capture_output=True, text=True, check=False)
-        assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
