@@ -93,6 +93,10 @@ def test_a_run_computes_the_prompts_one_by_one_and_then_a_token_of_each_a_step(b
         assert [tokens for tokens, _ in backend.forwards] == computed
         assert 0 < speeds.ttft_s + 4 * speeds.tpot_s <= time.perf_counter() - started
     assert math.isnan(measure(engine, FULL, prompt_tokens=40).tpot_s)
+    backend.forwards.clear()
+    policy = DepthPolicy.skipdecode(6, min_depth=2, span=4)
+    measure(engine, policy, prompt_tokens=3, max_tokens=6, seed=3)
+    assert [depth for _, depth in backend.forwards] == [policy.depth(step) for step in range(6)]
 
 
 def test_the_same_seed_finds_its_context_in_the_cache_and_another_does_not(backend):
@@ -103,12 +107,6 @@ def test_the_same_seed_finds_its_context_in_the_cache_and_another_does_not(backe
         assert [tokens for tokens, _ in backend.forwards] == [computed, 1]
     assert random_prompt(engine, 9, seed=3) == random_prompt(engine, 30, seed=3)[:9]
     assert random_prompt(engine, 9, seed=3) != random_prompt(engine, 9, seed=3, row=1)
-
-
-def test_a_run_follows_its_policy(backend):
-    policy = DepthPolicy.skipdecode(6, min_depth=2, span=4)
-    measure(Engine(backend), policy, prompt_tokens=3, max_tokens=6)
-    assert [depth for _, depth in backend.forwards] == [policy.depth(step) for step in range(6)]
 
 
 def test_a_run_that_is_out_of_time_ends_and_frees_its_slots(backend):
@@ -157,24 +155,20 @@ def test_only_whole_rounds_count_when_time_is_over():
 
 @BACKENDS
 def test_bytes_of_a_step_are_retained_layers_and_lm_head(kind, tiny_llama):
-    backend = make_backend(kind, tiny_llama.load())
+    weight_bytes = make_backend(kind, tiny_llama.load()).weight_bytes
     state = tiny_llama.hf.state_dict()
 
     def size(*prefixes):
         return sum(4 * value.numel() for name, value in state.items() if name.startswith(prefixes))
 
     always = size("model.norm", "lm_head")
-    assert step_bytes(backend.weight_bytes, range(6)) == always + size("model.layers.")
-    assert step_bytes(backend.weight_bytes, (0, 4)) == always + size("model.layers.0.", "model.layers.4.")
-    policy = DepthPolicy.static(6, 4, [2, 3])
-    retained = step_bytes(backend.weight_bytes, (0, 1, 4, 5))
-    assert mean_step_bytes(backend.weight_bytes, policy, 7) == retained
-
-
-def test_layer_1_is_not_taken_for_layer_10():
-    sizes = {"embed_tokens": 1000, "norm": 100, "layers.1.q_proj": 10, "layers.10.q_proj": 1}
-    assert step_bytes(sizes, (1,)) == 1110
-    assert step_bytes(sizes | {"lm_head": 5000}, (10,)) == 5101
+    assert step_bytes(weight_bytes, range(6)) == always + size("model.layers.")
+    retained = step_bytes(weight_bytes, (0, 1, 4, 5))
+    assert retained == always + size(*(f"model.layers.{layer}." for layer in (0, 1, 4, 5)))
+    assert mean_step_bytes(weight_bytes, DepthPolicy.static(6, 4, [2, 3]), 7) == retained
+    tied = {"embed_tokens": 1000, "norm": 100, "layers.1.q_proj": 10, "layers.10.q_proj": 1}
+    assert step_bytes(tied, (1,)) == 1110  # not of layer 10 too
+    assert step_bytes(tied | {"lm_head": 5000}, (10,)) == 5101
 
 
 # llama.cpp
