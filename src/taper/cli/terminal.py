@@ -75,7 +75,7 @@ def coloured_tokens(chunks: Sequence[Chunk], layers: int) -> Text:
 
 
 def policy_picture(policy: DepthPolicy, tokens: int) -> str:
-    """Depth by step of a policy, and which layers go."""
+    """Depth by step of a policy, and the layers it skips."""
     layers = policy.num_hidden_layers
     lines = [depth_chart([policy.depth(step) for step in range(tokens)], layers), ""]
     skipped = set(range(layers)) - set(policy.retained_layers(max(0, tokens - 1)))
