@@ -108,6 +108,7 @@ def test_chat_completes_each_turn_after_all_before(run):
 def test_policy_list_and_show(policy_file):
     listed = CliRunner().invoke(cli, ["policy", "list"])
     assert all(name in listed.stdout for name in ("gentle", "balanced", "fast"))
+    assert "qwen2.5-coder-1.5b-instruct" in listed.stdout  # without a terminal, no cell is cut or folded
     for name in ("fast", policy_file):
         shown = CliRunner().invoke(cli, ["policy", "show", name])
         assert "mean depth" in shown.stdout
