@@ -50,7 +50,7 @@ def against_transformers(loaded: LoadedModel, path: Path, prompt_tokens: int) ->
     full = DepthPolicy.full(loaded.config.num_hidden_layers)
 
     def ours() -> float:
-        return measure(engine, full, prompt_tokens=prompt_tokens, max_tokens=TOKENS).tokens_per_second
+        return 1 / measure(engine, full, prompt_tokens=prompt_tokens, max_tokens=TOKENS).tpot_s
 
     def seconds(tokens: int) -> float:
         started = time.perf_counter()
@@ -83,7 +83,7 @@ def against_depth(loaded: LoadedModel, prompt_tokens: int) -> dict[str, Any]:
     engine = Engine(backend)
 
     def run(policy: DepthPolicy) -> float:
-        return measure(engine, policy, prompt_tokens=prompt_tokens, max_tokens=TOKENS).tokens_per_second
+        return 1 / measure(engine, policy, prompt_tokens=prompt_tokens, max_tokens=TOKENS).tpot_s
 
     full = DepthPolicy.full(layers)
     runs = alternate({"full": lambda: run(full), "depth 20": lambda: run(policies[20])}, ROUNDS)

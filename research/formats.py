@@ -53,9 +53,9 @@ def compare(path: Path, programs: dict[str, Path], kind: str, size: int) -> dict
 
     def ours() -> float:
         if kind == "prefill":  # a new prompt each time, or the cache would hold it
-            return measure(engine, full, prompt_tokens=size, seed=next(seeds)).prefill_tokens_per_second
+            return size / measure(engine, full, prompt_tokens=size, seed=next(seeds)).ttft_s
         prompt = BATCH_PROMPT if kind == "batch" else size + 1
-        return measure(engine, full, prompt_tokens=prompt, max_tokens=TOKENS, batch=batch).tokens_per_second
+        return batch / measure(engine, full, prompt_tokens=prompt, max_tokens=TOKENS, batch=batch).tpot_s
 
     def theirs(folder: Path) -> float:
         llama = LlamaBench(folder, path, THREADS)
@@ -63,7 +63,11 @@ def compare(path: Path, programs: dict[str, Path], kind: str, size: int) -> dict
             return llama.measure(prompt_tokens=size)
         if kind == "decode":
             return llama.measure(max_tokens=TOKENS, context=size)
-        return llama.measure_batch(prompt_tokens=BATCH_PROMPT, max_tokens=TOKENS, batch=batch)[1]
+        cells = batch * (BATCH_PROMPT + TOKENS + 256)  # each sequence's share is rounded up
+        arguments = ["-npp", BATCH_PROMPT, "-ntg", TOKENS, "-npl", batch, "-c", cells, "-fa", "on"]
+        output = llama.run("llama-batched-bench", [*arguments, "--output-format", "jsonl"])
+        (line,) = (line for line in output.splitlines() if line.startswith("{"))
+        return float(json.loads(line)["speed_tg"])
 
     runs = {TAPER: ours} | {name: partial(theirs, folder) for name, folder in programs.items()}
     speeds = alternate(runs, ROUNDS)

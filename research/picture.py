@@ -65,7 +65,7 @@ def main() -> None:
     tapered = chunks[-1].output
     assert tapered is not None
     layers = llm.config.num_hidden_layers
-    titles = (f"full depth, {layers} layers", f"tapered, {tapered.policy.label}")
+    titles = {"full": f"full depth, {layers} layers", "taper": f"tapered, {tapered.policy.label}"}
     draw(
         "show-depth.svg",
         f'taper generate --show-depth --max-tokens {MAX_TOKENS} "{PROMPT}"',
@@ -75,7 +75,7 @@ def main() -> None:
     draw(
         "compare.svg",
         f'taper generate --compare --max-tokens {MAX_TOKENS} "{PROMPT}"',
-        SideBySide(titles, [full.text, tapered.text]),
+        SideBySide(titles, {"full": full.text, "taper": tapered.text}),
     )
 
 

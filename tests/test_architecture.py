@@ -46,10 +46,7 @@ HEAVY = {
     },
     "ggml": {f"backends/ggml/{name}.py" for name in ("__init__", "cache", "graph", "repack", "tensors", "weights")},
     "transformers": {"hf.py", "bench/torch_device.py"},
-    "matplotlib": {
-        *("calibration/report.py", "evals/reproduce.py"),
-        *("cli/bench.py", "cli/common.py"),
-    },
+    "matplotlib": {"calibration/report.py", "evals/reproduce.py", "cli/bench.py"},
     "fastapi": {f"server/{name}.py" for name in ("app", "protocol")},
     "pydantic": {"server/protocol.py"},
     "starlette": {f"server/{name}.py" for name in ("app", "completions", "limits", "protocol")},

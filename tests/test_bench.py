@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
+import time
+from itertools import count
 from pathlib import Path
 
 import formats
@@ -81,20 +84,19 @@ def backend(tiny_llama) -> Counting:
 # Measuring
 
 
-def test_a_run_computes_the_prompt_and_a_token_a_step(backend):
-    run = measure(Engine(backend), FULL, prompt_tokens=40, max_tokens=5)
-    assert [count for count, _ in backend.forwards] == [40, 1, 1, 1, 1]
-    assert (run.batch, run.prompt_tokens, run.completion_tokens) == (1, 40, 5)
-    assert run.tpot_s == run.decode_s / 4
-    assert run.tokens_per_second == pytest.approx(4 / run.decode_s)
-    assert run.prefill_tokens_per_second == pytest.approx(40 / run.ttft_s)
-
-
-def test_a_batch_decodes_all_rows_together(backend):
-    run = measure(Engine(backend), FULL, prompt_tokens=10, max_tokens=4, batch=2)
-    assert [count for count, _ in backend.forwards] == [10, 10, 2, 2, 2]
-    assert run.tokens_per_second == pytest.approx(2 * 3 / run.decode_s)
-    assert run.prefill_tokens_per_second == pytest.approx(20 / run.ttft_s)
+def test_a_run_computes_the_prompts_one_by_one_and_then_a_token_of_each_a_step(backend):
+    engine = Engine(backend)
+    for batch, computed in ((1, [40, 1, 1, 1, 1]), (2, [40, 40, 2, 2, 2, 2])):
+        backend.forwards.clear()
+        started = time.perf_counter()
+        speeds = measure(engine, FULL, prompt_tokens=40, max_tokens=5, batch=batch, seed=batch)
+        assert [tokens for tokens, _ in backend.forwards] == computed
+        assert 0 < speeds.ttft_s + 4 * speeds.tpot_s <= time.perf_counter() - started
+    assert math.isnan(measure(engine, FULL, prompt_tokens=40).tpot_s)
+    backend.forwards.clear()
+    policy = DepthPolicy.skipdecode(6, min_depth=2, span=4)
+    measure(engine, policy, prompt_tokens=3, max_tokens=6, seed=3)
+    assert [depth for _, depth in backend.forwards] == [policy.depth(step) for step in range(6)]
 
 
 def test_the_same_seed_finds_its_context_in_the_cache_and_another_does_not(backend):
@@ -102,15 +104,9 @@ def test_the_same_seed_finds_its_context_in_the_cache_and_another_does_not(backe
     for seed, computed in ((0, 40), (0, 1), (1, 40)):
         backend.forwards.clear()
         measure(engine, FULL, prompt_tokens=40, max_tokens=2, seed=seed)
-        assert [count for count, _ in backend.forwards] == [computed, 1]
+        assert [tokens for tokens, _ in backend.forwards] == [computed, 1]
     assert random_prompt(engine, 9, seed=3) == random_prompt(engine, 30, seed=3)[:9]
     assert random_prompt(engine, 9, seed=3) != random_prompt(engine, 9, seed=3, row=1)
-
-
-def test_a_run_follows_its_policy(backend):
-    policy = DepthPolicy.skipdecode(6, min_depth=2, span=4)
-    measure(Engine(backend), policy, prompt_tokens=3, max_tokens=6)
-    assert [depth for _, depth in backend.forwards] == [policy.depth(step) for step in range(6)]
 
 
 def test_a_run_that_is_out_of_time_ends_and_frees_its_slots(backend):
@@ -139,16 +135,19 @@ def test_runs_take_turns_and_the_warm_up_does_not_count():
 
 
 def test_only_whole_rounds_count_when_time_is_over():
-    calls = []
+    def runs(last: int):
+        numbers = count(1)
 
-    def run():
-        calls.append(1)
-        if len(calls) == 6:  # the second of the third round: warm-up, 1, 2
-            raise OutOfTimeError
-        return len(calls)
+        def run():
+            if (number := next(numbers)) > last:
+                raise OutOfTimeError
+            return number
 
-    assert alternate({"a": run, "b": run}, rounds=5, clock=Clock(60)) == {"a": [3], "b": [4]}
-    assert alternate({"a": run}, rounds=5, clock=Clock(0)) == {"a": []}
+        return {"a": run, "b": run}
+
+    assert alternate(runs(5), rounds=5) == {"a": [3], "b": [4]}
+    with pytest.raises(OutOfTimeError):
+        alternate(runs(3), rounds=5)
 
 
 # Bytes
@@ -156,24 +155,20 @@ def test_only_whole_rounds_count_when_time_is_over():
 
 @BACKENDS
 def test_bytes_of_a_step_are_retained_layers_and_lm_head(kind, tiny_llama):
-    backend = make_backend(kind, tiny_llama.load())
+    weight_bytes = make_backend(kind, tiny_llama.load()).weight_bytes
     state = tiny_llama.hf.state_dict()
 
     def size(*prefixes):
         return sum(4 * value.numel() for name, value in state.items() if name.startswith(prefixes))
 
     always = size("model.norm", "lm_head")
-    assert step_bytes(backend.weight_bytes, range(6)) == always + size("model.layers.")
-    assert step_bytes(backend.weight_bytes, (0, 4)) == always + size("model.layers.0.", "model.layers.4.")
-    policy = DepthPolicy.static(6, 4, [2, 3])
-    retained = step_bytes(backend.weight_bytes, (0, 1, 4, 5))
-    assert mean_step_bytes(backend.weight_bytes, policy, 7) == retained
-
-
-def test_layer_1_is_not_taken_for_layer_10():
-    sizes = {"embed_tokens": 1000, "norm": 100, "layers.1.q_proj": 10, "layers.10.q_proj": 1}
-    assert step_bytes(sizes, (1,)) == 1110
-    assert step_bytes(sizes | {"lm_head": 5000}, (10,)) == 5101
+    assert step_bytes(weight_bytes, range(6)) == always + size("model.layers.")
+    retained = step_bytes(weight_bytes, (0, 1, 4, 5))
+    assert retained == always + size(*(f"model.layers.{layer}." for layer in (0, 1, 4, 5)))
+    assert mean_step_bytes(weight_bytes, DepthPolicy.static(6, 4, [2, 3]), 7) == retained
+    tied = {"embed_tokens": 1000, "norm": 100, "layers.1.q_proj": 10, "layers.10.q_proj": 1}
+    assert step_bytes(tied, (1,)) == 1110  # not of layer 10 too
+    assert step_bytes(tied | {"lm_head": 5000}, (10,)) == 5101
 
 
 # llama.cpp
@@ -183,13 +178,11 @@ def test_llama_bench_is_asked_for_what_is_measured(llama_bin):
     bench = LlamaBench(llama_bin, Path("model.gguf"), threads=3)
     assert bench.measure(prompt_tokens=512) == 1000
     assert bench.measure(max_tokens=64, context=24) == 976
-    assert bench.measure_batch(prompt_tokens=16, max_tokens=8, batch=4) == (400, 40)
     common = ["-m", "model.gguf", "-t", "3", "-ngl", "0"]
     rest = ["-fa", "1", "-r", "1", "-o", "json"]
     assert log(llama_bin) == [
         [*common, "-p", "512", "-n", "0", *rest],
         [*common, "-p", "0", "-n", "64", *rest, "-d", "24"],
-        [*common, *["-npp", "16", "-ntg", "8", "-npl", "4", "-c", "1120", "-fa", "on", "--output-format", "jsonl"]],
     ]
 
 
@@ -235,6 +228,8 @@ def test_formats_are_made_measured_and_written_one_by_one(tiny_gguf, llama_bin, 
     decode, prefill, batch = (first["F16"][test] for test in ("decode 9", "prefill 8", "batch 2"))
     assert decode["tokens_per_second"]["old"] == 991
     assert batch["tokens_per_second"]["old"] == 20
+    asked = ["-npp", "16", "-ntg", "3", "-npl", "2", "-c", "550", "-fa", "on", "--output-format", "jsonl"]
+    assert asked in [arguments[-len(asked) :] for arguments in log(llama_bin)]
     assert prefill["ratio"]["old"] == pytest.approx(prefill["tokens_per_second"]["Taper"] / 1000, rel=1e-3)
     assert measured("old") == first  # nothing lacks
     assert set(measured("old", "new")["Q8_0"]["batch 2"]["ratio"]) == {"old", "new"}

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,7 +18,7 @@ from prometheus_client import generate_latest
 from taper import DepthPolicy
 from taper.errors import PolicyError, RequestError
 from taper.policy import ModelIdentity, Schedule
-from taper.vllm_plugin.metrics import Counters, watch
+from taper.vllm_plugin.metrics import counters, watch
 from taper.vllm_plugin.options import PluginOptions
 from taper.vllm_plugin.plan import Planner, RequestTokens
 
@@ -53,42 +53,26 @@ def retained(request: RequestTokens, position: int) -> set[int]:
 def test_each_token_runs_the_layers_that_its_policy_retains(batch, first, count):
     layers = range(first, min(LAYERS, first + count))
     plan = Planner(LAYERS, layers).plan(batch)
-    ran: dict[int, set[int]] = {}
+    tokens = [(index, request, offset) for index, request in enumerate(batch) for offset in range(request.num_tokens)]
+    ran: list[set[int]] = [set() for _ in tokens]
     for layer_range, active in plan.layer_ranges:
-        assert active.whole_batch == (len(active.rows) == sum(request.num_tokens for request in batch))
-        for row in active.rows.tolist():
-            assert not ran.setdefault(row, set()) & set(layer_range), "a layer run twice"
+        assert active.whole_batch == (len(active.rows) == len(tokens))
+        assert set(active.requests.tolist()) == {tokens[row][0] for row in active.rows}
+        for row in active.rows:
+            assert not ran[row] & set(layer_range), "a layer run twice"
             ran[row] |= set(layer_range)
-    row = 0
-    for index, request in enumerate(batch):
-        for offset in range(request.num_tokens):
-            assert ran.get(row, set()) == retained(request, request.first_position + offset) & set(layers)
-            row += 1
-        for _, active in plan.layer_ranges:
-            assert (index in active.requests) == (active.counts[index] > 0)
-
-
-@given(st.lists(requests, min_size=1, max_size=6))
-def test_rows_are_gathered_only_where_the_active_tokens_change(batch):
-    ranges = Planner(LAYERS, range(LAYERS)).plan(batch).layer_ranges
-    for one, next_one in pairwise(ranges):
-        assert one.layers.stop < next_one.layers.start or one.active is not next_one.active
-    for a in ranges:
-        for b in ranges:
-            assert (a.active is b.active) == np.array_equal(a.active.counts, b.active.counts)
-
-
-@given(st.lists(requests, min_size=1, max_size=6))
-def test_counts_completion_tokens_and_their_layers(batch):
-    plan = Planner(LAYERS, range(2, 4)).plan(batch)
-    depths = [
-        len(retained(request, position))
-        for request in batch
-        for position in range(request.first_position, request.first_position + request.num_tokens)
-        if position >= request.prompt_length
-    ]
+    depths = []
+    for layers_run, (_, request, offset) in zip(ran, tokens, strict=True):
+        position = request.first_position + offset
+        assert layers_run == retained(request, position) & set(layers)
+        if position >= request.prompt_length:
+            depths.append(len(retained(request, position)))
     assert (plan.completion_tokens, plan.layers_run) == (len(depths), sum(depths))
     assert plan.full == all(depth == LAYERS for depth in depths)
+    for one, next_one in pairwise(plan.layer_ranges):  # rows are gathered only where the active tokens change
+        assert one.layers.stop < next_one.layers.start or one.active is not next_one.active
+    for a, b in product(plan.layer_ranges, repeat=2):
+        assert (a.active is b.active) == np.array_equal(a.active.counts, b.active.counts)
 
 
 @given(st.lists(st.lists(requests, min_size=1, max_size=3), min_size=2, max_size=5))
@@ -181,8 +165,9 @@ def test_wrong_options_are_rejected(config):
 
 def test_counters_of_other_processes_add_up_under_the_new_and_the_old_names():
     path = watch(LAYERS)
-    code = f"from taper.vllm_plugin.metrics import Counters; Counters({path!r}, 1).add(2, 9)"
-    Counters(path, 0).add(3, 10)
+    code = f"from taper.vllm_plugin.metrics import counters; row = counters({path!r}, 1); row += (2, 9)"
+    row = counters(path, 0)
+    row += (3, 10)
     subprocess.run([sys.executable, "-c", code], check=True)
     lines = generate_latest().decode().splitlines()
     for name, old_name, value in [

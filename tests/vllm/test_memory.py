@@ -19,13 +19,8 @@ def roomy(engines, tiny_folder):
 @pytest.fixture(scope="module")
 def tight(engines, tiny_folder, roomy):
     """Room for four completions of the longest kind, steps of 96 tokens."""
-    return engines(
-        tiny_folder,
-        POLICIES,
-        num_gpu_blocks_override=40,
-        max_num_batched_tokens=96,
-        enable_chunked_prefill=True,
-    )
+    limits = {"num_gpu_blocks_override": 40, "max_num_batched_tokens": 96, "enable_chunked_prefill": True}
+    return engines(tiny_folder, POLICIES, **limits)
 
 
 def mixed(count: int, seed: int, **options) -> list[Request]:
@@ -64,20 +59,12 @@ def test_long_prompts_run_in_chunks_at_full_depth(roomy, tight):
     assert tight.generate(batch) == roomy.alone(batch)
 
 
-def test_aborting_one_changes_none_of_the_others_and_frees_its_blocks(roomy, tight):
-    check_aborts(roomy, tight, mixed(8, seed=6), abort_at={2: 10, 5: 31})
-
-
-def test_two_hundred_requests_leak_nothing_and_give_what_each_gives_alone(roomy, tight):
+def test_two_hundred_requests_some_aborted_give_what_each_gives_alone_and_leak_no_block(roomy, tight):
     chance = random.Random(7)
     batch = mixed(200, seed=8, longest=120)
     for request in batch:
         request.max_tokens = chance.randint(1, 80)
-    check_aborts(roomy, tight, batch, {number: chance.randint(1, 40) for number in chance.sample(range(200), 50)})
-
-
-def check_aborts(roomy, tight, batch: list[Request], abort_at: dict[int, int]) -> None:
-    """Abort some requests once they have that many tokens: ids are those of each request alone, and no block leaks."""
+    abort_at = {number: chance.randint(1, 40) for number in chance.sample(range(200), 50)}
     vllm = tight.llm.llm_engine
     ended: list[list[int]] = [[] for _ in batch]
     for number, request in enumerate(batch):
@@ -115,8 +102,6 @@ def test_the_counters_at_metrics_are_those_of_the_policies(roomy):
     }
     assert {name: after[name] - before[name] for name in counted} == counted
     assert after["taper_mean_depth"] > 0
-    old_names = ("taper:answer_tokens_total", "taper:layers_run_total", "taper:layers_saved_total", "taper:mean_depth")
-    assert [after[name] for name in old_names] == [after[name] for name in (*counted, "taper_mean_depth")]
 
 
 def test_an_unknown_policy_fails_its_request_only(roomy):

@@ -1,4 +1,9 @@
-"""Two tensor-parallel ranks and two pipeline stages give the ids of one process."""
+"""Two tensor-parallel ranks and two pipeline stages give the ids of one process.
+
+As such engines spawn workers, each runs in a program of its own, which is this file:
+
+    python test_parallel.py FOLDER IDS_FILE '{"tensor_parallel_size": 2}'
+"""
 
 from __future__ import annotations
 
@@ -9,9 +14,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from parallel import POLICIES, REQUESTS
+from engines import Engine, requests, tiny_policies
 
-HERE = Path(__file__).parent
+POLICIES = tiny_policies()
+REQUESTS = requests(POLICIES, len(POLICIES), seed=10, max_tokens=40)
 
 
 @pytest.fixture(scope="module")
@@ -22,9 +28,16 @@ def expected(engines, tiny_folder):
 @pytest.mark.parametrize("kind", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_two_processes_give_the_ids_of_one(tiny_folder, tmp_path, expected, kind):
     file = tmp_path / "ids.json"
-    path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     settings = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    command = [sys.executable, str(HERE / "parallel.py"), str(tiny_folder), str(file), json.dumps({kind: 2})]
+    command = [sys.executable, __file__, str(tiny_folder), str(file), json.dumps({kind: 2})]
     done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-8000:]
     assert json.loads(file.read_text()) == expected
+
+
+if __name__ == "__main__":
+    folder, file, options = sys.argv[1:]
+    engine = Engine(Path(folder), POLICIES, **json.loads(options))
+    Path(file).write_text(json.dumps(engine.generate(REQUESTS)))
+    engine.llm.llm_engine.engine_core.shutdown()

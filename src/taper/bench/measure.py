@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from ..sampling import SamplingParams
 ROUNDS = 5  # of a measurement of bandwidth
 _WARM_UP_STEPS = 3  # at each depth, before any step is timed
 _PARTS = 8  # per thread, so that the others help a slow one
+K = TypeVar("K")
 T = TypeVar("T")
 
 
@@ -27,64 +28,31 @@ class OutOfTimeError(Exception):
 
 
 class Clock:
-    """A time budget that begins now.
+    """A time budget of `budget_s` seconds, which begins now."""
 
-    Args:
-        budget_s: seconds; None for no limit.
-    """
+    def __init__(self, budget_s: float) -> None:
+        self._end = time.perf_counter() + budget_s
 
-    def __init__(self, budget_s: float | None = None) -> None:
-        self._started, self._budget_s = time.perf_counter(), budget_s
-
-    @property
     def left_s(self) -> float:
-        """Seconds left, at least 0; infinity without a limit."""
-        if self._budget_s is None:
-            return float("inf")
-        return max(0.0, self._started + self._budget_s - time.perf_counter())
-
-    def check(self) -> None:
-        """Return if time is left.
+        """Seconds left.
 
         Raises:
-            OutOfTimeError: the budget is spent.
+            OutOfTimeError: there are none.
         """
-        if not self.left_s:
+        left = self._end - time.perf_counter()
+        if left <= 0:
             raise OutOfTimeError
+        return left
 
 
-@dataclass(frozen=True)
-class Run:
-    """Times of sequences completed side by side.
+UNLIMITED = Clock(math.inf)
 
-    Args:
-        batch: the number of sequences.
-        prompt_tokens: of each sequence.
-        completion_tokens: of each sequence.
-        ttft_s: seconds until every sequence has its first token.
-        decode_s: seconds from then to the last token.
-    """
 
-    batch: int
-    prompt_tokens: int
-    completion_tokens: int
+class Speeds(NamedTuple):
+    """Seconds until the first token, and seconds per token after it (nan if there is only one)."""
+
     ttft_s: float
-    decode_s: float
-
-    @property
-    def prefill_tokens_per_second(self) -> float:
-        """Prompt tokens of all sequences, over the time to first token."""
-        return self.batch * self.prompt_tokens / self.ttft_s
-
-    @property
-    def tpot_s(self) -> float:
-        """Seconds per token after the first; there must be one."""
-        return self.decode_s / (self.completion_tokens - 1)
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens of all sequences per second of decoding."""
-        return self.batch / self.tpot_s
+    tpot_s: float
 
 
 def measure(
@@ -95,9 +63,9 @@ def measure(
     max_tokens: int = 1,
     batch: int = 1,
     seed: int = 0,
-    clock: Clock | None = None,
-) -> Run:
-    """Time the greedy completion of random prompts, side by side.
+    clock: Clock = UNLIMITED,
+) -> Speeds:
+    """Time the greedy completion of `batch` random prompts side by side: until all have their first token, and a step.
 
     To measure decoding after some context, give a prompt of that length. The same seed gives the same prompts, which a
     second run finds in the key-value cache, so that only its decoding is timed. To time prompts, give each run its own
@@ -116,7 +84,6 @@ def measure(
         OutOfTimeError: the budget ended first.
         RequestError: prompt and output do not fit into the context.
     """
-    clock = clock or Clock()
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     prompts = [random_prompt(engine, prompt_tokens, seed, row) for row in range(batch)]
     started = time.perf_counter()
@@ -124,18 +91,18 @@ def measure(
     try:
         for sequence in sequences:  # prompts one after another, so that all rows begin to decode together
             while sequence.step == 0:
-                clock.check()
+                clock.left_s()
                 engine.step([sequence])
         first = time.perf_counter()
         for _ in range(max_tokens - 1):
-            clock.check()
+            clock.left_s()
             engine.step(sequences)
         last = time.perf_counter()
     finally:
         for sequence in sequences:
             engine.abort(sequence)
     assert all(sequence.finish_reason == "length" and sequence.step == max_tokens for sequence in sequences)
-    return Run(batch, prompt_tokens, max_tokens, first - started, last - first)
+    return Speeds(first - started, (last - first) / (max_tokens - 1) if max_tokens > 1 else math.nan)
 
 
 def random_prompt(engine: Engine, length: int, seed: int, row: int = 0) -> list[int]:
@@ -150,7 +117,7 @@ def step_ms_by_depth(
     depths: Sequence[int],
     steps: int,
     first_position: int = 0,
-    clock: Clock | None = None,
+    clock: Clock = UNLIMITED,
 ) -> dict[int, float]:
     """The median milliseconds of a forward of one token at each depth; the depths take turns.
 
@@ -159,12 +126,11 @@ def step_ms_by_depth(
     Raises:
         OutOfTimeError: the time budget ended first.
     """
-    clock = clock or Clock()
     layers = backend.config.num_hidden_layers
     times: dict[int, list[float]] = {depth: [] for depth in depths}
     for step in range(steps + _WARM_UP_STEPS):
         for depth in depths:
-            clock.check()
+            clock.left_s()
             position = min(first_position + step, backend.context_length - 1)
             tokens, positions, slots = (np.array([value], np.int32) for value in (1, position, 0))
             active = active_prefixes(tuple(skip_order), layers, [depth])
@@ -174,24 +140,24 @@ def step_ms_by_depth(
     return {depth: statistics.median(row[_WARM_UP_STEPS:]) for depth, row in times.items()}
 
 
-def alternate(runs: Mapping[str, Callable[[], T]], rounds: int, clock: Clock | None = None) -> dict[str, list[T]]:
+def alternate(runs: Mapping[K, Callable[[], T]], rounds: int) -> dict[K, list[T]]:
     """The results of each run, after a warm-up; runs take turns, so whatever slows the machine slows all alike.
 
-    When the time budget ends, only complete rounds count; there may be none.
+    When a run is out of time, the complete rounds before it count.
+
+    Raises:
+        OutOfTimeError: there is no complete round.
     """
-    clock = clock or Clock()
-    results: dict[str, list[T]] = {name: [] for name in runs}
+    results: dict[K, list[T]] = {name: [] for name in runs}
     try:
         for number in range(rounds + 1):
-            round_results = {}
-            for name, run in runs.items():
-                clock.check()
-                round_results[name] = run()
+            round_results = {name: run() for name, run in runs.items()}
             if number:
                 for name, result in round_results.items():
                     results[name].append(result)
     except OutOfTimeError:
-        pass
+        if not all(results.values()):
+            raise
     return results
 
 
@@ -214,12 +180,7 @@ def read_bandwidth(threads: int, num_bytes: int = 1 << 29) -> float:
     values = np.ones(num_bytes // 8, np.int64)
     parts = np.array_split(values, threads * _PARTS)
     with ThreadPoolExecutor(threads) as pool:
-
-        def read() -> None:
-            for _ in pool.map(np.bitwise_or.reduce, parts):
-                pass
-
-        return values.nbytes / median_seconds(read)
+        return values.nbytes / median_seconds(lambda: list(pool.map(np.bitwise_or.reduce, parts)))
 
 
 def median_seconds(run: Callable[[], object]) -> float:

@@ -10,7 +10,7 @@ import json
 import platform
 import statistics
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from importlib import metadata
@@ -21,12 +21,14 @@ import numpy as np
 
 from ..calibration.store import machine
 from ..engine import Engine
+from ..errors import RequestError
 from ..models.files import write_whole
 from ..policy import DepthPolicy, middle_first_order
+from . import peers
 from .measure import (
     Clock,
     OutOfTimeError,
-    Run,
+    Speeds,
     alternate,
     mean_step_bytes,
     measure,
@@ -34,7 +36,6 @@ from .measure import (
     step_bytes,
     step_ms_by_depth,
 )
-from .peers import Peers, Speeds, find_llama_bench, one_line, taper
 from .target import BenchOptions, Target, open_target
 
 FORMAT_VERSION = 1
@@ -59,7 +60,7 @@ def run(options: BenchOptions, show: Callable[[str], None], torch_device: str = 
         TaperError: a model, policy or option that does not work.
         OSError: the results cannot be written.
     """
-    find_llama_bench(options.llama_bin)  # a wrong folder is reported before a model loads
+    peers.find_llama_bench(options.llama_bin)  # a wrong folder is reported before a model loads
     clock = Clock(60 * options.minutes)
     show("loading")
     target = open_target(options, torch_device)
@@ -68,14 +69,14 @@ def run(options: BenchOptions, show: Callable[[str], None], torch_device: str = 
     for name, phase in Phases(target, options, clock).all().items():
         show(name)
         try:
-            clock.check()
-            result["phases"][name] = phase()
+            clock.left_s()
+            result["phases"][name] = _rounded(phase())
         except OutOfTimeError:
             result["dropped"].append(name)
             show(f"{name}: left out, as the {options.minutes:g} minutes are over")
         except Exception as error:  # a phase that fails must not cost the others their results
             traceback.print_exc()
-            result["failed"][name] = one_line(error)
+            result["failed"][name] = _one_line(error)
         if options.json is not None:
             write_whole(options.json, (json.dumps(result, indent=1) + "\n").encode())
     return result
@@ -111,27 +112,24 @@ def _conditions(target: Target, options: BenchOptions) -> Json:
 
 
 class Phases:
-    """The phases on one model; the later ones use what the earlier ones measured.
-
-    Args:
-        target: the model.
-        options: lengths and rounds.
-        clock: the time budget.
-    """
+    """The phases on one model within a time budget; the later ones use what the earlier ones measured."""
 
     def __init__(self, target: Target, options: BenchOptions, clock: Clock) -> None:
         self._target, self._options, self._clock = target, options, clock
         self._engine = Engine(target.backend)
         self._bandwidth: float | None = None
         self._seeds = count(1)
-        self._peers: Peers | None = None
+        self._peers: dict[str, peers.Peer] | None = None  # None until they are started
+        self._unavailable: dict[str, str] = {}  # peers that cannot run here or have failed, and why
 
     def all(self) -> dict[str, Callable[[], Json]]:
         """The phases by name, in the order in which they are measured: short outputs first."""
         phases: dict[str, Callable[[], Json]] = {}
         if self._target.on_torch:
-            phases["graphs equal eager steps"] = self.check_graphs
-            phases["graphs equal the reference implementation"] = self.check_reference
+            from .torch_device import check_graphs, check_reference
+
+            phases["graphs equal eager steps"] = partial(self.check, check_graphs)
+            phases["graphs equal the reference implementation"] = partial(self.check, check_reference)
         phases |= {"bandwidth": self.bandwidth, "depth": self.depth, "prompts": self.prompts}
         for length in self._options.lengths:
             phases[f"outputs of {length}"] = partial(self.outputs, length)
@@ -139,18 +137,10 @@ class Phases:
                 phases[f"peers at {length}"] = partial(self.compare, length)
         return phases
 
-    def check_graphs(self) -> Json:
-        """Whether captured graphs and eager steps give the same tokens, on a tiny model."""
-        from .torch_device import check_graphs
-
-        return {"equal": check_graphs(self._target.device)}
-
-    def check_reference(self) -> Json:
-        """Whether captured graphs and the reference implementation give the same tokens, on a tiny model."""
-        from .torch_device import check_reference
-
+    def check(self, compare_tokens: Callable[[str], dict[str, bool]]) -> Json:
+        """Whether captured graphs and something else give the same tokens on a tiny model, by policy."""
         try:
-            return {"equal": check_reference(self._target.device)}
+            return {"equal": compare_tokens(self._target.device)}
         except ImportError as error:
             return {"equal": {}, "left_out": f"the reference implementation needs transformers: {error}"}
 
@@ -162,7 +152,7 @@ class Phases:
             kind, self._bandwidth = "copy", copy_bandwidth(self._target.device)
         else:
             kind, self._bandwidth = "read", read_bandwidth(self._target.threads)
-        return {"kind": kind, "gb_per_s": rounded(self._bandwidth / 1e9)}
+        return {"kind": kind, "gb_per_s": self._bandwidth / 1e9}
 
     def depth(self) -> Json:
         """One decode step at several depths in turn, and the straight line through them."""
@@ -173,103 +163,124 @@ class Phases:
         read = {d: step_bytes(sizes, DepthPolicy.static(layers, d, order).retained_at(d)) for d in depths}
         layer_ms, fixed_ms = np.polyfit(depths, list(ms.values()), 1) if len(depths) > 1 else (0.0, ms[layers])
         rows = [
-            {"depth": d, "step_ms": rounded(ms[d])}
+            {"depth": d, "step_ms": ms[d]}
             | self._memory(read[d], ms[d] / 1e3)
             | _gain(ms[layers] / ms[d], read[layers] / read[d])
             for d in depths
         ]
-        return {"rows": rows, "ms_per_layer": rounded(layer_ms), "fixed_ms": rounded(fixed_ms), "steps": STEPS}
+        return {"rows": rows, "ms_per_layer": layer_ms, "fixed_ms": fixed_ms, "steps": STEPS}
 
     def prompts(self) -> Json:
-        """The time to first token of prompts of each length; every prompt is a new one."""
-        full = DepthPolicy.full(self._target.config.num_hidden_layers)
-
-        def prompt(length: int) -> Run:
-            return measure(self._engine, full, prompt_tokens=length, seed=next(self._seeds), clock=self._clock)
-
-        runs = {str(length): partial(prompt, length) for length in self._options.prompts}
+        """The time to first token of prompts of each length."""
+        full = self._target.policies["full"]
+        runs = {length: partial(self._ttft_s, full, length) for length in self._options.prompts}
         rows = []
-        for name, results in self._rounds(runs).items():
-            length, ttft = int(name), statistics.median(result.ttft_s for result in results)
-            row: Json = {"prompt_tokens": length, "ttft_s": rounded(ttft), "tokens_per_s": rounded(length / ttft)}
-            rows.append(row | {"rounds": len(results)})
+        for length, times in alternate(runs, self._options.rounds).items():
+            ttft = statistics.median(times)
+            rows.append({"prompt_tokens": length, "ttft_s": ttft, "tokens_per_s": length / ttft, "rounds": len(times)})
         return {"rows": rows}
 
     def outputs(self, length: int) -> Json:
-        """Outputs of one length under each policy, from a prompt of one token."""
+        """Outputs of one length under each policy."""
         policies, sizes = self._target.policies, self._target.backend.weight_bytes
-        runs = {
-            name: partial(measure, self._engine, policy, max_tokens=length, clock=self._clock)
-            for name, policy in policies.items()
-        }
-        results = self._rounds(runs)
+        runs = {name: partial(self._tpot_s, policy, length) for name, policy in policies.items()}
+        results = alternate(runs, self._options.rounds)
         read = {name: mean_step_bytes(sizes, policy, length) for name, policy in policies.items()}
         rows = []
         for name, policy in policies.items():
-            tpot = statistics.median(result.tpot_s for result in results[name])
-            pairs = zip(results["full"], results[name], strict=True)
-            speedup = statistics.median(full.tpot_s / tapered.tpot_s for full, tapered in pairs)
-            row: Json = {"policy": name, "mean_depth": rounded(policy.mean_depth(length))}
-            row |= {"tpot_ms": rounded(tpot * 1e3), "tokens_per_s": rounded(1 / tpot)}
-            row |= self._memory(read[name], tpot) | _gain(speedup, read["full"] / read[name])
-            rows.append(row | {"rounds": len(results[name])})
+            tpot, speedup = statistics.median(results[name]), _median_ratio(results["full"], results[name])
+            row = {"policy": name, "mean_depth": policy.mean_depth(length), "tpot_ms": tpot * 1e3}
+            row |= {"tokens_per_s": 1 / tpot, **self._memory(read[name], tpot)}
+            rows.append(row | _gain(speedup, read["full"] / read[name]) | {"rounds": len(results[name])})
         return {"output_tokens": length, "rows": rows}
 
     def compare(self, length: int) -> Json:
         """Taper and other programs in turn: a prompt of one length, and an output of it from a prompt of one token."""
         if self._peers is None:
-            if self._clock.left_s < _PEER_START_S:
-                raise OutOfTimeError
-            self._peers = Peers(self._target, self._options)
-        ours = {f"Taper, {name}": taper(self._engine, policy) for name, policy in self._target.policies.items()}
-        others = {name: partial(self._peers.run, name) for name in self._peers.available()}
-        results: dict[str, list[Any]] = {}
-        if others:
-            results = self._rounds({name: partial(peer, length, self._clock) for name, peer in (ours | others).items()})
-        unavailable = dict(self._peers.unavailable)
+            self._peers = self._open_peers()
+        ours: dict[str, Callable[[], Any]] = {
+            f"Taper, {name}": partial(self._taper, policy, length) for name, policy in self._target.policies.items()
+        }
+        theirs = {name: partial(self._peer, name, length) for name in self._peers if name not in self._unavailable}
+        results = alternate(ours | theirs, self._options.rounds) if theirs else {}
+        results = {name: speeds for name, speeds in results.items() if name not in self._unavailable}
+        tpots = {name: [tpot for _, tpot in speeds] for name, speeds in results.items()}
         rows = []
         for name, speeds in results.items():
-            if name in unavailable:
-                continue
             ttft, tpot = (statistics.median(values) for values in zip(*speeds, strict=True))
-            row: Json = {"name": name, "ttft_s": rounded(ttft), "tpot_ms": rounded(tpot * 1e3)}
-            row |= {"tokens_per_s": rounded(1 / tpot), "rounds": len(speeds)}
+            row = {"name": name, "ttft_s": ttft, "tpot_ms": tpot * 1e3, "tokens_per_s": 1 / tpot, "rounds": len(speeds)}
             if name in ours:
-                row["over"] = {
-                    other: _speed_ratio(speeds, results[other]) for other in others if other not in unavailable
-                }
+                row["over"] = {other: _median_ratio(tpots[other], tpots[name]) for other in tpots if other in theirs}
             rows.append(row)
-        return {"tokens": length, "rows": rows, "unavailable": unavailable}
+        return {"tokens": length, "rows": rows, "unavailable": dict(self._unavailable)}
 
-    def _rounds(self, runs: Mapping[str, Callable[[], Any]]) -> dict[str, list[Any]]:
-        """Alternated results, at least one round of them.
+    def _open_peers(self) -> dict[str, peers.Peer]:
+        """The peers that can run here.
 
         Raises:
-            OutOfTimeError: the time did not suffice for one round.
+            OutOfTimeError: there is too little time to start one.
         """
-        results = alternate(runs, self._options.rounds, self._clock)
-        if not all(results.values()):
+        if self._clock.left_s() < _PEER_START_S:
             raise OutOfTimeError
-        return results
+        opened = {}
+        for name, open_peer in peers.PEERS.items():
+            try:
+                opened[name] = open_peer(self._target, self._options)
+            except Exception as error:  # the failure of another program must not cost Taper's own results
+                self._unavailable[name] = _one_line(error)
+        return opened
+
+    def _peer(self, name: str, length: int) -> Speeds | None:
+        """Measure a peer; None if it fails or has failed before."""
+        assert self._peers is not None
+        if name in self._unavailable:
+            return None
+        try:
+            return self._peers[name](length, self._clock)
+        except OutOfTimeError:
+            raise
+        except Exception as error:  # as above
+            self._unavailable[name] = _one_line(error)
+            return None
+
+    def _taper(self, policy: DepthPolicy, length: int) -> Speeds:
+        return Speeds(self._ttft_s(policy, length), self._tpot_s(policy, length))
+
+    def _ttft_s(self, policy: DepthPolicy, length: int) -> float:
+        """Time a prompt; every one is new, as the cache would hold a known one."""
+        seed = next(self._seeds)
+        return measure(self._engine, policy, prompt_tokens=length, seed=seed, clock=self._clock).ttft_s
+
+    def _tpot_s(self, policy: DepthPolicy, length: int) -> float:
+        """Time an output from a prompt of one token."""
+        return measure(self._engine, policy, max_tokens=length, clock=self._clock).tpot_s
 
     def _memory(self, num_bytes: float, seconds: float) -> Json:
         """Bytes of weights that a token reads, and the bandwidth that follows from its time."""
         rate = num_bytes / seconds
-        share = None if self._bandwidth is None else rounded(rate / self._bandwidth)
-        return {"mb_per_token": rounded(num_bytes / 1e6), "gb_per_s": rounded(rate / 1e9), "bandwidth_used": share}
+        share = None if self._bandwidth is None else rate / self._bandwidth
+        return {"mb_per_token": num_bytes / 1e6, "gb_per_s": rate / 1e9, "bandwidth_used": share}
 
 
 def _gain(speedup: float, ideal: float) -> Json:
     """A speedup beside the ideal by bytes; no realised fraction where there is too little to gain."""
-    fraction = None if ideal < _MIN_IDEAL else rounded((speedup - 1) / (ideal - 1))
-    return {"speedup": rounded(speedup), "ideal_speedup": rounded(ideal), "realised_fraction": fraction}
+    fraction = None if ideal < _MIN_IDEAL else (speedup - 1) / (ideal - 1)
+    return {"speedup": speedup, "ideal_speedup": ideal, "realised_fraction": fraction}
 
 
-def _speed_ratio(ours: Sequence[Speeds], theirs: Sequence[Speeds]) -> float:
-    """Tokens per second over those of another program: the median over the rounds."""
-    return rounded(statistics.median(b.tpot_s / a.tpot_s for a, b in zip(ours, theirs, strict=True)))
+def _median_ratio(numerators: list[float], denominators: list[float]) -> float:
+    """The median over the rounds."""
+    return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
 
 
-def rounded(value: float) -> float:
-    """Five significant digits, more than any of these measurements has."""
-    return float(f"{value:.5g}")
+def _rounded(data: Any) -> Any:
+    """The same data with five significant digits, more than any of these measurements has."""
+    if isinstance(data, dict):
+        return {key: _rounded(value) for key, value in data.items()}
+    if isinstance(data, list):
+        return [_rounded(value) for value in data]
+    return float(f"{data:.5g}") if isinstance(data, float) else data
+
+
+def _one_line(error: Exception) -> str:
+    return str(error) if isinstance(error, RequestError) else f"{type(error).__name__}: {error}".splitlines()[0][:300]

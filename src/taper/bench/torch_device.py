@@ -18,8 +18,9 @@ from ..models.families import MODEL_TYPES
 from ..policy import DepthPolicy
 from ..sampling import SamplingParams
 from .measure import median_seconds
-from .target import SPREAD, TINY
+from .target import TINY
 
+_SPREAD = 0.02  # standard deviation of random matrices, as models are initialised
 _CHECKED_TOKENS = 24
 _CHECKED_PROMPT: list[int] = np.random.default_rng(0).integers(0, TINY.vocab_size, 17).tolist()
 _CHECKED_SPREAD = 0.25  # wide enough that attention and positions matter, and that logits have no ties
@@ -32,7 +33,7 @@ _POLICIES = {
 }
 
 
-def random_weights(config: ModelConfig, dtype: str, device: str, spread: float = SPREAD) -> dict[str, torch.Tensor]:
+def random_weights(config: ModelConfig, dtype: str, device: str, spread: float = _SPREAD) -> dict[str, torch.Tensor]:
     """Random weights of a shape, made on the device: normal matrices, norms of ones."""
     generator = torch.Generator(device).manual_seed(0)
     weights = {}

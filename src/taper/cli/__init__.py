@@ -15,8 +15,6 @@ import click
 
 from ..errors import TaperError, TaperWarning
 from . import bench, calibrate, eval, generate, models, reproduce, serve
-from . import models as policy
-from . import models as vllm
 from .common import INTERRUPTED, say
 
 _CLOSED_PIPE, _WRONG = 141, 2
@@ -28,8 +26,25 @@ _ADVICE = {
 }
 
 
+def _version(context: click.Context, parameter: click.Parameter, wanted: bool) -> None:
+    """Print the versions, and what the CPU's kernels were built with."""
+    if not wanted or context.resilient_parsing:
+        return
+    from importlib import metadata
+
+    from ..backends.ggml.repack import features
+
+    built = features()
+    kernels = f"ggml-python {metadata.version('ggml-python')} with {', '.join(name for name in built if built[name])}"
+    click.echo(f"taper {metadata.version('taper-llm')}, {kernels}")
+    for name, advice in _ADVICE.items():
+        if not built.get(name):
+            click.echo(f"without {name}: {advice}")
+    context.exit()
+
+
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
-@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=lambda *args: _version(*args))
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_version)
 def cli() -> None:
     """Language models that run fewer layers per token as the output grows, without retraining.
 
@@ -37,16 +52,9 @@ def cli() -> None:
     """
 
 
-cli.add_command(generate.generate)
-cli.add_command(generate.chat)
-cli.add_command(models.pull)
-cli.add_command(calibrate.calibrate)
-cli.add_command(eval.evaluate)
-cli.add_command(reproduce.reproduce)
-cli.add_command(bench.bench)
-cli.add_command(policy.policy)
-cli.add_command(serve.serve)
-cli.add_command(vllm.vllm_args)
+_COMMANDS = (generate.generate, generate.chat, models.pull, models.policy, models.vllm_args, bench.bench)
+for _command in (*_COMMANDS, calibrate.calibrate, eval.evaluate, reproduce.reproduce, serve.serve):
+    cli.add_command(_command)
 
 
 def main() -> NoReturn:
@@ -88,23 +96,6 @@ def _open_standard_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  (for the process)
-
-
-def _version(context: click.Context, parameter: click.Parameter, wanted: bool) -> None:
-    """Print the versions, and what the CPU's kernels were built with."""
-    if not wanted or context.resilient_parsing:
-        return
-    from importlib import metadata
-
-    from ..backends.ggml.repack import features
-
-    built = features()
-    kernels = f"ggml-python {metadata.version('ggml-python')} with {', '.join(name for name in built if built[name])}"
-    click.echo(f"taper {metadata.version('taper-llm')}, {kernels}")
-    for name, advice in _ADVICE.items():
-        if not built.get(name):
-            click.echo(f"without {name}: {advice}")
-    context.exit()
 
 
 class _Diagnostics(io.TextIOWrapper):

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import DEVICES, DTYPES
-from .common import say
+from ..errors import RequestError, shown
+from .common import DEVICE, DTYPE, MODEL, NO_REPACK, THREADS, check_file, check_matplotlib, say
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,7 +19,7 @@ Json = dict[str, Any]
 Column = tuple[str, str, float, str]  # header, key of a row, factor, format
 
 _FAILED = 1  # exit code: a check of the tokens, or a phase
-_UNLIMITED = 10_000  # columns: without a terminal, no line is folded
+_MAX_LENGTH = 1 << 20  # tokens
 _ROUNDS: Column = ("rounds", "rounds", 1, "d")
 _TTFT: Column = ("TTFT\ns", "ttft_s", 1, ".3f")
 _TOKENS: Column = ("tokens\n/s", "tokens_per_s", 1, ".1f")
@@ -37,8 +37,8 @@ _PEERS = (("program", "name", 1, "s"), _TTFT, *_SPEED, _ROUNDS)
 
 
 @click.command()
-@click.option("--model", metavar="MODEL", help="Name, file, folder or hub id ORG/MODEL.")
-@click.option("--shape", metavar="SHAPE", help="Random weights instead: llama-2-7b, llama-2-13b, llama-3-8b or 34b.")
+@MODEL
+@click.option("--shape", metavar="SHAPE", help="Random weights on a GPU: llama-2-7b, llama-2-13b, llama-3-8b or 34b.")
 @click.option(
     "--policy", "policies", multiple=True, metavar="POLICY", help="Name or file; repeatable. Default: those shipped."
 )
@@ -46,16 +46,16 @@ _PEERS = (("program", "name", 1, "s"), _TTFT, *_SPEED, _ROUNDS)
 @click.option("--prompts", default="128,512,2048", metavar="N,N", help="Prompt lengths.")
 @click.option("--rounds", type=int, default=5, metavar="N", help="Runs of each, after a warm-up; medians count.")
 @click.option("--minutes", type=float, default=9.0, help="Time budget; what does not fit is left out.")
-@click.option("--device", type=click.Choice(DEVICES), default="auto")
-@click.option("--dtype", type=click.Choice(DTYPES), default="auto", help="Convert or quantise weights when loading.")
-@click.option("--threads", type=int, help="CPU threads. Default: the cores this process may use.")
-@click.option("--no-repack", is_flag=True, help="Use the mapped file as it is: less memory, slower on a CPU.")
+@DEVICE
+@DTYPE
+@THREADS
+@NO_REPACK
 @click.option("--llama-bin", type=Path, metavar="DIR", help="Folder of llama.cpp's programs. Default: that on PATH.")
 @click.option("--no-peers", is_flag=True, help="Leave out other programs: llama.cpp and transformers.")
 @click.option("--json", type=Path, metavar="FILE", help="Write the results as JSON, phase by phase.")
 @click.option("--plot", type=Path, metavar="FILE", help="Draw the results: a .png or .svg file.")
 @click.pass_context
-def bench(context: click.Context, /, lengths: str, prompts: str, **options: Any) -> None:
+def bench(context: click.Context, /, lengths: str, prompts: str, plot: Path | None, **options: Any) -> None:
     """Measure how fast a model runs at full depth and under policies.
 
     Times to first token and per output token, tokens per second, the memory bandwidth that this uses, and how much of
@@ -63,18 +63,31 @@ def bench(context: click.Context, /, lengths: str, prompts: str, **options: Any)
     machine alone meanwhile. Quality is not measured: taper calibrate does that.
     """
     from ..bench.run import run
-    from ..bench.target import BenchOptions, parse_lengths
+    from ..bench.target import BenchOptions
     from .terminal import console
 
-    chosen = BenchOptions(lengths=parse_lengths(lengths), prompts=parse_lengths(prompts), **options)
+    chosen = BenchOptions(lengths=_whole_numbers(lengths), prompts=_whole_numbers(prompts), **options)
+    if chosen.json is not None:
+        check_file("--json", chosen.json)
+    if plot is not None:
+        check_file("--plot", plot)
+        if plot.suffix not in (".png", ".svg"):
+            raise RequestError(f"--plot {plot} is neither a .png nor a .svg file", "name one of these")
+        check_matplotlib("--plot")
     result = run(chosen, say)
-    screen = console(stderr=False)
-    if not screen.is_terminal:
-        screen.width = _UNLIMITED
-    show_results(result, screen)
-    if chosen.plot is not None:
-        draw(result, chosen.plot)
+    show_results(result, console(stderr=False, wide=True))
+    if plot is not None:
+        draw(result, plot)
     context.exit(_FAILED if failed_checks(result) or result["failed"] else 0)
+
+
+def _whole_numbers(text: str) -> tuple[int, ...]:
+    """Numbers of tokens in ascending order, from text such as "128,512"."""
+    numbers = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and 2 <= int(part) <= _MAX_LENGTH for part in numbers):
+        rule = f"they must be whole numbers from 2 to {_MAX_LENGTH}"
+        raise RequestError(f"lengths are {shown(text)}; {rule}", "such as 128,512,2048")
+    return tuple(sorted({int(part) for part in numbers}))
 
 
 def failed_checks(result: Json) -> list[str]:

@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import DEVICES, DTYPES, RequestError, TaperError
+from ..errors import DEVICES, DTYPES, RequestError
 from ..models.files import check_writable
 
 if TYPE_CHECKING:
     from ..llm import LLM
 
 INTERRUPTED = 130
+_LONG = 2  # seconds of loading
 Command = Callable[..., Any]
+
+MODEL = click.option("--model", metavar="MODEL", help="Name, file, folder or hub id ORG/MODEL.")
+THREADS = click.option("--threads", type=int, help="CPU threads. Default: the cores this process may use.")
+DEVICE = click.option("--device", type=click.Choice(DEVICES), default="auto")
+DTYPE = click.option(
+    "--dtype", type=click.Choice(DTYPES), default="auto", help="Convert or quantise weights when loading."
+)
+NO_REPACK = click.option(
+    "--no-repack", is_flag=True, help="Use the mapped file as it is: less memory, slower on a CPU."
+)
 
 
 def with_options(options: Sequence[Command], command: Command) -> Command:
@@ -29,33 +42,32 @@ def with_options(options: Sequence[Command], command: Command) -> Command:
 
 def model_options(command: Command) -> Command:
     """Which model, and how it runs."""
-    model = click.option("--model", default=None, metavar="MODEL", help="Name, file, folder or hub id ORG/MODEL.")
-    return model(run_options(command))
+    return MODEL(run_options(command))
 
 
 def run_options(command: Command) -> Command:
     """How a model runs."""
-    options = [
-        click.option("--threads", type=int, help="CPU threads. Default: the cores this process may use."),
-        click.option("--context", type=int, help="Tokens of prompt and output. Default: 4096 or the model's limit."),
-        click.option("--device", type=click.Choice(DEVICES), default="auto"),
-        click.option(
-            "--dtype", type=click.Choice(DTYPES), default="auto", help="Convert or quantise weights when loading."
-        ),
-        click.option("--no-repack", is_flag=True, help="Use the mapped file as it is: less memory, slower on a CPU."),
-    ]
-    return with_options(options, command)
+    context = click.option(
+        "--context", type=int, help="Tokens of prompt and output. Default: 4096 or the model's limit."
+    )
+    return with_options([THREADS, context, DEVICE, DTYPE, NO_REPACK], command)
 
 
 def load(options: dict[str, Any], **more: Any) -> LLM:
-    """The model that the options ask for."""
+    """The model that the options ask for; a terminal shows which part of it is there when that takes long."""
     from ..llm import LLM
     from ..models.download import DEFAULT_MODEL
-    from .terminal import loading
+    from .terminal import console
 
     model = DEFAULT_MODEL if options["model"] is None else options["model"]
-    with loading(model) as progress:
-        given = {name: options[name] for name in ("device", "dtype", "context", "threads")}
+    given = {name: options[name] for name in ("device", "dtype", "context", "threads")}
+    started = time.monotonic()
+    with console().status(f"loading {model}") as status:
+
+        def progress(part: float) -> None:
+            if time.monotonic() - started > _LONG:
+                status.update(f"loading {model}, {part:.0%}")
+
         return LLM(model, **given, repack=not options["no_repack"], progress=progress, **more)
 
 
@@ -75,17 +87,23 @@ def check_file(option: str, path: Path) -> None:
     check_writable(path.parent)
 
 
+def check_matplotlib(option: str) -> None:
+    """Reject an option that draws, before the work.
+
+    Raises:
+        RequestError: matplotlib is not installed.
+    """
+    if find_spec("matplotlib") is None:
+        raise RequestError(f"{option} needs matplotlib", 'pip install "taper-llm[report]"')
+
+
 def check_report(option: str, folder: Path) -> None:
     """Reject a report that could not be written, before the work.
 
     Raises:
-        RequestError: it is not a folder, or cannot be written to.
-        TaperError: matplotlib is not installed.
+        RequestError: it is not a folder, or cannot be written to, or matplotlib is not installed.
     """
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise TaperError(f"{option} needs matplotlib", 'pip install "taper-llm[report]"') from None
+    check_matplotlib(option)
     if folder.exists() and not folder.is_dir():
         raise RequestError(f"{option} {folder} is not a folder", "name a folder")
     check_writable(folder)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -134,9 +134,9 @@ def _policy(llm: LLM, options: dict[str, Any]) -> DepthPolicy:
     if name is not None:
         return llm.resolve_policy(name, mode).with_alpha(alpha)
     if DEFAULT_POLICY not in llm.shipped_policies():
-        middle_first = DepthPolicy.middle_first(llm.config.num_hidden_layers, alpha)
+        policy = DepthPolicy.middle_first(llm.config.num_hidden_layers, alpha)  # rejects a wrong alpha first
         say("taper: no measured skip order for this model: the middle layers go first (our reading of the paper)")
-        return middle_first
+        return policy
     return llm.resolve_policy().with_alpha(alpha)
 
 
@@ -154,7 +154,7 @@ def _prompt(llm: LLM, text: str, system: str | None) -> Any:
 
 
 def _thinks(llm: LLM, prompt_ids: list[int]) -> Thoughts:
-    """Tells thoughts from the rest of an output; some templates end a prompt with the beginning of a thought."""
+    """Separates the thoughts of an output; some templates end a prompt with the beginning of a thought."""
     from .terminal import Thoughts
 
     thoughts = Thoughts()
@@ -164,7 +164,7 @@ def _thinks(llm: LLM, prompt_ids: list[int]) -> Thoughts:
 
 def _follow(stream: Stream, thoughts: Thoughts, echo: bool) -> tuple[Output, list[Chunk]]:
     """Take all chunks of an output, writing their text as it comes, thoughts dimmed; Ctrl-C ends it where it is."""
-    from .terminal import dimmed, waiting, without_controls
+    from .terminal import console, dimmed, without_controls
 
     chunks: list[Chunk] = []
     is_terminal = sys.stdout.isatty()
@@ -177,7 +177,7 @@ def _follow(stream: Stream, thoughts: Thoughts, echo: bool) -> tuple[Output, lis
         print(dimmed(text) if thoughts.take(chunk.text) and is_terminal else text, end="", flush=True)
 
     try:
-        with waiting("reading the prompt"):
+        with console().status("reading the prompt"):
             first = next(stream)
         take(first)
         for chunk in stream:
@@ -193,17 +193,36 @@ def _follow(stream: Stream, thoughts: Thoughts, echo: bool) -> tuple[Output, lis
 def _compare(
     llm: LLM, prompt: Any, params: SamplingParams, policy: DepthPolicy, options: dict[str, Any], as_json: bool
 ) -> None:
-    from .terminal import compare, console, depth_chart
+    """Complete at full depth and under a policy, a token of each in turn: what slows the machine slows both alike."""
+    from rich.live import Live
 
-    picture = compare(llm, prompt, params, policy, options["think"], None if as_json else console())
-    outputs = picture.by_mode()
+    from ..sampling import SamplingParams
+    from .terminal import SideBySide, console, depth_chart
+
+    layers, full = llm.config.num_hidden_layers, llm.resolve_policy(mode="full")
+    llm.generate("warm up", SamplingParams(max_tokens=4), policy=full, raw=True)
+    picture = SideBySide({"full": f"full depth, {layers} layers", "taper": f"tapered, {policy.label}"})
+    policies = {"full": full, "taper": policy}
+    running = {mode: llm.stream(prompt, params, policy=policies[mode], think=options["think"]) for mode in policies}
+    with nullcontext() if as_json else Live(picture, console=console(), refresh_per_second=8, transient=True):
+        try:
+            while running:
+                for mode, stream in list(running.items()):
+                    picture.add(mode, next(stream))
+                    if mode in picture.outputs:
+                        del running[mode]
+        except KeyboardInterrupt:
+            for mode, stream in running.items():
+                for chunk in stream.abort():
+                    picture.add(mode, chunk)
+    outputs = {mode: picture.outputs[mode] for mode in policies if mode in picture.outputs}
     if as_json:
-        click.echo(json.dumps({name: _as_json(output, llm) for name, output in outputs.items()}, ensure_ascii=False))
+        click.echo(json.dumps({mode: _as_json(output, llm) for mode, output in outputs.items()}, ensure_ascii=False))
     else:
         console(stderr=False).print(picture)
         say(picture.verdict())
     if options["show_depth"] and "taper" in outputs:
-        say(depth_chart(outputs["taper"].depths, llm.config.num_hidden_layers))
+        say(depth_chart(outputs["taper"].depths, layers))
     if any(output.finish_reason == "abort" for output in outputs.values()):
         sys.exit(INTERRUPTED)
 

@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, takewhile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
-from rich.live import Live
 from rich.panel import Panel
 from rich.table import Column, Table
 from rich.text import Text
 
-from ..policy import DepthPolicy
-
 if TYPE_CHECKING:
-    from ..llm import LLM, Chunk, Output
-    from ..sampling import SamplingParams
+    from ..llm import Chunk, Output
+    from ..policy import DepthPolicy
 
 _BARS = " ▁▂▃▄▅▆▇█"
 # From full depth to the shallowest; readable on dark and light backgrounds.
 _COLOURS = ("green", "cyan", "blue", "magenta", "red")
 _CHART_HEIGHT, _CHART_WIDTH = 5, 72
 _CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])  # all but tab and newline
-_LONG = 2  # seconds of loading
 _THINK, _THINK_END = "<think>", "</think>"
-_WIDE = 10_000  # columns of a file or pipe, where no table is folded
+_UNLIMITED = 10_000  # columns of a file or pipe
 _MIN_WIDTH = 60  # columns; in fewer, or in COLUMNS=0, nothing could be read
 
 
@@ -80,7 +75,7 @@ def coloured_tokens(chunks: Sequence[Chunk], layers: int) -> Text:
 
 
 def policy_picture(policy: DepthPolicy, tokens: int) -> str:
-    """Depth by step of a policy, and which layers go."""
+    """Depth by step of a policy, and the layers it skips."""
     layers = policy.num_hidden_layers
     lines = [depth_chart([policy.depth(step) for step in range(tokens)], layers), ""]
     skipped = set(range(layers)) - set(policy.retained_layers(max(0, tokens - 1)))
@@ -93,14 +88,11 @@ def policy_picture(policy: DepthPolicy, tokens: int) -> str:
 
 
 def print_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table on standard output; where that is no terminal, it is as wide as it needs to be."""
+    """Print a table on standard output."""
     table = Table(*titles, box=None, pad_edge=False)
     for row in rows:
         table.add_row(*row)
-    screen = console(stderr=False)
-    if not screen.is_terminal:
-        screen.width = _WIDE
-    screen.print(table)
+    console(stderr=False, wide=True).print(table)
 
 
 def without_controls(text: str) -> str:
@@ -117,7 +109,7 @@ def dimmed(text: str) -> str:
 
 
 class Thoughts:
-    """Tells the thoughts of a thinking model from its answer as the text comes, piece by piece."""
+    """Separates a thinking model's thoughts from the rest of its text, which comes piece by piece."""
 
     def __init__(self) -> None:
         self._inside, self._tail = False, ""
@@ -131,107 +123,54 @@ class Thoughts:
         return was_inside or self._inside
 
 
-def waiting(message: str) -> AbstractContextManager[object]:
-    """Show on a terminal that something is going on."""
-    screen = console()
-    return screen.status(message) if screen.is_terminal else nullcontext()
+def console(stderr: bool = True, wide: bool = False) -> Console:
+    """The terminal; standard error, where everything but outputs goes, unless told otherwise.
 
-
-@contextmanager
-def loading(model: str) -> Generator[Callable[[float], None], None, None]:
-    """Show on a terminal that a model loads, and which part of it has been where that takes long."""
-    screen, started = console(), time.monotonic()
-    if not screen.is_terminal:
-        yield lambda part: None
-        return
-    with screen.status(f"loading {model}") as status:
-
-        def show(part: float) -> None:
-            if time.monotonic() - started > _LONG:
-                status.update(f"loading {model}, {part:.0%}")
-
-        yield show
-
-
-def console(stderr: bool = True) -> Console:
-    """The terminal; standard error, where everything but outputs goes, unless told otherwise."""
+    With `wide`, a file or pipe gets lines as long as they need to be, for tables.
+    """
     too_narrow = os.environ.get("COLUMNS", "").isdigit() and int(os.environ["COLUMNS"]) < _MIN_WIDTH
-    return Console(stderr=stderr, highlight=False, markup=False, width=_MIN_WIDTH if too_narrow else None)
+    screen = Console(stderr=stderr, highlight=False, markup=False, width=_MIN_WIDTH if too_narrow else None)
+    if wide and not screen.is_terminal:
+        screen.width = _UNLIMITED
+    return screen
 
 
 @dataclass
 class SideBySide:
-    """Two outputs beside each other while they grow."""
+    """Two outputs beside each other while they grow: titles, texts and finished outputs by mode."""
 
-    titles: tuple[str, str]
-    texts: list[str] = field(default_factory=lambda: ["", ""])
-    outputs: list[Output | None] = field(default_factory=lambda: [None, None])
+    titles: dict[str, str]
+    texts: dict[str, str] = field(default_factory=lambda: defaultdict(str))
+    outputs: dict[str, Output] = field(default_factory=dict)
 
     def __rich__(self) -> Table:
         grid = Table.grid(Column(ratio=1), Column(ratio=1), expand=True)
-        grid.add_row(*(self._panel(i) for i in (0, 1)))
+        grid.add_row(*map(self._panel, self.titles))
         return grid
 
-    def _panel(self, i: int) -> Panel:
-        output = self.outputs[i]
+    def _panel(self, mode: str) -> Panel:
         facts = Table.grid(padding=(0, 1))
-        if output is not None:
+        if output := self.outputs.get(mode):
             facts.add_row("tokens", str(output.completion_tokens))
             facts.add_row("mean depth", f"{output.mean_depth:.1f} of {output.policy.num_hidden_layers}")
             facts.add_row("tokens/s", f"{output.tokens_per_second:.1f}")
             facts.add_row("first token", f"{output.ttft_s:.2f} s")
-        return Panel(Group(Text(without_controls(self.texts[i])), Text(""), facts), title=self.titles[i])
+        return Panel(Group(Text(without_controls(self.texts[mode])), Text(""), facts), title=self.titles[mode])
 
-    def by_mode(self) -> dict[str, Output]:
-        """The outputs by mode; those that Ctrl-C ended before they began are missing."""
-        modes = zip(("full", "taper"), self.outputs, strict=True)
-        return {mode: output for mode, output in modes if output is not None}
+    def add(self, mode: str, chunk: Chunk) -> None:
+        """Append a chunk; the last one has the whole output."""
+        self.texts[mode] += chunk.text
+        if chunk.output is not None:
+            self.outputs[mode] = chunk.output
 
     def verdict(self) -> str:
         """What the comparison comes to, one line."""
-        full, tapered = self.outputs
-        if full is None or tapered is None or not full.tokens_per_second or not tapered.tokens_per_second:
+        if len(self.outputs) < 2 or not all(output.tokens_per_second for output in self.outputs.values()):
             return "too short to compare"
+        full, tapered = self.outputs["full"], self.outputs["taper"]
         pairs = zip(full.token_ids, tapered.token_ids, strict=False)
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         same = len(full.token_ids) == len(tapered.token_ids) == shared
         texts = "the same text" if same else f"the first {shared} tokens are the same"
         ratio = tapered.tokens_per_second / full.tokens_per_second
         return f"tapered runs {ratio:.2f}x as fast per token; {texts}"
-
-
-def compare(
-    llm: LLM,
-    prompt: Any,
-    params: SamplingParams,
-    policy: DepthPolicy,
-    think: bool | None = None,
-    screen: Console | None = None,
-) -> SideBySide:
-    """Complete at full depth and under a policy, a token of each in turn: what slows the machine slows both alike.
-
-    Drawn on `screen` while it runs, if that is a terminal. Ctrl-C ends both where they are.
-    """
-    from ..sampling import SamplingParams
-
-    full = DepthPolicy.full(llm.config.num_hidden_layers)
-    llm.generate("warm up", SamplingParams(max_tokens=4), policy=full, raw=True)
-    picture = SideBySide((f"full depth, {full.num_hidden_layers} layers", f"tapered, {policy.label}"))
-    streams = dict(enumerate(llm.stream(prompt, params, policy=chosen, think=think) for chosen in (full, policy)))
-    live = screen is not None and screen.is_terminal
-    with Live(picture, console=screen, refresh_per_second=8, transient=True) if live else nullcontext():
-        running = dict(streams)
-        try:
-            while running:
-                for i, stream in list(running.items()):
-                    chunk = next(stream)
-                    picture.texts[i] += chunk.text
-                    if chunk.output is not None:
-                        picture.outputs[i] = chunk.output
-                        del running[i]
-        except KeyboardInterrupt:
-            for i, stream in running.items():
-                for chunk in stream.abort():
-                    picture.texts[i] += chunk.text
-                    picture.outputs[i] = chunk.output
-    return picture

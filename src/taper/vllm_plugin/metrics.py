@@ -18,19 +18,14 @@ import numpy as np
 _SLOTS = 256  # engines (data-parallel ranks) that one file has room for
 
 
-class Counters:
-    """The counters of one engine; `slot` is its row of the file."""
-
-    def __init__(self, path: str, slot: int) -> None:
-        self._row = _map(path)[slot % _SLOTS]
-
-    def add(self, completion_tokens: int, layers_run: int) -> None:
-        """Count a forward."""
-        self._row += (completion_tokens, layers_run)
+def counters(path: str, slot: int) -> np.ndarray:
+    """The completion tokens of one engine and the layers run for them, `slot` being its row of the file."""
+    row: np.ndarray = _map(path)[slot % _SLOTS]
+    return row
 
 
 def watch(num_hidden_layers: int) -> str:
-    """Make a file of counters and show them at this process's /metrics; its path is for `Counters` elsewhere."""
+    """Make a file of counters and show them at this process's /metrics; its path is for `counters` elsewhere."""
     from prometheus_client import REGISTRY
 
     handle, path = tempfile.mkstemp(prefix="taper-metrics-")
@@ -43,7 +38,7 @@ def watch(num_hidden_layers: int) -> str:
 
 
 def _map(path: str, mode: Any = "r+") -> np.ndarray:
-    return np.memmap(path, np.int64, mode, shape=(_SLOTS, 2))  # completion tokens, layers run for them
+    return np.memmap(path, np.int64, mode, shape=(_SLOTS, 2))
 
 
 class _Collector:

@@ -20,7 +20,7 @@ from vllm.platforms import current_platform
 
 from ..errors import TaperError
 from ..policy import DepthPolicy
-from .metrics import Counters
+from .metrics import counters
 from .models import Batch, TaperedForward, only_attention_group
 from .options import FULL, PluginOptions
 from .plan import Planner, RequestTokens
@@ -43,11 +43,11 @@ class ForwardBuilder:
         model, config = vllm_config.model_config.hf_text_config, vllm_config.additional_config
         self._options = PluginOptions.read(config["taper"], model)
         self._planner = Planner(model.num_hidden_layers, range(decoder.start_layer, decoder.end_layer))
-        self._counters: Counters | None = None
+        self._counters: np.ndarray | None = None
         # Every rank of an engine makes the same plan, so the first one counts for the whole model.
         if get_pp_group().is_first_rank and get_tensor_model_parallel_rank() == 0:
             try:
-                self._counters = Counters(config["taper_metrics"], vllm_config.parallel_config.data_parallel_index)
+                self._counters = counters(config["taper_metrics"], vllm_config.parallel_config.data_parallel_index)
             except OSError as error:
                 logger.warning("The depths of this engine will be missing at /metrics: %s", error)
 
@@ -64,7 +64,7 @@ class ForwardBuilder:
         numbers = (batch.first_positions.tolist(), batch.num_tokens.tolist(), batch.prompt_lengths.tolist())
         plan = self._planner.plan(list(map(RequestTokens, batch.policies, *numbers)))
         if self._counters is not None and plan.completion_tokens:
-            self._counters.add(plan.completion_tokens, plan.layers_run)
+            self._counters += (plan.completion_tokens, plan.layers_run)
         return TaperedForward(plan, batch)
 
 
