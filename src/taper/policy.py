@@ -116,11 +116,12 @@ class Adapters:
     An adapter computes x + up @ silu(down @ norm(x)); `norm` is RMS norm without gains, with `ADAPTER_EPS`. It has no
     keys and values.
 
-    `layers`: by layer, `down` [rank, hidden_size] and `up` [hidden_size, rank], arrays of float16. Two objects are
-    equal only if they are the same one.
+    `layers`: by layer, `down` [rank, hidden_size] and `up` [hidden_size, rank], arrays of float16. `file`: where they
+    are stored, if they are. Two objects are equal only if they are the same one.
     """
 
     layers: Mapping[int, tuple[Any, Any]]
+    file: str = ""
 
     @property
     def hidden_size(self) -> int:

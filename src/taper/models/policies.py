@@ -131,7 +131,7 @@ def _read_with_adapters(path: Path) -> DepthPolicy:
         raise PolicyError(f"tensor {shown(min(tensors))} is no adapter's")
     if not layers:
         raise PolicyError("it has no adapters", "a policy without adapters is a JSON file")
-    return replace(policy, adapters=Adapters(layers))
+    return replace(policy, adapters=Adapters(layers, str(path.absolute())))
 
 
 def _tensor(layer: int | str, part: str) -> str:
