@@ -116,7 +116,7 @@ class Student:
         return kl, logits.argmax(-1) == ids[:, 0]
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
-        """Attention of the last tokens, q [n, heads, head_dim], over all: k and v [cells, key-value heads, head_dim]."""
+        """Attention of the last tokens, q [n, heads, head_dim], over all: k, v [cells, key-value heads, head_dim]."""
         spec = self.config.layers[layer]
         positions = torch.arange(len(k) - len(q), len(k), device=q.device)
         visible = visible_cells(positions, len(k), spec.window)
