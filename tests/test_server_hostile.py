@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -123,6 +124,16 @@ def test_the_worst_body_of_each_field_is_rejected_while_others_are_served(tiny_g
         assert server.chat().status_code == 200
 
 
+def test_many_of_the_worst_bodies_at_once_are_read_one_after_the_other(tiny_gguf):
+    """So they take little more memory than one. It is the clients, in this process, that delay each other."""
+    path, body = next((path, body) for name, path, body in bodies() if name == "unknown")
+    headers = {"content-type": "application/json"}
+    with Process(tiny_gguf) as server, Watch(server) as watch, ThreadPoolExecutor(20) as pool:
+        replies = list(pool.map(lambda _: server.http.post(path, content=body, headers=headers), range(20)))
+        assert {reply.status_code for reply in replies} == {400}
+        assert watch.added < 450
+
+
 def test_the_worst_schemas_are_rejected_while_others_are_served(tiny_gguf):
     with Process(tiny_gguf) as server, Watch(server) as watch:
         for _ in range(2):
@@ -158,7 +169,14 @@ def test_schemas_wait_under_the_deadline_and_only_as_long_as_their_clients(tiny_
         assert time.monotonic() - started < 15
         assert statuses.count(0) == 2
         assert set(statuses) == {0, 400, 504}
+
+
+def test_sigterm_while_a_schema_compiles_ends_the_server_after_its_reply(tiny_gguf):
+    with Process(tiny_gguf) as server, ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(server.chat, response_format=WORST_SCHEMA, taper={})
+        time.sleep(0.5)
         server.process.send_signal(signal.SIGTERM)
+        assert reply.result().status_code == 400
         assert server.process.wait(15) == 143
 
 

@@ -169,6 +169,20 @@ def test_a_body_without_a_length_is_measured_too(server):
     check_refused(server.http.post(CHAT, content=endless(), headers={"content-type": "application/json"}), 413)
 
 
+def test_bodies_that_never_end_take_bounded_memory(server):
+    """Each is below the limit; together they are above that of all requests."""
+    end, unfinished = time.monotonic() + 20, []
+    while server.chat("one", user="x" * 19_000).status_code != 429:
+        assert time.monotonic() < end
+        for _ in range(limits.MAX_BODIES):
+            unfinished.append(ask_and_read_nothing(server, "one", user="x" * 8_000, length=20_000))
+    assert server.http.get("/health").status_code == 200
+    for connection in unfinished:
+        connection.close()
+    while server.chat("one", user="x" * 19_000).status_code != 200:
+        assert time.monotonic() < end
+
+
 def test_replies_on_a_kept_connection_wait_for_no_acknowledgement(server):
     """Which a client's system may hold back for 40 ms."""
     check_refused(server.http.get("/nothing"), 404)
@@ -204,12 +218,12 @@ def test_a_newcomer_is_served_before_a_long_output_ends(server):
 # Clients that leave, or do not read
 
 
-def ask_and_read_nothing(server, content: str, **fields) -> socket.socket:
-    """A connection that has sent a request and read nothing of the reply."""
+def ask_and_read_nothing(server, content: str, length: int | None = None, **fields) -> socket.socket:
+    """A connection that has sent a request, or its beginning if it gives a greater length, and has read no reply."""
     body = json.dumps(chat_body(content, **fields)).encode()
     head = ["POST /v1/chat/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
     connection = socket.create_connection(server.address, timeout=20)
-    connection.sendall("\r\n".join([*head, f"Content-Length: {len(body)}", "", ""]).encode() + body)
+    connection.sendall("\r\n".join([*head, f"Content-Length: {length or len(body)}", "", ""]).encode() + body)
     return connection
 
 

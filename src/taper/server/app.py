@@ -21,6 +21,7 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.routing import APIRoute
+from pydantic import BaseModel
 from starlette import types
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -29,7 +30,7 @@ from starlette.responses import Response
 from .. import engine
 from ..errors import TaperError
 from .completions import ChatEvents, CompletionResponse, Events, TextEvents
-from .engine_loop import EngineLoop, queue_full
+from .engine_loop import EngineLoop
 from .limits import Gate, Limits, TimedConnection
 from .metrics import Metrics
 from .protocol import (
@@ -43,7 +44,8 @@ from .protocol import (
     TextCompletion,
     TokenizeRequest,
     Tokens,
-    read_json,
+    queue_full,
+    read_body,
     to_api_error,
 )
 from .served import ServedModel
@@ -51,6 +53,7 @@ from .served import ServedModel
 log = logging.getLogger("taper.server")
 MAX_CONNECTIONS = 1 << 14
 MAX_WAITING_SCHEMAS = 8  # each may take two seconds, and SIGTERM waits for them
+SMALL_BODY = 1 << 16  # bytes; read in milliseconds
 _PUBLIC_PATHS = ("/", "/health", "/ready")  # and the page's files: they hold no secrets and show no data
 _CONTENT_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 # The page may load its own files and talk to its own server, and nothing else.
@@ -107,6 +110,7 @@ def create_app(served: ServedModel, limits: Limits) -> types.ASGIApp:
         title="Taper", version=metadata.version("taper-llm"), lifespan=lifespan, docs_url=None, redoc_url=None
     )
     app.router.route_class = _Route
+    app.state.one_large_body = CapacityLimiter(1)  # at a time: reading it takes a fraction of a second and 200 MB
     for kind in (HTTPException, RequestValidationError, TaperError, Exception):
         app.add_exception_handler(kind, _error_response)
     _add_openai_routes(app, served, limits, engine_loop, metrics)
@@ -214,17 +218,27 @@ def _file_route(content: bytes, content_type: str) -> Callable[[], Awaitable[Res
 
 
 class _JsonRequest(Request):
-    async def json(self) -> Any:
-        """The value of the body, read in a thread: the largest ones take a while."""
-        return await run_sync(read_json, await self.body())
+    model: type[BaseModel]  # the route's
+
+    async def json(self) -> BaseModel:
+        """The body as the route's model, checked here so that a large one does not block the event loop."""
+        body = await self.body()
+        if len(body) <= SMALL_BODY:
+            return read_body(body, self.model)
+        return await run_sync(read_body, body, self.model, limiter=self.app.state.one_large_body)
 
 
 class _Route(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
+        if self.body_field is None:
+            return handle
+        model: Any = self.body_field.field_info.annotation
 
         async def handle_json(request: Request) -> Response:
-            return await handle(_JsonRequest(request.scope, request.receive))
+            json_request = _JsonRequest(request.scope, request.receive)
+            json_request.model = model
+            return await handle(json_request)
 
         return handle_json
 

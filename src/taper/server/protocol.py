@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
@@ -34,23 +34,32 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 # Requests
 
 
-def read_json(body: bytes) -> Any:
-    """The value of a request's body.
+def read_body(body: bytes, model: type[BaseModel]) -> BaseModel:
+    """A request from its body.
 
     Raises:
-        ApiError: it is not UTF-8, or a text in it has half of a surrogate pair, which no tokenizer takes.
-        json.JSONDecodeError: it is not JSON.
-        RecursionError: it is nested too deep.
+        ApiError: it is not JSON, does not fit the model, or a text in it has half of a surrogate pair, which no
+            tokenizer takes.
     """
     try:
         value = json.loads(body.decode())
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body is not UTF-8 (byte {error.start})", code="invalid_json") from None
+    except json.JSONDecodeError as error:
+        reason = f"{error.msg} (at character {error.pos})"
+        raise ApiError(400, f"the body is not JSON: {reason}", code="invalid_json") from None
+    except (RecursionError, ValueError):
+        raise ApiError(400, "the body is nested too deep, or a number in it is too long", code="invalid_json") from None
     if re.search(rb"\\u[dD][89a-fA-F]", body) and (path := _surrogate(value)) is not None:
         param = printable(".".join(path))[:MAX_PARAM_CHARACTERS]
         message = f"{param or 'the body'}: half of a surrogate pair is no character"
         raise ApiError(400, message, param=param or None, code="invalid_value")
-    return value
+    try:
+        return model.model_validate(value, from_attributes=True)
+    except ValidationError as error:
+        raise _validation_error(error, value) from None
+    except TaperError as error:
+        raise to_api_error(error) from None
 
 
 def _surrogate(value: Any) -> list[str] | None:
@@ -555,6 +564,12 @@ class ApiError(HTTPException):
         return JSONResponse(self.reply().model_dump(), self.status_code, self.headers)
 
 
+def queue_full() -> ApiError:
+    """The error for a request that would have too many before it; after a step or two there may be room."""
+    message, headers = "too many requests are waiting; try again later", {"Retry-After": "1"}
+    return ApiError(429, message, code="queue_full", headers=headers)
+
+
 def to_api_error(error: Exception) -> ApiError:
     """An error as clients see it; of a bug of ours they learn only that there was one."""
     if isinstance(error, ApiError):
@@ -562,7 +577,7 @@ def to_api_error(error: Exception) -> ApiError:
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, str(error.detail), headers=error.headers)
     if isinstance(error, RequestValidationError):
-        return _validation_error(error)
+        return ApiError(400, "send the request as JSON, with Content-Type: application/json", code="no_json")
     if isinstance(error, ModelError):
         return ApiError(500, str(error), code="model_error")
     if isinstance(error, TaperError):
@@ -572,19 +587,14 @@ def to_api_error(error: Exception) -> ApiError:
     return ApiError(500, "the server failed; its log says why", code="internal_error", headers=headers)
 
 
-def _validation_error(error: RequestValidationError) -> ApiError:
+def _validation_error(error: ValidationError, body: Any) -> ApiError:
     """The first mistake in a body: where it is, what is wrong, and the value."""
-    problems = error.errors()
+    problems = error.errors(include_url=False)
     first = problems[0]
-    if first["type"] == "json_invalid":
-        reason = first.get("ctx", {}).get("error", "")
-        return ApiError(400, f"the body is not JSON: {reason} (at character {first['loc'][1]})", code="invalid_json")
-    if isinstance(error.body, bytes) or error.body is None:
-        return ApiError(400, "send the request as JSON, with Content-Type: application/json", code="no_json")
     # A value of a union has a problem for each type; the one that is not about the type is of the type it has.
-    same_field = [problem for problem in problems if problem["loc"][:2] == first["loc"][:2]]
+    same_field = [problem for problem in problems if problem["loc"][:1] == first["loc"][:1]]
     problem = next((problem for problem in same_field if not problem["type"].endswith("_type")), first)
-    param = _param(problem["loc"][1:], error.body)
+    param = _param(problem["loc"], body)
     if problem["type"] == "extra_forbidden":
         return ApiError(400, f"unknown field {param!r}", param=param, code="unknown_field")
     if problem["type"] == "missing":
