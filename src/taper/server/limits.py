@@ -204,7 +204,12 @@ class Gate:
         elif limits.is_local and not _is_loopback(_named_host(headers.get("host", ""))):
             raise ApiError(403, "this server answers to names of this machine only", code="wrong_host")
         if "content-length" in headers and "transfer-encoding" in headers:  # proxies may disagree on where it ends
-            raise ApiError(400, "a request has Content-Length or Transfer-Encoding, not both", code="two_lengths")
+            raise ApiError(
+                400,
+                "a request has Content-Length or Transfer-Encoding, not both",
+                code="two_lengths",
+                headers={"Connection": "close"},
+            )
         length = headers.get("content-length", "0")
         if length.isdigit() and int(length[:20]) > limits.max_body_bytes:
             raise self._too_large()
