@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi.exceptions import RequestValidationError
@@ -34,7 +34,7 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 # Requests
 
 
-def read_body(body: bytes, model: type[BaseModel]) -> BaseModel:
+def read_body(body: bytes, model: type[Strict]) -> Strict:
     """A request from its body.
 
     Raises:
@@ -43,6 +43,7 @@ def read_body(body: bytes, model: type[BaseModel]) -> BaseModel:
     """
     try:
         value = json.loads(body.decode())
+        path = _surrogate(value) if re.search(rb"\\u[dD][89a-fA-F]", body) else None
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body is not UTF-8 (byte {error.start})", code="invalid_json") from None
     except json.JSONDecodeError as error:
@@ -50,10 +51,8 @@ def read_body(body: bytes, model: type[BaseModel]) -> BaseModel:
         raise ApiError(400, f"the body is not JSON: {reason}", code="invalid_json") from None
     except (RecursionError, ValueError):
         raise ApiError(400, "the body is nested too deep, or a number in it is too long", code="invalid_json") from None
-    if re.search(rb"\\u[dD][89a-fA-F]", body) and (path := _surrogate(value)) is not None:
-        param = printable(".".join(path))[:MAX_PARAM_CHARACTERS]
-        message = f"{param or 'the body'}: half of a surrogate pair is no character"
-        raise ApiError(400, message, param=param or None, code="invalid_value")
+    if path is not None:
+        raise _invalid(printable(".".join(path))[:MAX_PARAM_CHARACTERS], "half of a surrogate pair is no character")
     try:
         return model.model_validate(value, from_attributes=True)
     except ValidationError as error:
@@ -62,26 +61,18 @@ def read_body(body: bytes, model: type[BaseModel]) -> BaseModel:
         raise to_api_error(error) from None
 
 
-def _surrogate(value: Any) -> list[str] | None:
+def _surrogate(value: Any, path: tuple[str, ...] = ()) -> tuple[str, ...] | None:
     """Where the first text with a lone surrogate is, as names and indices; None if there is none."""
-    levels = [iter([("", value)])]
-    path: list[str] = []
-    while levels:
-        for name, item in levels[-1]:
-            if _is_broken(name):
-                return path[1:]
-            if isinstance(item, str) and _is_broken(item):
-                return [*path, name][1:]
-            if isinstance(item, dict | list):
-                inside = item.items() if isinstance(item, dict) else ((str(i), part) for i, part in enumerate(item))
-                levels.append(iter(inside))
-                path.append(name)
-                break
-        else:
-            levels.pop()
-            if path:
-                path.pop()
-    return None
+    if isinstance(value, str):
+        return path if _is_broken(value) else None
+    items: Iterable[tuple[str | int, Any]] = ()
+    if isinstance(value, dict):
+        if any(map(_is_broken, value)):
+            return path
+        items = value.items()
+    elif isinstance(value, list):
+        items = enumerate(value)
+    return next((inside for name, item in items if (inside := _surrogate(item, (*path, str(name)))) is not None), None)
 
 
 def _is_broken(text: str) -> bool:
@@ -432,46 +423,49 @@ class ReplyMessage(BaseModel):
     tool_calls: list[ToolCall] | None = None
 
 
-class ChatChoice(BaseModel):
+class Choice(BaseModel):
+    """What the choices of chats and texts have in common."""
+
+    index: int
+    finish_reason: FinishReason
+    taper: TaperStats
+
+
+class ChatChoice(Choice):
     """One of the `n` messages."""
 
-    index: int
     message: ReplyMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
-    taper: TaperStats
 
 
-class TextChoice(BaseModel):
+class TextChoice(Choice):
     """One of the texts."""
 
-    index: int
     text: str
     logprobs: TextLogprobs | None
-    finish_reason: FinishReason
-    taper: TaperStats
 
 
-class ChatCompletion(BaseModel):
+class Completion(BaseModel):
+    """What the replies to chats and texts have in common."""
+
+    id: str
+    created: int
+    model: str
+    usage: Usage
+
+
+class ChatCompletion(Completion):
     """The reply of /v1/chat/completions."""
 
-    id: str
     object: Literal["chat.completion"]
-    created: int
-    model: str
     choices: list[ChatChoice]
-    usage: Usage
 
 
-class TextCompletion(BaseModel):
+class TextCompletion(Completion):
     """The reply of /v1/completions; an event of its stream has the same form."""
 
-    id: str
     object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[TextChoice]
-    usage: Usage
 
 
 class PolicyInfo(BaseModel):
@@ -600,8 +594,11 @@ def _validation_error(error: ValidationError, body: Any) -> ApiError:
     if problem["type"] == "missing":
         return ApiError(400, f"field {param!r} is missing", param=param, code="missing_field")
     rule = problem["msg"][0].lower() + problem["msg"][1:]
-    message = f"{param or 'the body'}: {rule} (given: {shown(problem['input'])})"
-    return ApiError(400, message, param=param or None, code="invalid_value")
+    return _invalid(param, f"{rule} (given: {shown(problem['input'])})")
+
+
+def _invalid(param: str, rule: str) -> ApiError:
+    return ApiError(400, f"{param or 'the body'}: {rule}", param=param or None, code="invalid_value")
 
 
 def _param(location: Sequence[int | str], value: Any) -> str:

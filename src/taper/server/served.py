@@ -49,15 +49,7 @@ class ServedModel:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
-        self._grammars = Grammars(self.llm.tokenizer, self.llm.config.vocab_size)
-
-    def token_filter(self, body: ChatRequest) -> Callable[[], TokenFilter] | None:
-        """Makes the filter that keeps outputs to the schema of a request, if it has one.
-
-        Raises:
-            RequestError: the schema cannot be compiled.
-        """
-        return None if body.json_schema is None else self._grammars.compile(body.json_schema)
+        self.grammars = Grammars(self.llm.tokenizer, self.llm.config.vocab_size)
 
     def chat(self, body: ChatRequest, token_filter: Callable[[], TokenFilter] | None) -> list[Request]:
         """The engine's requests for a chat completion: `n` times the same prompt.
