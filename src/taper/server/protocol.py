@@ -113,22 +113,6 @@ def _at_most(count: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-class IgnoredFields(Strict):
-    """Fields of OpenAI's that have no effect here: there are no accounts, tiers or stored data.
-
-    Prompts with a common prefix share its computation in any case.
-    """
-
-    user: str | None = None
-    safety_identifier: str | None = None
-    metadata: Annotated[dict[str, str] | None, _at_most(MAX_METADATA)] = None
-    store: bool | None = None
-    service_tier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    prompt_cache_options: Annotated[dict[str, Any] | None, _at_most(MAX_METADATA)] = None
-
-
 class TaperFields(Strict):
     """Taper's own fields of a request: depth, and sampling parameters that OpenAI lacks."""
 
@@ -149,7 +133,7 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = None  # no effect: events are not padded
 
 
-class CompletionFields(IgnoredFields):
+class CompletionFields(Strict):
     """The fields that chat and text completions share."""
 
     model: str
@@ -165,6 +149,15 @@ class CompletionFields(IgnoredFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     taper: TaperFields = TaperFields()
+    # No effect: there are no accounts, tiers or stored data, and prompts share the computation of a common prefix.
+    user: str | None = None
+    safety_identifier: str | None = None
+    metadata: Annotated[dict[str, str] | None, _at_most(MAX_METADATA)] = None
+    store: bool | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: Annotated[dict[str, Any] | None, _at_most(MAX_METADATA)] = None
 
     @model_validator(mode="after")
     def _check_shared_fields(self) -> CompletionFields:
