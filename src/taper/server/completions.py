@@ -9,7 +9,6 @@ import uuid
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import anyio
@@ -80,7 +79,9 @@ class CompletionResponse(Response):
         if deadline.cancelled_caught and self._disconnected:
             self._metrics.count_disconnect()
         elif deadline.cancelled_caught:
-            await self._time_out(send)
+            with anyio.move_on_after(1):  # the client may have stopped reading
+                message = f"the request took more than {self._max_seconds:g} seconds"
+                await self._fail(ApiError(504, message, code="timeout"), send)
 
     async def _watch_for_disconnect(self, receive: Receive, completing: anyio.CancelScope) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -89,7 +90,7 @@ class CompletionResponse(Response):
         completing.cancel()
 
     async def _send_stream(self, job: Job, send: Send) -> None:
-        """Send events as they come. If there is an error before the first, the reply is that error, not a stream."""
+        """Send events as they come."""
         try:
             async for event in self._encoded(job):
                 if not self._started:
@@ -97,9 +98,7 @@ class CompletionResponse(Response):
                     await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         except Exception as error:
-            if not self._started:
-                raise
-            await self._end_with_error(to_api_error(error), send)
+            await self._fail(error, send)
         else:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -113,17 +112,13 @@ class CompletionResponse(Response):
             yield _server_sent(self._events.usage_event())
         yield b"data: [DONE]\n\n"
 
-    async def _time_out(self, send: Send) -> None:
-        error = ApiError(504, f"the request took more than {self._max_seconds:g} seconds", code="timeout")
+    async def _fail(self, error: Exception, send: Send) -> None:
+        """Raise an error as the reply, or end a stream with it. That began with status 200, so it is counted here."""
         if not self._started:
             raise error
-        with suppress(Exception), anyio.move_on_after(1):  # the client may have stopped reading
-            await self._end_with_error(error, send)
-
-    async def _end_with_error(self, error: ApiError, send: Send) -> None:
-        """End a stream with an error. It began with status 200, so the error is counted here."""
-        self._metrics.count_error(error.status_code)
-        await send({"type": "http.response.body", "body": _server_sent(error.reply().model_dump()), "more_body": False})
+        reply = to_api_error(error)
+        self._metrics.count_error(reply.status_code)
+        await send({"type": "http.response.body", "body": _server_sent(reply.reply().model_dump()), "more_body": False})
 
 
 def _json_bytes(reply: Json) -> bytes:
