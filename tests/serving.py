@@ -57,19 +57,20 @@ class Server:
         return next(float(line.split()[-1]) for line in lines if line.startswith(f"{name} "))
 
     def wait_for(self, name: str, value: float, seconds: float = 20) -> None:
-        end = time.monotonic() + seconds
-        while self.metric(name) != value:
-            assert time.monotonic() < end, f"{name} never was {value}"
-            time.sleep(0.005)
+        assert _soon(lambda: self.metric(name) == value, seconds), f"{name} never was {value}"
 
     def is_idle(self, seconds: float = 20) -> bool:
         """Whether nothing runs or waits, or no longer does soon."""
-        end = time.monotonic() + seconds
-        while self.metric("taper_running_sequences") + self.metric("taper_waiting_sequences"):
-            if time.monotonic() > end:
-                return False
-            time.sleep(0.02)
-        return True
+        names = ("taper_running_sequences", "taper_waiting_sequences")
+        return _soon(lambda: not any(map(self.metric, names)), seconds)
+
+
+def _soon(condition: Callable[[], bool], seconds: float) -> bool:
+    """Whether something is so, or comes to be in time."""
+    end = time.monotonic() + seconds
+    while not (holds := condition()) and time.monotonic() < end:
+        time.sleep(0.01)
+    return holds
 
 
 def chat_body(content: str = "tell me", **fields) -> dict:
@@ -107,10 +108,7 @@ def serving(tiny: TinyModel, slots: int = 4, context: int = 256, template: str =
     server = Server(url, llm, served, thread, running)
     headers = {"authorization": f"Bearer {chosen.api_key}"} if chosen.api_key else {}
     server.http.headers.update(headers)
-    for _ in range(300):
-        if running.started or not thread.is_alive():
-            break
-        time.sleep(0.05)
+    _soon(lambda: running.started or not thread.is_alive(), 20)
     assert running.started, "the server did not start"
     try:
         yield server

@@ -87,16 +87,6 @@ def test_a_message_streams_with_tints_a_chart_and_figures(page, server):
     assert "Layers by step: 6 at first" in page.get_attribute(".chart", "aria-label")
 
 
-def test_full_depth_has_no_tint(page):
-    page.check("[name=mode][value=full]", force=True)
-    assert page.eval_on_selector("#policies", "fieldset => fieldset.disabled")
-    ask(page)
-    wait_for_end(page)
-    classes = page.eval_on_selector_all(".answer .text span", "spans => spans.map(span => span.className)")
-    assert set(classes) == {"t0"}
-    assert "mean depth 6.0 of 6" in page.text_content(".figures")
-
-
 def test_comparing_shows_both_side_by_side_and_says_what_was_measured(page):
     page.check("[name=mode][value=compare]", force=True)
     ask(page)
@@ -121,6 +111,16 @@ def test_a_policy_can_be_chosen_and_says_what_it_costs(page, server):
     least = server.served.policies["static"].min_depth
     titles = page.eval_on_selector_all(".answer .text span[title]", "spans => spans.map(span => span.title)")
     assert titles[-1].endswith(f": {least} of 6 layers")
+
+
+def test_full_depth_has_no_tint(page):
+    page.check("[name=mode][value=full]", force=True)
+    assert page.eval_on_selector("#policies", "fieldset => fieldset.disabled")
+    ask(page)
+    wait_for_end(page)
+    classes = page.eval_on_selector_all(".answer .text span", "spans => spans.map(span => span.className)")
+    assert set(classes) == {"t0"}
+    assert "mean depth 6.0 of 6" in page.text_content(".figures")
 
 
 def test_stopping_keeps_what_there_is_and_frees_the_slot(page, server, monkeypatch):
@@ -262,7 +262,7 @@ def test_dark_and_light_differ_and_can_be_switched(browser, server):
     assert (a, b) == (d, c)
 
 
-def test_a_key_is_asked_for_and_used(browser, tiny_llama):
+def test_a_key_is_asked_for_and_used_and_a_server_that_is_gone_is_said_in_words(browser, tiny_llama):
     with serving(tiny_llama, api_key="secret") as server:
         page = browser.new_page()
         page.set_default_timeout(SLOW)
@@ -274,15 +274,6 @@ def test_a_key_is_asked_for_and_used(browser, tiny_llama):
         ask(page, "x", tokens=3)
         wait_for_end(page)
         assert "tokens/s" in page.text_content(".figures")
-        page.close()
-
-
-def test_a_server_that_is_gone_is_said_in_words(browser, tiny_llama):
-    with serving(tiny_llama) as server:
-        page = browser.new_page()
-        page.set_default_timeout(SLOW)
-        page.goto(server.url)
-        page.wait_for_selector(".policy")
     ask(page, "x")
     page.wait_for_selector("[role=alert]")
     assert "cannot be reached" in page.text_content("[role=alert]")

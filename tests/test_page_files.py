@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,6 @@ from serving import serving
 
 PAGE = Path(__file__).parent.parent / "src" / "taper" / "server" / "page"
 FILES = sorted(PAGE.iterdir())
-
-
-def test_the_browser_tests_run_where_there_is_a_browser():
-    """The other tests of the page are skipped without one; this one says so."""
-    if not (shutil.which("chromium") or shutil.which("chromium-browser")):
-        pytest.skip("no Chromium: the page was not tested in a browser (apt-get install chromium)")
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)

@@ -17,6 +17,7 @@ from click.testing import CliRunner
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 from rich.console import Console
+from rich.status import Status
 from test_bad_input import _own_environment, refused  # noqa: F401  (a fixture)
 from test_quantisation import CONFIG, TOKENS, quantised, random_model
 from test_quantisation import logits as all_logits
@@ -28,7 +29,7 @@ from taper.backends.ggml import GgmlBackend
 from taper.backends.ggml.weights import Weights, stored_types
 from taper.backends.torch import TorchBackend
 from taper.calibration.store import current_conditions
-from taper.cli import cli, terminal
+from taper.cli import cli, common, terminal
 from taper.errors import DTYPES, QUANTISED_DTYPES, RequestError, TaperWarning
 from taper.models import load_model
 from taper.models.tensors import WEIGHT_TYPES, Tensor
@@ -273,11 +274,14 @@ def test_progress_grows_to_the_whole(wide):
 
 
 @pytest.mark.parametrize(("after", "shown"), [(-1, True), (1000, False)])
-def test_a_terminal_shows_progress_where_loading_takes_long(monkeypatch, after, shown):
+def test_a_terminal_shows_progress_where_loading_takes_long(monkeypatch, wide, after, shown):
     screen = Console(file=io.StringIO(), force_terminal=True, width=80)
     monkeypatch.setattr(terminal, "console", lambda: screen)
-    monkeypatch.setattr(terminal, "_LONG", after)
-    with terminal.loading("tiny") as progress:
-        progress(0.5)
-    assert "loading tiny" in screen.file.getvalue()
-    assert ("50%" in screen.file.getvalue()) == shown
+    monkeypatch.setattr(common, "_LONG", after)
+    updates = []
+    monkeypatch.setattr(Status, "update", lambda self, text: updates.append(text))
+    options = {"device": "cpu", "dtype": "q4_0", "context": 64, "threads": 1, "no_repack": False}
+    common.load({"model": str(wide.folder), **options})
+    assert f"loading {wide.folder}" in screen.file.getvalue().replace("\n", "")
+    assert bool(updates) == shown
+    assert not shown or updates[-1].endswith(", 100%")

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -123,6 +124,16 @@ def test_the_worst_body_of_each_field_is_rejected_while_others_are_served(tiny_g
         assert server.chat().status_code == 200
 
 
+def test_many_of_the_worst_bodies_at_once_are_read_one_after_the_other(tiny_gguf):
+    """So they take little more memory than one. It is the clients, in this process, that delay each other."""
+    path, body = next((path, body) for name, path, body in bodies() if name == "unknown")
+    headers = {"content-type": "application/json"}
+    with Process(tiny_gguf) as server, Watch(server) as watch, ThreadPoolExecutor(20) as pool:
+        replies = list(pool.map(lambda _: server.http.post(path, content=body, headers=headers), range(20)))
+        assert {reply.status_code for reply in replies} == {400}
+        assert watch.added < 450
+
+
 def test_the_worst_schemas_are_rejected_while_others_are_served(tiny_gguf):
     with Process(tiny_gguf) as server, Watch(server) as watch:
         for _ in range(2):
@@ -158,7 +169,14 @@ def test_schemas_wait_under_the_deadline_and_only_as_long_as_their_clients(tiny_
         assert time.monotonic() - started < 15
         assert statuses.count(0) == 2
         assert set(statuses) == {0, 400, 504}
+
+
+def test_sigterm_while_a_schema_compiles_ends_the_server_after_its_reply(tiny_gguf):
+    with Process(tiny_gguf) as server, ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(server.chat, response_format=WORST_SCHEMA, taper={})
+        time.sleep(0.5)
         server.process.send_signal(signal.SIGTERM)
+        assert reply.result().status_code == 400
         assert server.process.wait(15) == 143
 
 
@@ -183,37 +201,25 @@ def test_schemas_wait_under_the_deadline_and_only_as_long_as_their_clients(tiny_
     ids=lambda fields: next(iter(fields)).encode(errors="replace").decode(),
 )
 def test_half_of_a_surrogate_pair_is_named_wherever_it_is(logging_server, fields):
-    for ensure_ascii in (True, False):  # as an escape, and as bytes that are not UTF-8
-        body = json.dumps(chat_body() | {"model": "tiny"} | fields, ensure_ascii=ensure_ascii)
-        headers = {"content-type": "application/json"}
-        reply = logging_server.http.post(CHAT, content=body.encode(errors="surrogatepass"), headers=headers)
-        error = reply.json()["error"]
-        assert reply.status_code == 400
-        assert "surrogate" in error["message"] if ensure_ascii else "UTF-8" in error["message"]
-        if ensure_ascii and "\ud800" not in fields:
-            assert error["param"].startswith(next(iter(fields)))
+    """Whole pairs are characters."""
+    body = chat_body(user="\U0001f600") | {"model": "tiny"} | fields
+    replies = [
+        logging_server.http.post(CHAT, content=content, headers={"content-type": "application/json"})
+        for content in (json.dumps(body), json.dumps(body, ensure_ascii=False).encode(errors="surrogatepass"))
+    ]
+    assert [reply.status_code for reply in replies] == [400, 400]
+    escaped, not_utf8 = (reply.json()["error"] for reply in replies)
+    assert "UTF-8" in not_utf8["message"]
+    assert "surrogate" in escaped["message"]
+    if "\ud800" not in fields:
+        assert escaped["param"].startswith(next(iter(fields)))
+    assert logging_server.chat(user="\U0001f600").status_code == 200
 
 
 @pytest.fixture(scope="module")
 def logging_server(tiny_gguf):
     with Process(tiny_gguf, "--log-prompts") as server:
         yield server
-
-
-def test_whole_surrogate_pairs_are_characters(logging_server):
-    body = json.dumps(chat_body() | {"model": "tiny", "user": "\U0001f600"})
-    headers = {"content-type": "application/json"}
-    assert logging_server.http.post(CHAT, content=body, headers=headers).status_code == 200
-
-
-def test_of_two_servers_on_one_port_the_second_says_so_and_neither_dies_of_a_traceback(tiny_gguf):
-    with Process(tiny_gguf) as server:
-        port = str(server.http.base_url.port)
-        command = [sys.executable, "-m", "taper", "serve", "--model", str(tiny_gguf), "--port", port]
-        second = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        assert (second.returncode, len(second.stderr.splitlines())) == (2, 1)
-        assert "cannot listen on 127.0.0.1 port" in second.stderr
-        assert server.chat().status_code == 200
 
 
 def test_of_two_servers_that_start_together_one_serves(tiny_gguf):

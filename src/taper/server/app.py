@@ -25,33 +25,22 @@ from starlette import types
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from .. import engine
 from ..errors import TaperError
+from . import protocol
 from .completions import ChatEvents, CompletionResponse, Events, TextEvents
-from .engine_loop import EngineLoop, queue_full
+from .engine_loop import EngineLoop
 from .limits import Gate, Limits, TimedConnection
 from .metrics import Metrics
-from .protocol import (
-    ChatCompletion,
-    ChatRequest,
-    CompletionFields,
-    CompletionRequest,
-    ErrorReply,
-    ModelList,
-    ModelReply,
-    TextCompletion,
-    TokenizeRequest,
-    Tokens,
-    read_json,
-    to_api_error,
-)
 from .served import ServedModel
 
 log = logging.getLogger("taper.server")
 MAX_CONNECTIONS = 1 << 14
 MAX_WAITING_SCHEMAS = 8  # each may take two seconds, and SIGTERM waits for them
-_PUBLIC_PATHS = ("/", "/health", "/ready")  # and the page's files: they hold no secrets and show no data
+SMALL_BODY = 1 << 16  # bytes; read in milliseconds
+_PUBLIC_PATHS = ("/health", "/ready")  # and the page's files: they hold no secrets and show no data
 _CONTENT_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 # The page may load its own files and talk to its own server, and nothing else.
 _PAGE_HEADERS = {
@@ -71,9 +60,8 @@ def serve(served: ServedModel, limits: Limits, listener: socket.socket) -> None:
     with suppress(OSError, ValueError):  # each connection is a file
         wanted = MAX_CONNECTIONS if hard == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
-    gc.set_threshold(
-        50_000, 20, 100
-    )  # a body may hold a million lists; by default, reading them takes five times as long
+    # A body may hold a million lists; by default, reading them takes five times as long.
+    gc.set_threshold(50_000, 20, 100)
     uvicorn.Server(uvicorn_config(served, limits)).run(sockets=[listener])
 
 
@@ -107,11 +95,14 @@ def create_app(served: ServedModel, limits: Limits) -> types.ASGIApp:
         title="Taper", version=metadata.version("taper-llm"), lifespan=lifespan, docs_url=None, redoc_url=None
     )
     app.router.route_class = _Route
+    app.state.one_large_body = CapacityLimiter(1)  # at a time: reading it takes a fraction of a second and 200 MB
     for kind in (HTTPException, RequestValidationError, TaperError, Exception):
         app.add_exception_handler(kind, _error_response)
     _add_openai_routes(app, served, limits, engine_loop, metrics)
     _add_operator_routes(app, served, engine_loop, metrics)
-    gate: types.ASGIApp = Gate(app, limits, [*_PUBLIC_PATHS, *_add_page(app)])
+    page = _page_routes()
+    app.router.routes += page
+    gate: types.ASGIApp = Gate(app, limits, [*_PUBLIC_PATHS, *(route.path for route in page)])
     if limits.cors_origins:
         gate = CORSMiddleware(gate, limits.cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"])
     return _RequestLog(gate, metrics, [getattr(route, "path", "") for route in app.routes])
@@ -120,60 +111,56 @@ def create_app(served: ServedModel, limits: Limits) -> types.ASGIApp:
 def _add_openai_routes(
     app: FastAPI, served: ServedModel, limits: Limits, engine_loop: EngineLoop, metrics: Metrics
 ) -> None:
-    errors: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorReply}}
+    errors: dict[int | str, dict[str, Any]] = {"4XX": {"model": protocol.ErrorReply}}
     stream: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
 
     one_schema = CapacityLimiter(1)  # at a time, in a thread that nothing else waits for
 
     def complete(
-        body: CompletionFields, prepare: Callable[[], Awaitable[list[engine.Request]]], make: Callable[[int], Events]
+        body: protocol.CompletionFields, events: Events, prepare: Callable[[], Awaitable[list[engine.Request]]]
     ) -> CompletionResponse:
-        arrived = time.perf_counter()
         if limits.log_prompts:
             log.info("request: %s", body.model_dump_json(exclude_unset=True))
         engine_loop.check_room(1)  # before the prompt is encoded
-        max_seconds = limits.max_seconds
-        return CompletionResponse(
-            engine_loop, prepare, make, body, arrived=arrived, max_seconds=max_seconds, metrics=metrics
-        )
+        return CompletionResponse(engine_loop, body, events, prepare, limits.max_seconds, metrics)
 
-    @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=errors | stream)
-    async def chat_completions(body: ChatRequest) -> Response:
+    @app.post("/v1/chat/completions", response_model=protocol.ChatCompletion, responses=errors | stream)
+    async def chat_completions(body: protocol.ChatRequest) -> Response:
         """Complete a conversation."""
 
         async def prepare() -> list[engine.Request]:
-            if body.json_schema is None:
-                return await run_sync(served.chat, body, None)
-            if one_schema.statistics().tasks_waiting >= MAX_WAITING_SCHEMAS:
-                raise queue_full()
-            token_filter = await run_sync(served.token_filter, body, limiter=one_schema)
+            token_filter = None
+            if body.json_schema is not None:
+                if one_schema.statistics().tasks_waiting >= MAX_WAITING_SCHEMAS:
+                    raise protocol.queue_full()
+                token_filter = await run_sync(served.grammars.compile, body.json_schema, limiter=one_schema)
             return await run_sync(served.chat, body, token_filter)
 
-        tools = bool(body.usable_tools)
-        return complete(body, prepare, lambda count: ChatEvents(served.name, served.llm.tokenizer, count, tools))
+        events = ChatEvents(served.name, served.llm.tokenizer, body.n or 1, tools=bool(body.usable_tools))
+        return complete(body, events, prepare)
 
-    @app.post("/v1/completions", response_model=TextCompletion, responses=errors | stream)
-    async def completions(body: CompletionRequest) -> Response:
+    @app.post("/v1/completions", response_model=protocol.TextCompletion, responses=errors | stream)
+    async def completions(body: protocol.CompletionRequest) -> Response:
         """Complete texts."""
-        prepare = partial(run_sync, served.complete, body)
-        return complete(body, prepare, lambda count: TextEvents(served.name, served.llm.tokenizer, count, body.n or 1))
+        events = TextEvents(served.name, served.llm.tokenizer, body.n or 1)
+        return complete(body, events, partial(run_sync, served.complete, body))
 
     @app.get("/v1/models", response_model_exclude_none=True)
-    async def models() -> ModelList:
+    async def models() -> protocol.ModelList:
         """The model that is served."""
-        return ModelList(object="list", data=[served.describe()])
+        return protocol.ModelList(object="list", data=[served.describe()])
 
     @app.get("/v1/models/{name:path}", response_model_exclude_none=True, responses=errors)
-    async def model(name: str) -> ModelReply:
+    async def model(name: str) -> protocol.ModelReply:
         """The model of this name."""
         served.check_name(name)
         return served.describe()
 
     @app.post("/tokenize", responses=errors)
-    async def tokenize(body: TokenizeRequest) -> Tokens:
+    async def tokenize(body: protocol.TokenizeRequest) -> protocol.Tokens:
         """Token ids of a text or a conversation."""
         ids = await run_sync(served.tokenize, body)
-        return Tokens(tokens=ids, count=len(ids), max_model_len=served.llm.engine.backend.context_length)
+        return protocol.Tokens(tokens=ids, count=len(ids), max_model_len=served.llm.engine.backend.context_length)
 
 
 def _add_operator_routes(app: FastAPI, served: ServedModel, engine_loop: EngineLoop, metrics: Metrics) -> None:
@@ -195,42 +182,45 @@ def _add_operator_routes(app: FastAPI, served: ServedModel, engine_loop: EngineL
         return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def _add_page(app: FastAPI) -> list[str]:
-    """Routes for the files of the page; their paths."""
-    paths = []
+def _page_routes() -> list[Route]:
+    """Routes for the files of the page."""
+    routes = []
     for file in (resources.files(__package__) / "page").iterdir():
-        content_type = _CONTENT_TYPES.get(file.name.rpartition(".")[2])
-        if content_type is not None:
-            paths.append("/" if file.name == "index.html" else f"/page/{file.name}")
-            app.add_api_route(paths[-1], _file_route(file.read_bytes(), content_type), include_in_schema=False)
-    return paths
-
-
-def _file_route(content: bytes, content_type: str) -> Callable[[], Awaitable[Response]]:
-    async def file() -> Response:
-        return Response(content, headers=_PAGE_HEADERS, media_type=content_type)
-
-    return file
+        if content_type := _CONTENT_TYPES.get(file.name.rpartition(".")[2]):
+            path = "/" if file.name == "index.html" else f"/page/{file.name}"
+            response = Response(file.read_bytes(), headers=_PAGE_HEADERS, media_type=content_type)
+            routes.append(Route(path, response, methods=["GET"]))
+    return routes
 
 
 class _JsonRequest(Request):
-    async def json(self) -> Any:
-        """The value of the body, read in a thread: the largest ones take a while."""
-        return await run_sync(read_json, await self.body())
+    model: type[protocol.Strict]  # the route's
+
+    async def json(self) -> protocol.Strict:
+        """The body as the route's model, checked here so that a large one does not block the event loop."""
+        body = await self.body()
+        if len(body) <= SMALL_BODY:
+            return protocol.read_body(body, self.model)
+        return await run_sync(protocol.read_body, body, self.model, limiter=self.app.state.one_large_body)
 
 
 class _Route(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
+        if self.body_field is None:
+            return handle
+        model: Any = self.body_field.field_info.annotation
 
         async def handle_json(request: Request) -> Response:
-            return await handle(_JsonRequest(request.scope, request.receive))
+            json_request = _JsonRequest(request.scope, request.receive)
+            json_request.model = model
+            return await handle(json_request)
 
         return handle_json
 
 
 async def _error_response(_: Request, error: Exception) -> Response:
-    return to_api_error(error).response()
+    return protocol.to_api_error(error).response()
 
 
 class _RequestLog:

@@ -7,8 +7,8 @@ import json
 import time
 import uuid
 from abc import ABC, abstractmethod
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import anyio
@@ -38,30 +38,27 @@ class CompletionResponse(Response):
 
     Args:
         engine_loop: completes the requests.
-        prepare: makes the engine's requests.
-        make_events: makes what turns the chunks of so many outputs into events.
         body: says whether to stream, and whether with the usage.
-        arrived: when the HTTP request arrived, by `time.perf_counter`.
-        max_seconds: how long it may take from then on.
+        events: turns chunks into events.
+        prepare: makes the engine's requests.
+        max_seconds: how long it may take from now on.
         metrics: counts clients that leave, and streams that fail.
     """
 
     def __init__(
         self,
         engine_loop: EngineLoop,
-        prepare: Callable[[], Awaitable[list[Request]]],
-        make_events: Callable[[int], Events],
         body: CompletionFields,
-        *,
-        arrived: float,
+        events: Events,
+        prepare: Callable[[], Awaitable[list[Request]]],
         max_seconds: float,
         metrics: Metrics,
     ) -> None:
         super().__init__()
-        self._engine_loop, self._prepare, self._make_events = engine_loop, prepare, make_events
+        self._engine_loop, self._events, self._prepare = engine_loop, events, prepare
         self._stream = bool(body.stream)
         self._include_usage = body.stream_options is not None and body.stream_options.include_usage
-        self._arrived, self._max_seconds, self._metrics = arrived, max_seconds, metrics
+        self._arrived, self._max_seconds, self._metrics = time.perf_counter(), max_seconds, metrics
         self._started = self._disconnected = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -71,19 +68,20 @@ class CompletionResponse(Response):
             watch = asyncio.ensure_future(self._watch_for_disconnect(receive, deadline))
             try:
                 requests = await self._prepare()
-                events = self._make_events(len(requests))
                 with self._engine_loop.submit(requests, self._arrived) as job:
                     if self._stream:
-                        await self._send_stream(job, events, send)
+                        await self._send_stream(job, send)
                     else:
-                        reply = events.fold([events.event(chunk) async for chunk in job])
+                        reply = self._events.fold([self._events.event(chunk) async for chunk in job])
                         await Response(_json_bytes(reply), media_type="application/json")(scope, receive, send)
             finally:
                 watch.cancel()
         if deadline.cancelled_caught and self._disconnected:
             self._metrics.count_disconnect()
         elif deadline.cancelled_caught:
-            await self._time_out(send)
+            with anyio.move_on_after(1):  # the client may have stopped reading
+                message = f"the request took more than {self._max_seconds:g} seconds"
+                await self._fail(ApiError(504, message, code="timeout"), send)
 
     async def _watch_for_disconnect(self, receive: Receive, completing: anyio.CancelScope) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -91,42 +89,36 @@ class CompletionResponse(Response):
         self._disconnected = True
         completing.cancel()
 
-    async def _send_stream(self, job: Job, events: Events, send: Send) -> None:
-        """Send events as they come. If there is an error before the first, the reply is that error, not a stream."""
+    async def _send_stream(self, job: Job, send: Send) -> None:
+        """Send events as they come."""
         try:
-            async for event in self._encoded(job, events):
+            async for event in self._encoded(job):
                 if not self._started:
                     self._started = True
                     await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         except Exception as error:
-            if not self._started:
-                raise
-            await self._end_with_error(to_api_error(error), send)
+            await self._fail(error, send)
         else:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _encoded(self, job: Job, events: Events) -> AsyncIterator[bytes]:
+    async def _encoded(self, job: Job) -> AsyncIterator[bytes]:
         async for chunk in job:
-            event = events.event(chunk)
+            event = self._events.event(chunk)
             if self._include_usage:
                 event["usage"] = None  # as in OpenAI's streams, until the last event
             yield _server_sent(event)
         if self._include_usage:
-            yield _server_sent(events.usage_event())
+            yield _server_sent(self._events.usage_event())
         yield b"data: [DONE]\n\n"
 
-    async def _time_out(self, send: Send) -> None:
-        error = ApiError(504, f"the request took more than {self._max_seconds:g} seconds", code="timeout")
+    async def _fail(self, error: Exception, send: Send) -> None:
+        """Raise an error as the reply, or end a stream with it. That began with status 200, so it is counted here."""
         if not self._started:
             raise error
-        with suppress(Exception), anyio.move_on_after(1):  # the client may have stopped reading
-            await self._end_with_error(error, send)
-
-    async def _end_with_error(self, error: ApiError, send: Send) -> None:
-        """End a stream with an error. It began with status 200, so the error is counted here."""
-        self._metrics.count_error(error.status_code)
-        await send({"type": "http.response.body", "body": _server_sent(error.reply().model_dump()), "more_body": False})
+        reply = to_api_error(error)
+        self._metrics.count_error(reply.status_code)
+        await send({"type": "http.response.body", "body": _server_sent(reply.reply().model_dump()), "more_body": False})
 
 
 def _json_bytes(reply: Json) -> bytes:
@@ -143,7 +135,6 @@ class Events(ABC):
     Args:
         model: the name that clients know.
         tokenizer: the model's.
-        count: outputs of the request.
         n: outputs of each prompt.
     """
 
@@ -151,15 +142,16 @@ class Events(ABC):
     event_object: str
     reply_object: str
 
-    def __init__(self, model: str, tokenizer: Tokenizer, count: int, n: int) -> None:
+    def __init__(self, model: str, tokenizer: Tokenizer, n: int) -> None:
         self._tokenizer, self._n = tokenizer, n
         self._shared = {"id": f"{self.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-        self._outputs: list[Output | None] = [None] * count
-        self._num_chunks = [0] * count
+        self._outputs: dict[int, Output] = {}  # those that have finished, by index
+        self._num_chunks = Counter[int]()
 
     def event(self, chunk: Chunk) -> Json:
         """The event of a chunk."""
-        self._outputs[chunk.index] = chunk.output
+        if chunk.output is not None:
+            self._outputs[chunk.index] = chunk.output
         self._num_chunks[chunk.index] += 1
         choice = {"index": chunk.index, **self._part(chunk), "taper": self._stats(chunk)}
         return self._shared | {"object": self.event_object, "choices": [choice]}
@@ -170,14 +162,15 @@ class Events(ABC):
 
     def fold(self, events: Iterable[Json]) -> Json:
         """The reply that all events of the request add up to."""
-        parts: list[list[Json]] = [[] for _ in self._outputs]
+        parts: dict[int, list[Json]] = {index: [] for index in sorted(self._outputs)}
         for event in events:
             (choice,) = event["choices"]
             parts[choice["index"]].append(choice)
         choices = []
-        for index, (*_, last) in enumerate(parts):
+        for index, choice_parts in parts.items():
+            last = choice_parts[-1]
             stats = {name: value for name, value in last["taper"].items() if name != "depth"}
-            joined = self._join(parts[index])
+            joined = self._join(choice_parts)
             choices.append({"index": index, **joined, "finish_reason": last["finish_reason"], "taper": stats})
         return self._shared | {"object": self.reply_object, "choices": choices, "usage": self._usage()}
 
@@ -190,10 +183,9 @@ class Events(ABC):
         """The text and the log-probabilities of one output's events."""
 
     def _usage(self) -> Json:
-        outputs = [output for output in self._outputs if output is not None]
-        prompts = outputs[:: self._n]  # each prompt counts once
+        prompts = [output for index, output in self._outputs.items() if index % self._n == 0]  # each counts once
         prompt_tokens = sum(output.prompt_tokens for output in prompts)
-        completion_tokens = sum(output.completion_tokens for output in outputs)
+        completion_tokens = sum(output.completion_tokens for output in self._outputs.values())
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
@@ -223,14 +215,16 @@ class ChatEvents(Events):
 
     id_prefix, event_object, reply_object = "chatcmpl", "chat.completion.chunk", "chat.completion"
 
-    def __init__(self, model: str, tokenizer: Tokenizer, count: int, tools: bool) -> None:
-        super().__init__(model, tokenizer, count, n=count)
-        self._parsers = [ToolCallParser() if tools else None for _ in range(count)]
+    def __init__(self, model: str, tokenizer: Tokenizer, n: int, tools: bool) -> None:
+        super().__init__(model, tokenizer, n)
+        self._tools = tools
+        self._parsers: defaultdict[int, ToolCallParser] = defaultdict(ToolCallParser)  # by index
 
     def _part(self, chunk: Chunk) -> Json:
         delta: Json = {"role": "assistant"} if self._num_chunks[chunk.index] == 1 else {}
         delta["content"], finish_reason = chunk.text, _finish_reason(chunk)
-        if (parser := self._parsers[chunk.index]) is not None:
+        if self._tools:
+            parser = self._parsers[chunk.index]
             index = parser.num_calls
             delta["content"], calls = parser.push(chunk.text, last=chunk.output is not None)
             if calls:
@@ -263,9 +257,9 @@ class TextEvents(Events):
 
     id_prefix, event_object, reply_object = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, model: str, tokenizer: Tokenizer, count: int, n: int) -> None:
-        super().__init__(model, tokenizer, count, n)
-        self._offsets = [0] * count
+    def __init__(self, model: str, tokenizer: Tokenizer, n: int) -> None:
+        super().__init__(model, tokenizer, n)
+        self._offsets = Counter[int]()  # by index
 
     def _part(self, chunk: Chunk) -> Json:
         part: Json = {"text": chunk.text, "logprobs": None, "finish_reason": _finish_reason(chunk)}

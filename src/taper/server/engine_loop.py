@@ -21,17 +21,10 @@ from ..llm import LLM, Chunk, Stream
 from ..policy import DepthPolicy
 from ..sampling import SamplingParams
 from .metrics import Metrics
-from .protocol import ApiError
+from .protocol import ApiError, queue_full
 
 log = logging.getLogger(__name__)
-RETRY_AFTER = "1"  # seconds; after a step or two there is room in the queue again
 _Result = Chunk | Exception
-
-
-def queue_full() -> ApiError:
-    """The error for a request that would have too many before it."""
-    message, retry = "too many requests are waiting; try again later", {"Retry-After": RETRY_AFTER}
-    return ApiError(429, message, code="queue_full", headers=retry)
 
 
 class Job:

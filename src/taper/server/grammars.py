@@ -7,8 +7,8 @@ it. So a process with limits tries it first.
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,15 @@ _PROCESS = LimitedProcess(Path(schema_worker.__file__), Limits(MAX_SECONDS, MAX_
 class Grammars:
     """Compiles JSON schemas for a model's tokens.
 
-    The vocabulary is read when it is first needed, which takes half a second. Methods may be called by any thread.
+    The vocabulary is read when it is first needed, which takes half a second.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._vocabulary: LLTokenizer | None = None
-        self._lock = threading.Lock()
+
+    @cached_property
+    def _vocabulary(self) -> LLTokenizer:
+        return LLTokenizer(self._tokenizer.fast.to_str(), self._vocab_size, sorted(self._tokenizer.eos_token_ids))
 
     def compile(self, schema: dict[str, Any]) -> Callable[[], JsonFilter]:
         """A function that makes a filter for each completion that must keep a schema.
@@ -58,18 +60,11 @@ class Grammars:
             raise RequestError(f"cannot start the process that tries schemas: {error.strerror}") from None
         if not problem:
             grammar = LLMatcher.grammar_from_json_schema(text, overrides=schema_worker.COMPACT)
-            matcher = LLMatcher(self._read_vocabulary(), grammar, log_level=0, limits=schema_worker.LIMITS)
+            matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=schema_worker.LIMITS)
             problem = matcher.get_error()
         if problem:
             raise RequestError(f"outputs cannot keep this schema: {problem[:MAX_REASON]}")
         return lambda: JsonFilter(matcher.deep_copy(), self._vocab_size)
-
-    def _read_vocabulary(self) -> LLTokenizer:
-        with self._lock:
-            if self._vocabulary is None:
-                ends = sorted(self._tokenizer.eos_token_ids)
-                self._vocabulary = LLTokenizer(self._tokenizer.fast.to_str(), self._vocab_size, ends)
-            return self._vocabulary
 
 
 class JsonFilter:

@@ -20,10 +20,11 @@ from starlette.datastructures import Headers
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..errors import RequestError, number, whole_number
-from .protocol import ApiError
+from .protocol import ApiError, queue_full
 
 REQUEST_SECONDS = 30  # for a whole request to arrive
 STALLED_SECONDS = 60  # during which a client reads nothing of what was sent
+MAX_BODIES = 64  # of the largest size; as many bytes may be in memory for all requests together
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,7 @@ class Gate:
 
     def __init__(self, app: types.ASGIApp, limits: Limits, public_paths: Sequence[str]) -> None:
         self._app, self._limits, self._public_paths = app, limits, frozenset(public_paths)
+        self._held_bytes = 0  # bodies of all requests
 
     async def __call__(self, scope: types.Scope, receive: types.Receive, send: types.Send) -> None:
         if scope["type"] != "http":
@@ -170,7 +172,23 @@ class Gate:
         except ApiError as error:
             await error.response()(scope, receive, send)
             return
-        await self._app(scope, self._measured(receive), send)
+        num_bytes, max_bytes = 0, self._limits.max_body_bytes
+
+        async def measured() -> types.Message:
+            nonlocal num_bytes
+            message = await receive()
+            part = len(message.get("body", b""))
+            num_bytes, self._held_bytes = num_bytes + part, self._held_bytes + part
+            if num_bytes > max_bytes:
+                raise self._too_large()
+            if part and self._held_bytes > MAX_BODIES * max_bytes:
+                raise queue_full()
+            return message
+
+        try:
+            await self._app(scope, measured, send)
+        finally:
+            self._held_bytes -= num_bytes
 
     def _check(self, scope: types.Scope) -> None:
         headers, limits = Headers(scope=scope), self._limits
@@ -186,24 +204,15 @@ class Gate:
         elif limits.is_local and not _is_loopback(_named_host(headers.get("host", ""))):
             raise ApiError(403, "this server answers to names of this machine only", code="wrong_host")
         if "content-length" in headers and "transfer-encoding" in headers:  # proxies may disagree on where it ends
-            raise ApiError(400, "a request has Content-Length or Transfer-Encoding, not both", code="two_lengths")
+            raise ApiError(
+                400,
+                "a request has Content-Length or Transfer-Encoding, not both",
+                code="two_lengths",
+                headers={"Connection": "close"},
+            )
         length = headers.get("content-length", "0")
         if length.isdigit() and int(length[:20]) > limits.max_body_bytes:
             raise self._too_large()
-
-    def _measured(self, receive: types.Receive) -> types.Receive:
-        """The messages of a request, until its body is too large."""
-        num_bytes = 0
-
-        async def measured() -> types.Message:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > self._limits.max_body_bytes:
-                raise self._too_large()
-            return message
-
-        return measured
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body is larger than {self._limits.max_body_bytes} bytes", code="body_too_large")

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
@@ -34,45 +34,45 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 # Requests
 
 
-def read_json(body: bytes) -> Any:
-    """The value of a request's body.
+def read_body(body: bytes, model: type[Strict]) -> Strict:
+    """A request from its body.
 
     Raises:
-        ApiError: it is not UTF-8, or a text in it has half of a surrogate pair, which no tokenizer takes.
-        json.JSONDecodeError: it is not JSON.
-        RecursionError: it is nested too deep.
+        ApiError: it is not JSON, does not fit the model, or a text in it has half of a surrogate pair, which no
+            tokenizer takes.
     """
     try:
         value = json.loads(body.decode())
+        path = _surrogate(value) if re.search(rb"\\u[dD][89a-fA-F]", body) else None
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body is not UTF-8 (byte {error.start})", code="invalid_json") from None
-    if re.search(rb"\\u[dD][89a-fA-F]", body) and (path := _surrogate(value)) is not None:
-        param = printable(".".join(path))[:MAX_PARAM_CHARACTERS]
-        message = f"{param or 'the body'}: half of a surrogate pair is no character"
-        raise ApiError(400, message, param=param or None, code="invalid_value")
-    return value
+    except json.JSONDecodeError as error:
+        reason = f"{error.msg} (at character {error.pos})"
+        raise ApiError(400, f"the body is not JSON: {reason}", code="invalid_json") from None
+    except (RecursionError, ValueError):
+        raise ApiError(400, "the body is nested too deep, or a number in it is too long", code="invalid_json") from None
+    if path is not None:
+        raise _invalid(printable(".".join(path))[:MAX_PARAM_CHARACTERS], "half of a surrogate pair is no character")
+    try:
+        return model.model_validate(value, from_attributes=True)
+    except ValidationError as error:
+        raise _validation_error(error, value) from None
+    except TaperError as error:
+        raise to_api_error(error) from None
 
 
-def _surrogate(value: Any) -> list[str] | None:
+def _surrogate(value: Any, path: tuple[str, ...] = ()) -> tuple[str, ...] | None:
     """Where the first text with a lone surrogate is, as names and indices; None if there is none."""
-    levels = [iter([("", value)])]
-    path: list[str] = []
-    while levels:
-        for name, item in levels[-1]:
-            if _is_broken(name):
-                return path[1:]
-            if isinstance(item, str) and _is_broken(item):
-                return [*path, name][1:]
-            if isinstance(item, dict | list):
-                inside = item.items() if isinstance(item, dict) else ((str(i), part) for i, part in enumerate(item))
-                levels.append(iter(inside))
-                path.append(name)
-                break
-        else:
-            levels.pop()
-            if path:
-                path.pop()
-    return None
+    if isinstance(value, str):
+        return path if _is_broken(value) else None
+    items: Iterable[tuple[str | int, Any]] = ()
+    if isinstance(value, dict):
+        if any(map(_is_broken, value)):
+            return path
+        items = value.items()
+    elif isinstance(value, list):
+        items = enumerate(value)
+    return next((inside for name, item in items if (inside := _surrogate(item, (*path, str(name)))) is not None), None)
 
 
 def _is_broken(text: str) -> bool:
@@ -113,22 +113,6 @@ def _at_most(count: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-class IgnoredFields(Strict):
-    """Fields of OpenAI's that have no effect here: there are no accounts, tiers or stored data.
-
-    Prompts with a common prefix share its computation in any case.
-    """
-
-    user: str | None = None
-    safety_identifier: str | None = None
-    metadata: Annotated[dict[str, str] | None, _at_most(MAX_METADATA)] = None
-    store: bool | None = None
-    service_tier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    prompt_cache_options: Annotated[dict[str, Any] | None, _at_most(MAX_METADATA)] = None
-
-
 class TaperFields(Strict):
     """Taper's own fields of a request: depth, and sampling parameters that OpenAI lacks."""
 
@@ -149,7 +133,7 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = None  # no effect: events are not padded
 
 
-class CompletionFields(IgnoredFields):
+class CompletionFields(Strict):
     """The fields that chat and text completions share."""
 
     model: str
@@ -165,6 +149,15 @@ class CompletionFields(IgnoredFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     taper: TaperFields = TaperFields()
+    # No effect: there are no accounts, tiers or stored data, and prompts share the computation of a common prefix.
+    user: str | None = None
+    safety_identifier: str | None = None
+    metadata: Annotated[dict[str, str] | None, _at_most(MAX_METADATA)] = None
+    store: bool | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: Annotated[dict[str, Any] | None, _at_most(MAX_METADATA)] = None
 
     @model_validator(mode="after")
     def _check_shared_fields(self) -> CompletionFields:
@@ -423,46 +416,49 @@ class ReplyMessage(BaseModel):
     tool_calls: list[ToolCall] | None = None
 
 
-class ChatChoice(BaseModel):
+class Choice(BaseModel):
+    """What the choices of chats and texts have in common."""
+
+    index: int
+    finish_reason: FinishReason
+    taper: TaperStats
+
+
+class ChatChoice(Choice):
     """One of the `n` messages."""
 
-    index: int
     message: ReplyMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
-    taper: TaperStats
 
 
-class TextChoice(BaseModel):
+class TextChoice(Choice):
     """One of the texts."""
 
-    index: int
     text: str
     logprobs: TextLogprobs | None
-    finish_reason: FinishReason
-    taper: TaperStats
 
 
-class ChatCompletion(BaseModel):
+class Completion(BaseModel):
+    """What the replies to chats and texts have in common."""
+
+    id: str
+    created: int
+    model: str
+    usage: Usage
+
+
+class ChatCompletion(Completion):
     """The reply of /v1/chat/completions."""
 
-    id: str
     object: Literal["chat.completion"]
-    created: int
-    model: str
     choices: list[ChatChoice]
-    usage: Usage
 
 
-class TextCompletion(BaseModel):
+class TextCompletion(Completion):
     """The reply of /v1/completions; an event of its stream has the same form."""
 
-    id: str
     object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[TextChoice]
-    usage: Usage
 
 
 class PolicyInfo(BaseModel):
@@ -555,6 +551,12 @@ class ApiError(HTTPException):
         return JSONResponse(self.reply().model_dump(), self.status_code, self.headers)
 
 
+def queue_full() -> ApiError:
+    """The error for a request that would have too many before it; after a step or two there may be room."""
+    message, headers = "too many requests are waiting; try again later", {"Retry-After": "1"}
+    return ApiError(429, message, code="queue_full", headers=headers)
+
+
 def to_api_error(error: Exception) -> ApiError:
     """An error as clients see it; of a bug of ours they learn only that there was one."""
     if isinstance(error, ApiError):
@@ -562,7 +564,7 @@ def to_api_error(error: Exception) -> ApiError:
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, str(error.detail), headers=error.headers)
     if isinstance(error, RequestValidationError):
-        return _validation_error(error)
+        return ApiError(400, "send the request as JSON, with Content-Type: application/json", code="no_json")
     if isinstance(error, ModelError):
         return ApiError(500, str(error), code="model_error")
     if isinstance(error, TaperError):
@@ -572,26 +574,24 @@ def to_api_error(error: Exception) -> ApiError:
     return ApiError(500, "the server failed; its log says why", code="internal_error", headers=headers)
 
 
-def _validation_error(error: RequestValidationError) -> ApiError:
+def _validation_error(error: ValidationError, body: Any) -> ApiError:
     """The first mistake in a body: where it is, what is wrong, and the value."""
-    problems = error.errors()
+    problems = error.errors(include_url=False)
     first = problems[0]
-    if first["type"] == "json_invalid":
-        reason = first.get("ctx", {}).get("error", "")
-        return ApiError(400, f"the body is not JSON: {reason} (at character {first['loc'][1]})", code="invalid_json")
-    if isinstance(error.body, bytes) or error.body is None:
-        return ApiError(400, "send the request as JSON, with Content-Type: application/json", code="no_json")
     # A value of a union has a problem for each type; the one that is not about the type is of the type it has.
-    same_field = [problem for problem in problems if problem["loc"][:2] == first["loc"][:2]]
+    same_field = [problem for problem in problems if problem["loc"][:1] == first["loc"][:1]]
     problem = next((problem for problem in same_field if not problem["type"].endswith("_type")), first)
-    param = _param(problem["loc"][1:], error.body)
+    param = _param(problem["loc"], body)
     if problem["type"] == "extra_forbidden":
         return ApiError(400, f"unknown field {param!r}", param=param, code="unknown_field")
     if problem["type"] == "missing":
         return ApiError(400, f"field {param!r} is missing", param=param, code="missing_field")
     rule = problem["msg"][0].lower() + problem["msg"][1:]
-    message = f"{param or 'the body'}: {rule} (given: {shown(problem['input'])})"
-    return ApiError(400, message, param=param or None, code="invalid_value")
+    return _invalid(param, f"{rule} (given: {shown(problem['input'])})")
+
+
+def _invalid(param: str, rule: str) -> ApiError:
+    return ApiError(400, f"{param or 'the body'}: {rule}", param=param or None, code="invalid_value")
 
 
 def _param(location: Sequence[int | str], value: Any) -> str:

@@ -12,19 +12,9 @@ from ..errors import RequestError, one_of, whole_number
 from ..llm import LLM
 from ..policy import DepthPolicy
 from ..sampling import SamplingParams
+from . import protocol
 from .completions import check_tools
 from .grammars import Grammars
-from .protocol import (
-    ApiError,
-    ChatRequest,
-    CompletionFields,
-    CompletionRequest,
-    ModelInfo,
-    ModelReply,
-    PolicyInfo,
-    TaperFields,
-    TokenizeRequest,
-)
 
 DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI documents
 
@@ -49,17 +39,9 @@ class ServedModel:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
-        self._grammars = Grammars(self.llm.tokenizer, self.llm.config.vocab_size)
+        self.grammars = Grammars(self.llm.tokenizer, self.llm.config.vocab_size)
 
-    def token_filter(self, body: ChatRequest) -> Callable[[], TokenFilter] | None:
-        """Makes the filter that keeps outputs to the schema of a request, if it has one.
-
-        Raises:
-            RequestError: the schema cannot be compiled.
-        """
-        return None if body.json_schema is None else self._grammars.compile(body.json_schema)
-
-    def chat(self, body: ChatRequest, token_filter: Callable[[], TokenFilter] | None) -> list[Request]:
+    def chat(self, body: protocol.ChatRequest, token_filter: Callable[[], TokenFilter] | None) -> list[Request]:
         """The engine's requests for a chat completion: `n` times the same prompt.
 
         Raises:
@@ -79,7 +61,7 @@ class ServedModel:
         prompt = self.llm.encode(messages, tools=tools, think=body.taper.think)
         return self._requests(body, [prompt], params, token_filter)
 
-    def complete(self, body: CompletionRequest) -> list[Request]:
+    def complete(self, body: protocol.CompletionRequest) -> list[Request]:
         """The engine's requests for a text completion: each prompt `n` times; raises what `chat` raises."""
         prompts: Any = body.prompt
         if isinstance(prompts, str) or all(isinstance(item, int) for item in prompts):
@@ -89,7 +71,7 @@ class ServedModel:
         max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
         return self._requests(body, encoded, _sampling_params(body, max_tokens, body.logprobs))
 
-    def tokenize(self, body: TokenizeRequest) -> list[int]:
+    def tokenize(self, body: protocol.TokenizeRequest) -> list[int]:
         """Token ids of a text or a conversation.
 
         Raises:
@@ -110,22 +92,22 @@ class ServedModel:
         """
         if name != self.name:
             message = f"there is no model {name!r}; this server has {self.name!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
+            raise protocol.ApiError(404, message, param="model", code="model_not_found")
 
-    def describe(self) -> ModelReply:
+    def describe(self) -> protocol.ModelReply:
         """The model as /v1/models lists it."""
         llm = self.llm
-        info = ModelInfo(
+        info = protocol.ModelInfo(
             num_hidden_layers=llm.config.num_hidden_layers,
             context_length=llm.engine.backend.context_length,
             chat=bool(llm.tokenizer.chat_template),
             policies={name: self._describe_policy(name) for name in self.policies},
         )
-        return ModelReply(id=self.name, object="model", created=self.created, owned_by="taper", taper=info)
+        return protocol.ModelReply(id=self.name, object="model", created=self.created, owned_by="taper", taper=info)
 
-    def _describe_policy(self, name: str) -> PolicyInfo:
+    def _describe_policy(self, name: str) -> protocol.PolicyInfo:
         policy = self.policies[name]
-        info = PolicyInfo(min_depth=policy.min_depth, default=name == self.default_policy)
+        info = protocol.PolicyInfo(min_depth=policy.min_depth, default=name == self.default_policy)
         provenance = policy.provenance
         try:
             measured = {
@@ -140,7 +122,7 @@ class ServedModel:
 
     def _requests(
         self,
-        body: CompletionFields,
+        body: protocol.CompletionFields,
         prompts: Sequence[list[int]],
         params: SamplingParams,
         token_filter: Callable[[], TokenFilter] | None = None,
@@ -156,7 +138,7 @@ class ServedModel:
                 requests.append(Request(prompt, replace(params, seed=seed), policy, eos_token_ids, token_filter))
         return requests
 
-    def _policy(self, fields: TaperFields) -> DepthPolicy:
+    def _policy(self, fields: protocol.TaperFields) -> DepthPolicy:
         if fields.mode == "full":
             if fields.policy not in (None, "full"):
                 raise RequestError("mode full runs every layer; it takes no policy", "leave out one of the two")
@@ -168,7 +150,7 @@ class ServedModel:
         return self.policies[self.default_policy]
 
 
-def _sampling_params(body: CompletionFields, max_tokens: int, logprobs: int | None) -> SamplingParams:
+def _sampling_params(body: protocol.CompletionFields, max_tokens: int, logprobs: int | None) -> SamplingParams:
     """How to sample, with the defaults that OpenAI documents."""
     return SamplingParams(
         max_tokens=max_tokens,
