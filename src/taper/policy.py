@@ -9,12 +9,13 @@ fixed, so the layers retained at a step are a subset of those retained at any ea
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -127,6 +128,18 @@ class Adapters:
     def hidden_size(self) -> int:
         """Of the model they were trained for."""
         return int(next(iter(self.layers.values()))[0].shape[1])
+
+    @cached_property
+    def digest(self) -> str:
+        """A content hash: 32 hex digits."""
+        content = hashlib.sha256()
+        for layer, (down, up) in sorted(self.layers.items()):
+            content.update(f"{layer} {down.shape} ".encode() + down.tobytes() + up.tobytes())
+        return content.hexdigest()[:32]
+
+    def only(self, layers: Iterable[int]) -> Adapters:
+        """The adapters of some layers."""
+        return Adapters({layer: self.layers[layer] for layer in layers if layer in self.layers})
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from .problems import Problems, word_problems
 from .prompts import BATCH, builtin_prompts, completions, encode_prompts, split
 from .replay import Reference, Scores
 from .search import (
+    COLLAPSED,
     COMPLETIONS,
     FITTED,
     STEPS,
@@ -64,6 +66,7 @@ def calibrate(
     min_agreement: float | None = None,
     max_nll_increase: float | None = None,
     speedup: float | None = None,
+    adapters: DepthPolicy | None = None,
     answer_tokens: int | None = None,
     seed: int = 0,
     name: str = "",
@@ -82,6 +85,7 @@ def calibrate(
         min_agreement: budget: share of tapered steps whose argmax is that of full depth, in (0, 1].
         max_nll_increase: budget: rise of the NLL of full depth's own outputs, per cent, above 0.
         speedup: instead of a budget: the best quality at this predicted speed, times that of full depth, above 1.
+        adapters: a policy with adapters: its order is kept, and only the curve is searched for.
         answer_tokens: length of output to plan for, at least 2; default the median of the model's own, up to 128.
         seed: of the split of the prompts, and of the sample.
         name: of the policy, at most 100 printable characters.
@@ -105,9 +109,13 @@ def calibrate(
         raise RequestError("prompts must be a list of prompts, not one text or path", hint)
     prompts = builtin_prompts() if prompts is None else prompts
     llm = model if isinstance(model, LLM) else LLM(str(model), max_batch_size=batch_size(len(prompts)))
+    if adapters is not None:
+        if adapters.adapters is None:
+            raise RequestError(f"policy {adapters.label} has no adapters", "taper heal makes a policy that has")
+        llm.resolve_policy(adapters)
     with closing(Calibrator(llm, seed, progress)) as calibrator:
         ids = encode_prompts(llm, prompts, seed, MAX_PROMPTS)
-        return calibrator.run(ids, budget, answer_tokens, name)
+        return calibrator.run(ids, budget, answer_tokens, name, adapters)
 
 
 def batch_size(prompts: int, device: str = "auto") -> int:
@@ -145,12 +153,14 @@ class Calibrator:
         """Replays of known completions."""
         return closing(Measurements(self.llm.engine, references, self.store))
 
-    def cost(self, prompt: tuple[int, ...], max_tokens: int) -> CostModel:
-        """The time of a step by depth on this machine, in outputs of `max_tokens` tokens."""
+    def cost(self, prompt: tuple[int, ...], max_tokens: int, adapters: DepthPolicy | None = None) -> CostModel:
+        """The time of a step by depth on this machine, in outputs of `max_tokens` tokens; with a policy's adapters."""
         tick = self.ticks("time of a step by depth", 1)
-        clock = {"machine": self.conditions.machine, "threads": self.conditions.threads}
-        key = {"cost": max_tokens, "prompt": len(prompt), **clock}
-        cost = CostModel(**self.store.remember(key, lambda: asdict(measure_cost(self.llm.engine, prompt, max_tokens))))
+        key: dict[str, Any] = {"cost": max_tokens, "prompt": len(prompt)}
+        key |= {"machine": self.conditions.machine, "threads": self.conditions.threads}
+        key |= {"adapters": adapters.adapters.digest} if adapters and adapters.adapters else {}
+        measured = partial(measure_cost, self.llm.engine, prompt, max_tokens, adapters)
+        cost = CostModel(**self.store.remember(key, lambda: asdict(measured())))
         tick()
         return cost
 
@@ -174,6 +184,24 @@ class Calibrator:
 
         return importance, islice(layers_to_skip(importance, steps, kl_sums, score), rounds)
 
+    def order_of_adapters(
+        self, measurements: Measurements, problems: Problems | None, policy: DepthPolicy
+    ) -> LayerOrder:
+        """The order of a policy with adapters, as far as its adapters go, and what each layer more costs."""
+        assert policy.adapters is not None
+        steps = measurements.tapered_steps
+        first = list(takewhile(policy.adapters.layers.__contains__, policy.skip_order))
+        tick = self.ticks("importance of each layer", (len(steps) + 1) // 2)
+        importance = layer_importance(self.layers, steps, partial(measurements.kl_sums, tick=tick))
+        order = LayerOrder(importance, [Skipped(layer, 0.0, 0.0) for layer in first], policy.adapters.only(first))
+        tick, searched, score = self.ticks("order of layers", len(first) * len(steps)), [], 0.0
+        for count, layer in enumerate(first, 1):
+            skipping = order.skipping(count)
+            if score < COLLAPSED:
+                score = self.score(problems, measurements, skipping)
+            searched.append(Skipped(layer, float(measurements.scores(skipping, tick).kl.sum()) / sum(steps), score))
+        return order._replace(searched=searched)
+
     def score(self, problems: Problems | None, measurements: Measurements, policy: DepthPolicy) -> float:
         """By how many standard errors a policy solves fewer problems; 0 if there are none."""
         if problems is None:
@@ -185,7 +213,12 @@ class Calibrator:
     # A calibration to prompts
 
     def run(
-        self, prompts: Sequence[tuple[int, ...]], budget: Budget, answer_tokens: int | None, name: str
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        budget: Budget,
+        answer_tokens: int | None,
+        name: str,
+        adapters: DepthPolicy | None,
     ) -> Calibration:
         """All stages in turn."""
         llm, layers = self.llm, self.layers
@@ -204,11 +237,14 @@ class Calibrator:
                 "the outputs end with their first token: there is no step to taper", "give other prompts"
             )
         middle = sorted(prompts, key=len)[len(prompts) // 2]
-        cost = self.cost(middle, planned)
+        cost = self.cost(middle, planned, adapters)
         problems = word_problems(llm, self.store)
         with self.measurements(first_steps(search[:COMPLETIONS], STEPS)) as measurements:
-            importance, skipped = self.order(measurements, problems, self._rounds(budget, cost))
-            order = LayerOrder(importance, list(skipped))
+            if adapters is None:
+                importance, skipped = self.order(measurements, problems, self._rounds(budget, cost))
+                order = LayerOrder(importance, list(skipped))
+            else:
+                order = self.order_of_adapters(measurements, problems, adapters)
         with self.measurements(search[:FITTED]) as measurements:
             score = partial(self.score, problems, measurements)
             policy, on_search_prompts = fit_curve(budget, order, measurements, cost, planned, score, self.ticks)
@@ -247,7 +283,13 @@ class Calibrator:
             ),
             harmless_layers=None if problems is None else order.harmless,
         )
-        policy = replace(policy, name=name, model=llm.config.identity, provenance=summary.provenance)
+        if policy.adapters is not None:  # those that it uses; a file needs no others
+            skipped_layers = policy.skip_order[: layers - policy.min_depth]
+            policy = replace(policy, adapters=policy.adapters.only(skipped_layers))
+        provenance = summary.provenance
+        if adapters is not None and "healing" in adapters.provenance:
+            provenance["healing"] = adapters.provenance["healing"]
+        policy = replace(policy, name=name, model=llm.config.identity, provenance=provenance)
         return Calibration(policy, summary)
 
     def _complete(
