@@ -36,7 +36,7 @@ from .search import (
 )
 from .statistics import free_running, loss_by_step, over_steps
 from .store import Measurements, Tick, current_conditions, digest, open_store, skipping
-from .summary import Budget, CalibratedModel, CalibrationSummary, Frontier, PromptCounts, Speedup
+from .summary import Budget, CalibratedModel, CalibrationSummary, Frontier, PromptCounts, Speedup, Validation
 
 REFERENCE_TOKENS = 128  # most tokens of an output, if no length is planned for
 MAX_PROMPTS = 256
@@ -127,7 +127,7 @@ class Calibrator:
     """A model that is being calibrated, and the store of its measurements, which `close` closes."""
 
     def __init__(self, llm: LLM, seed: int, progress: StageProgress | None) -> None:
-        self.llm, self.seed, self._progress = llm, seed, progress or (lambda stage, part: None)
+        self.llm, self.seed, self.advance = llm, seed, progress or (lambda stage, part: None)
         self.layers = llm.config.num_hidden_layers
         self.full = DepthPolicy.full(self.layers)
         if self.layers < 2:
@@ -146,8 +146,8 @@ class Calibrator:
 
     def ticks(self, stage: str, count: int) -> Tick:
         """Begin a stage; call the result `count` times while it goes on."""
-        self._progress(stage, 0.0)
-        return lambda: self._progress(stage, 1 / max(1, count))
+        self.advance(stage, 0.0)
+        return lambda: self.advance(stage, 1 / max(1, count))
 
     def measurements(self, references: Sequence[Reference]) -> closing[Measurements]:
         """Replays of known completions."""
@@ -229,7 +229,7 @@ class Calibrator:
                 f"a prompt of {longest} tokens and an output of {max_tokens} do not fit into a context of {context}",
                 "raise --context, shorten the prompts or lower --answer-tokens",
             )
-        references = self._complete("outputs at full depth", prompts, self.full, max_tokens)
+        references = self.complete("outputs at full depth", prompts, self.full, max_tokens)
         planned = answer_tokens or int(np.median([len(reference.completion_ids) for reference in references]))
         search, held_out = split(references)
         if planned < 2 or not all(any(len(r.completion_ids) > 1 for r in part) for part in (search, held_out)):
@@ -249,17 +249,12 @@ class Calibrator:
             score = partial(self.score, problems, measurements)
             policy, on_search_prompts = fit_curve(budget, order, measurements, cost, planned, score, self.ticks)
 
-        scores = self._scores("validation on held-out prompts", held_out, policy)
-        own = self._complete("outputs of the policy", [r.prompt_ids for r in held_out], policy, max_tokens)
-        own_scores = self._scores("outputs of the policy at full depth", own, self.full)
-        solved = None if problems is None else problems.validate(policy, partial(self.ticks, "word problems"))
+        validated, scores = self.validate(held_out, policy, max_tokens, problems)
         depths = [layers - count for count in range(1, len(order.searched) + 1)]
         summary = CalibrationSummary(
             mean_depth=round(policy.mean_depth(planned), 3),
             speedup=Speedup(round(cost.speedup(policy, planned), 4), self.speedup(middle, policy, planned)),
-            held_out=over_steps(scores),
-            free_running=free_running(own, own_scores, held_out, scores),
-            problems=solved,
+            **vars(validated),
             model=self.model,
             prompts=PromptCounts(len(search), len(held_out), digest(sorted(prompts))),
             seed=self.seed,
@@ -292,11 +287,27 @@ class Calibrator:
         policy = replace(policy, name=name, model=llm.config.identity, provenance=provenance)
         return Calibration(policy, summary)
 
-    def _complete(
-        self, stage: str, prompts: Sequence[tuple[int, ...]], policy: DepthPolicy, max_tokens: int
+    def validate(
+        self, held_out: Sequence[Reference], policy: DepthPolicy, max_tokens: int, problems: Problems | None
+    ) -> tuple[Validation, Scores]:
+        """What a policy costs on held-out outputs of full depth, in its own outputs and on held-out problems."""
+        scores = self._scores("validation on held-out prompts", held_out, policy)
+        own = self.complete("outputs of the policy", [r.prompt_ids for r in held_out], policy, max_tokens)
+        own_scores = self._scores("outputs of the policy at full depth", own, self.full)
+        solved = None if problems is None else problems.validate(policy, partial(self.ticks, "word problems"))
+        return Validation(over_steps(scores), free_running(own, own_scores, held_out, scores), problems=solved), scores
+
+    def complete(
+        self,
+        stage: str,
+        prompts: Sequence[tuple[int, ...]],
+        policy: DepthPolicy,
+        max_tokens: int,
+        temperature: float = 0.0,
     ) -> list[Reference]:
+        """Outputs of a policy."""
         tick = self.ticks(stage, -(-len(prompts) // BATCH))
-        return completions(self.llm, prompts, policy, max_tokens, self.store, tick)
+        return completions(self.llm, prompts, policy, max_tokens, self.store, tick, temperature)
 
     def _scores(self, stage: str, references: Sequence[Reference], policy: DepthPolicy) -> Scores:
         with self.measurements(references) as measurements:

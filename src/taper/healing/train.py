@@ -70,31 +70,44 @@ class Training:
 
     def run(
         self,
-        lessons: Sequence[Lesson],
+        pools: Sequence[Sequence[Lesson]],
         held_out: Sequence[Lesson],
         until: float,
         checkpoint: Path,
-        progress: Callable[[Evaluation], None],
+        advance: Callable[[float], None],
+        report: Callable[[Evaluation], None],
     ) -> None:
-        """Train on lessons until a part of the time, from 0 to 1, has passed; held-out ones say which state is best."""
-        saved = began = time.perf_counter()
-        before, losses = self.elapsed_s, []
+        """Train until a part of the time, from 0 to 1, has passed.
+
+        Args:
+            pools: lessons; each pool is as likely as another.
+            held_out: lessons that say which state is best.
+            until: the part.
+            checkpoint: the file to write once a minute and at the end.
+            advance: called after each step with the part of the time that it took.
+            report: called after each evaluation.
+        """
+        saved = now = time.perf_counter()
+        losses: list[float] = []
         while self.elapsed_s < until * self._seconds:
-            losses.append(self._step(lessons))
-            now = time.perf_counter()
-            self.elapsed_s = before + now - began
-            if self.elapsed_s >= len(self.history) * self._seconds / EVALUATIONS:
+            losses.append(self._step(pools))
+            last, now = now, time.perf_counter()
+            self.elapsed_s += now - last
+            advance((now - last) / self._seconds)
+            if self.elapsed_s >= (len(self.history) + 1) * self._seconds / EVALUATIONS:
                 self._evaluate(held_out, float(np.mean(losses)))
-                progress(self.history[-1])
+                report(self.history[-1])
                 losses = []
             if now - saved > CHECKPOINT_S:
                 self.save(checkpoint)
                 saved = now
+        self.save(checkpoint)
 
-    def _step(self, lessons: Sequence[Lesson]) -> float:
+    def _step(self, pools: Sequence[Sequence[Lesson]]) -> float:
         """One step of the optimizer; returns its mean KL."""
         rng = np.random.default_rng((self._seed, self.steps))
-        chosen = [lessons[i] for i in rng.integers(len(lessons), size=BATCH)]
+        drawn = [pools[int(rng.integers(len(pools)))] for _ in range(BATCH)]
+        chosen = [pool[int(rng.integers(len(pool)))] for pool in drawn]
         total, mean = sum(lesson.num_steps for lesson in chosen), 0.0
         cosine = (1 + math.cos(math.pi * min(1.0, self.elapsed_s / self._seconds))) / 2
         rate = LEARNING_RATE * min(1.0, (self.steps + 1) / WARM_UP) * (LEAST_RATE + (1 - LEAST_RATE) * cosine)
