@@ -23,7 +23,7 @@ ALLOWED = {
     "policy": {"errors"},
     "sampling": {"errors"},
     "models": {"errors", "policy"},
-    "backends": {"errors", "models"},
+    "backends": {"errors", "policy", "models"},
     "engine": ENGINE - {"engine"},
     "llm": LLM - {"llm"},
     "calibration": LLM,
