@@ -16,7 +16,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
 from .errors import PolicyError, as_tuple, number, one_of, shown, unique_keys, whole_number
@@ -247,6 +247,11 @@ class DepthPolicy:
     def core_layers(self) -> frozenset[int]:
         """Layers that always run."""
         return frozenset(range(self.num_hidden_layers)) - frozenset(self.skip_order)
+
+    @property
+    def adapted_layers(self) -> tuple[int, ...]:
+        """The layers from the beginning of `skip_order` on that have adapters."""
+        return tuple(takewhile(self.adapters.layers.__contains__, self.skip_order)) if self.adapters else ()
 
     def depth(self, step: int) -> int:
         """Layers run by the forward that predicts the token of `step`."""

@@ -50,11 +50,11 @@ def measure_cost(
     With a policy that has adapters, its layers are skipped as far as these go; otherwise which ones does not matter.
     """
     layers = engine.backend.config.num_hidden_layers
-    if adapters is None or adapters.adapters is None:
+    if adapters is None:
         depths = sorted({layers, layers * 5 // 6, layers * 2 // 3})
         policies = [DepthPolicy.static(layers, depth, range(layers - 1, 0, -1)) for depth in depths]
     else:
-        most = len(adapters.adapters.layers)
+        most = len(adapters.adapted_layers)
         depths = sorted({layers, layers - (most + 1) // 2, layers - most})
         policies = [DepthPolicy.static(layers, depth, adapters.skip_order) for depth in depths]
         policies = [replace(policy, adapters=adapters.adapters) for policy in policies]

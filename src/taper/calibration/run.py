@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import islice, takewhile
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -110,12 +110,22 @@ def calibrate(
     prompts = builtin_prompts() if prompts is None else prompts
     llm = model if isinstance(model, LLM) else LLM(str(model), max_batch_size=batch_size(len(prompts)))
     if adapters is not None:
-        if adapters.adapters is None:
-            raise RequestError(f"policy {adapters.label} has no adapters", "taper heal makes a policy that has")
-        llm.resolve_policy(adapters)
+        check_adapters(llm, adapters)
     with closing(Calibrator(llm, seed, progress)) as calibrator:
         ids = encode_prompts(llm, prompts, seed, MAX_PROMPTS)
         return calibrator.run(ids, budget, answer_tokens, name, adapters)
+
+
+def check_adapters(llm: LLM, policy: DepthPolicy) -> None:
+    """Check that a policy has adapters for the first layer that it skips, and is for this model.
+
+    Raises:
+        RequestError: it has none.
+        PolicyError: it is for another model.
+    """
+    llm.resolve_policy(policy)
+    if not policy.adapted_layers:
+        raise RequestError(f"policy {policy.label} has no adapters", "taper heal makes a policy that has")
 
 
 def batch_size(prompts: int, device: str = "auto") -> int:
@@ -189,8 +199,7 @@ class Calibrator:
     ) -> LayerOrder:
         """The order of a policy with adapters, as far as its adapters go, and what each layer more costs."""
         assert policy.adapters is not None
-        steps = measurements.tapered_steps
-        first = list(takewhile(policy.adapters.layers.__contains__, policy.skip_order))
+        steps, first = measurements.tapered_steps, policy.adapted_layers
         tick = self.ticks("importance of each layer", (len(steps) + 1) // 2)
         importance = layer_importance(self.layers, steps, partial(measurements.kl_sums, tick=tick))
         order = LayerOrder(importance, [Skipped(layer, 0.0, 0.0) for layer in first], policy.adapters.only(first))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import RequestError
-from .common import check_file, load, model_options, say, stages
+from .common import check_file, import_heal, load, model_options, say, stages
 
 if TYPE_CHECKING:
     from ..healing.run import Healing
@@ -44,10 +44,7 @@ def heal(
     if out.suffix != ADAPTERS_SUFFIX:
         raise RequestError(f"--out is {out}; a policy with adapters is a {ADAPTERS_SUFFIX} file", "rename it")
     check_file("--out", out)
-    try:
-        from ..healing.run import heal as run
-    except ImportError:
-        raise RequestError("taper heal needs PyTorch", 'pip install "taper-llm[heal]"') from None
+    run = import_heal()
     from ..calibration.prompts import BATCH, read_prompts
     from ..calibration.run import batch_size
 
