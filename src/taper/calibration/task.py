@@ -7,7 +7,7 @@ problems that they solve.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -116,11 +116,10 @@ def calibrate_to_task(
         order: list[int] = []
         trials: list[Trial] = []
         with calibrator.measurements(_references(calibrator, judged)) as measurements:
+            layers_to_skip: Iterable[int] = adapters.adapted_layers if adapters else ()
             if adapters is None:
                 _, found = calibrator.order(measurements, judged, calibrator.layers // 3)
                 layers_to_skip = (skipped.layer for skipped in found)
-            else:
-                layers_to_skip = iter(adapters.adapted_layers)
             for layer in layers_to_skip:
                 measurements.close()  # frees the slots for the outputs
                 order.append(layer)

@@ -122,10 +122,9 @@ def _to_prompts(out: Path, as_json: bool, options: dict[str, Any]) -> DepthPolic
 
     Budget(**{name: options[name] for name in _LIMITS})  # reports a mistake before the model loads
     adapters = None if options["adapters"] is None else load_policy(options["adapters"])
-    if options["heal"] is not None:
-        if adapters is not None:
-            raise RequestError("--heal trains adapters; --adapters gives them", "leave out one of the two")
-        train = import_heal()
+    train = None if options["heal"] is None else import_heal()
+    if train and adapters:
+        raise RequestError("--heal trains adapters; --adapters gives them", "leave out one of the two")
     prompts = builtin_prompts() if options["prompts"] is None else read_prompts(options["prompts"])
     if options["report"] is not None:
         check_report("--report", options["report"])
@@ -134,7 +133,7 @@ def _to_prompts(out: Path, as_json: bool, options: dict[str, Any]) -> DepthPolic
     find = partial(run, llm, prompts, **{name: options[name] for name in names})
     with stages() as progress:
         result = find(progress=progress, adapters=adapters)
-    if options["heal"] is not None:
+    if train:
         with stages() as progress:
             healing = train(llm, result.policy, minutes=options["heal"], seed=options["seed"], progress=progress)
         with stages() as progress:

@@ -162,12 +162,12 @@ class TaperedForward:
 
     def adapter_weights(self, adapters: Adapters, like: torch.Tensor) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """Adapters by layer, of the type and on the device of hidden states; put there when they are first needed."""
-        if adapters not in self._weights:
-            self._weights[adapters] = {
-                layer: tuple(torch.from_numpy(matrix).to(like) for matrix in pair)
-                for layer, pair in adapters.layers.items()
-            }
-        return self._weights[adapters]
+        weights = self._weights.get(adapters)
+        if weights is None:
+            pairs = adapters.layers.items()
+            weights = {layer: tuple(torch.from_numpy(matrix).to(like) for matrix in pair) for layer, pair in pairs}
+            self._weights[adapters] = weights
+        return weights
 
     def prepare_attention(self, active: ActiveTokens, layer_names: Iterable[str]) -> tuple[torch.Tensor, torch.Tensor]:
         """Make the named layers attend with the active tokens only.
