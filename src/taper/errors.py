@@ -142,7 +142,7 @@ def shown(value: object) -> str:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object for `json.loads`; raises ValueError for a duplicate key, of which readers take different values."""
+    """A JSON object for `json.loads`; raises ValueError for a duplicate key: readers differ in which one they take."""
     data = dict(pairs)
     if len(data) != len(pairs):
         raise ValueError("duplicate key in an object")

@@ -73,7 +73,7 @@ class TaperLM(LM):  # type: ignore[misc]  # the harness has no types
         elif options:
             raise RequestError(f"the model is loaded, so {next(iter(options))} does nothing", "leave it out")
         self.llm, self.policy = model, model.resolve_policy(policy, mode)
-        self.num_truncated = 0  # prompts of which the beginning was cut off
+        self.num_truncated = 0  # prompts whose beginning was cut off
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """The texts that the model generates for requests of the harness, in their order.
