@@ -52,7 +52,7 @@ def test_the_student_loses_what_replay_measures(tmp_path, family, monkeypatch):
                 depths = [policy.depth(step) for step in range(1, len(each.completion_ids))]
                 kl, agrees = student.losses(lesson, depths, adapters)
                 own = scores.where((scores.reference == index) & (scores.step > 0))
-                np.testing.assert_allclose(kl.numpy(), own.kl, atol=2e-3)
+                np.testing.assert_allclose(kl.numpy(), own.kl, rtol=5e-3, atol=5e-3)  # it keeps keys and values in f16
                 assert agrees.tolist() == own.agreement.astype(bool).tolist()
 
 
@@ -65,21 +65,22 @@ def test_gradients_flow_to_adapters_alone(tiny_llama):
     assert not any(weight.requires_grad for weight in student._backend._weights.values())
 
 
-@pytest.fixture
-def healed(tiny_gguf) -> Healing:
-    return taper.heal(str(tiny_gguf), POLICY, PROMPTS, minutes=0.08, rank=16)
+@pytest.fixture(scope="module")
+def llm(tiny_gguf) -> LLM:
+    return LLM(str(tiny_gguf), threads=1, max_batch_size=16, context=256)
 
 
-def test_training_lowers_the_kl_of_held_out_prompts(healed, tiny_gguf, tmp_path):
+def test_training_lowers_the_kl_of_held_out_prompts(llm):
+    healed = taper.heal(llm, POLICY, PROMPTS, minutes=0.08, rank=16)
     assert healed.helped
     assert healed.history[-1].tokens == healed.tokens > 0
-    assert min(each.kl for each in healed.history) < healed.before.held_out.all_steps.kl.value
+    assert healed.after.held_out.all_steps.kl.value < healed.before.held_out.all_steps.kl.value
     assert set(healed.policy.adapters.layers) == {3, 2, 4}
     assert healed.policy.provenance["healing"]["helped"]
-    assert LLM(str(tiny_gguf)).generate("hello", policy=healed.policy).text
+    assert llm.generate("hello", policy=healed.policy).depths[-1] == 3
 
 
-def test_a_killed_training_goes_on_where_it_was(tiny_gguf, monkeypatch, tmp_path):
+def test_a_killed_training_goes_on_where_it_was(llm, monkeypatch, tmp_path):
     options = {"minutes": 0.05, "rank": 8}
     seen = []
 
@@ -90,10 +91,10 @@ def test_a_killed_training_goes_on_where_it_was(tiny_gguf, monkeypatch, tmp_path
 
     monkeypatch.setattr("taper.healing.train.CHECKPOINT_S", 0.0)
     with pytest.raises(KeyboardInterrupt):
-        taper.heal(str(tiny_gguf), POLICY, PROMPTS, report=kill, **options)
+        taper.heal(llm, POLICY, PROMPTS, report=kill, **options)
     checkpoints = list((tmp_path / "taper-cache" / "heal").iterdir())
     assert len(checkpoints) == 1
-    healing = taper.heal(str(tiny_gguf), POLICY, PROMPTS, **options)
+    healing = taper.heal(llm, POLICY, PROMPTS, **options)
     assert healing.history[:7] == seen[:7]
     assert len(healing.history) <= 22
     assert not checkpoints[0].exists()
@@ -137,7 +138,8 @@ def test_what_does_not_help_is_not_written(tiny_gguf, tmp_path, monkeypatch):
     (tmp_path / "policy.json").write_text(POLICY.to_json())
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
     files = ["--policy", tmp_path / "policy.json", "--prompts", tmp_path / "prompts.txt", "--model", tiny_gguf]
-    command = ["heal", *map(str, files), "--minutes", "0.01", "--out", str(tmp_path / "out.safetensors")]
+    command = ["heal", *map(str, files), "--minutes", "0.01", "--threads", "1", "--out"]
+    command.append(str(tmp_path / "out.safetensors"))
     result = CliRunner().invoke(cli, command)
     assert result.exit_code == 1
     assert "did not fall" in result.output
@@ -156,9 +158,9 @@ def test_what_does_not_help_is_not_written(tiny_gguf, tmp_path, monkeypatch):
         (with_adapters(POLICY, 64), {}, RequestError),
     ],
 )
-def test_mistakes_are_told_before_training(tiny_gguf, policy, options, error):
+def test_mistakes_are_told_before_training(llm, policy, options, error):
     with pytest.raises(error) as raised:
-        taper.heal(str(tiny_gguf), policy, **{"prompts": PROMPTS, **options})
+        taper.heal(llm, policy, **{"prompts": PROMPTS, **options})
     assert isinstance(raised.value, TaperError)
 
 
