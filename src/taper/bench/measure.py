@@ -169,7 +169,7 @@ def step_bytes(weight_bytes: Mapping[str, int], layers: Collection[int]) -> int:
 
 
 def mean_step_bytes(weight_bytes: Mapping[str, int], policy: DepthPolicy, max_tokens: int) -> float:
-    """Mean bytes of a step after the first, in an output of `max_tokens` tokens, at least 2; adapters as in their file."""
+    """Mean bytes of a step after the first, in an output of `max_tokens` tokens, at least 2; adapters in f16."""
     depths = [policy.depth(step) for step in range(1, max_tokens)]
     by_depth = {depth: step_bytes(weight_bytes, policy.retained_at(depth)) for depth in set(depths)}
     for layer, (down, up) in policy.adapters.layers.items() if policy.adapters else ():
