@@ -34,7 +34,7 @@ from .train import Evaluation, Training
 
 RANK = 64
 BEYOND = 2  # layers more than the policy skips get an adapter, for policies that go a little deeper
-HELD_OUT = 72  # prompts at most, a fifth if there are few: half say which state is best, half give the final figures
+CHOOSING, VALIDATION = 16, 36  # held-out prompts that say which state is best, and those of the final figures
 MAX_PROMPTS = 4000
 MIN_STEPS = 8  # shorter completions teach nothing
 TEMPERATURE = 0.8  # of every second output at full depth
@@ -130,8 +130,9 @@ class _Healer:
     ) -> None:
         self._calibrator, self._policy, self._layers, self._report = calibrator, policy, layers, report
         self._seconds, self._llm = seconds, calibrator.llm
-        held_out = min(HELD_OUT, len(prompts) // 5 + 1)
-        self._prompts, self._held_out = prompts[held_out:], prompts[:held_out]
+        choosing, validation = (min(most, len(prompts) // 8 + 1) for most in (CHOOSING, VALIDATION))
+        self._choosing, self._validation = prompts[:choosing], prompts[choosing:][:validation]
+        self._prompts = prompts[choosing + validation :]
         what = {"heal": numbers(policy), "prompts": prompts, "seconds": seconds, "rank": rank, "seed": calibrator.seed}
         self._run = digest([calibrator.model.sha256, what])
         self._checkpoint = cache_folder() / "heal" / f"{self._run}.safetensors"
@@ -142,9 +143,8 @@ class _Healer:
 
     def run(self) -> Healing:
         """All stages in turn."""
-        half = len(self._held_out) // 2 or 1
         at_full_depth = partial(self._outputs, "outputs at full depth", policy=self._calibrator.full)
-        choosing, validation = at_full_depth(self._held_out[:half]), at_full_depth(self._held_out[half:])
+        choosing, validation = at_full_depth(self._choosing), at_full_depth(self._validation)
         held_out, lessons = self._lessons(choosing), self._lessons(at_full_depth(self._prompts))
         if not (held_out and lessons):
             raise RequestError(

@@ -25,7 +25,7 @@ LEARNING_RATE, LEAST_RATE, WARM_UP = 2e-3, 0.05, 10  # the highest, the last as 
 BATCH = 4  # completions of a step
 CLIP = 1.0  # of the gradient's norm
 OWN_CURVE = 0.5  # of the completions are seen along the policy's own curve, the others at a depth that is drawn
-EVALUATIONS = 20  # evenly over the time
+EVALUATIONS = 12  # evenly over the time; each takes a forward over all held-out completions
 CHECKPOINT_S = 60.0
 _COUNTS = ("elapsed_s", "steps", "tokens", "best_kl", "history")
 
