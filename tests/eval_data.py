@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-BBH_TASKS = ("boolean_expressions", "word_sorting")
-
 
 def write_data(folder: Path, problems: int = 6) -> Path:
     """GSM8K with as many problems in each split, and two tasks of BBH."""
@@ -18,17 +16,12 @@ def write_data(folder: Path, problems: int = 6) -> Path:
             for n in range(first, first + problems)
         ]
         (folder / "gsm8k" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sort = "Sort the following words alphabetically: List: "
     examples = {
-        "boolean_expressions": [
-            {"input": "not ( True ) is", "target": "False"},
-            {"input": "True is", "target": "True"},
-        ],
-        "word_sorting": [
-            {"input": "Sort the following words alphabetically: List: pear fig", "target": "fig pear"},
-            {"input": "Sort the following words alphabetically: List: oak elm", "target": "elm oak"},
-        ],
+        "boolean_expressions": {"not ( True ) is": "False", "True is": "True"},
+        "word_sorting": {f"{sort}pear fig": "fig pear", f"{sort}oak elm": "elm oak"},
     }
-    for name in BBH_TASKS:
-        data = {"canary": "", "examples": examples[name]}
+    for name, rows in examples.items():
+        data = {"canary": "", "examples": [{"input": a, "target": b} for a, b in rows.items()]}
         (folder / "bbh" / "tasks" / f"{name}.json").write_text(json.dumps(data))
     return folder

@@ -56,7 +56,8 @@ def test_64_tokens_equal_transformers_at_full_depth_and_tapered(exact, prompt, t
 
 def test_quantised_kernels_stay_close_to_the_same_weights_in_f32(loaded, exact, prompt):
     """KL(f32 || Q4_1) over 256 tokens of the model's own answers; the floor that every quality figure stands on."""
-    ids = prompt + complete(Engine(exact), [prompt], [DepthPolicy.full(30)], tokens=256)[0]
+    quantised = GgmlBackend(loaded.config, loaded.tensors, context_length=512)
+    ids = prompt + complete(Engine(quantised), [prompt], [DepthPolicy.full(30)], tokens=256)[0]
     count = len(ids)
     batch = TokenBatch(
         np.array(ids, np.int32),
@@ -65,7 +66,6 @@ def test_quantised_kernels_stay_close_to_the_same_weights_in_f32(loaded, exact, 
         (count,) * 30,
         logits_rows=tuple(range(len(prompt) - 1, count)),
     )
-    quantised = GgmlBackend(loaded.config, loaded.tensors, context_length=512)
     p, q = (torch.from_numpy(backend.forward(batch).logits).log_softmax(-1) for backend in (exact, quantised))
     kl = (p.exp() * (p - q)).sum(-1).mean().item()
     agreement = (p.argmax(-1) == q.argmax(-1)).float().mean().item()

@@ -5,13 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tiny import make_tiny, policies, random_prompt, reference_ids
-from transformers import (
-    DynamicCache,
-    LogitsProcessor,
-    LogitsProcessorList,
-    MaxLengthCriteria,
-    StoppingCriteriaList,
-)
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 
 import taper.hf
 from taper.errors import PolicyError, RequestError

@@ -84,8 +84,7 @@ def test_threads_on_one_llm_get_what_each_prompt_gets_alone(llm):
 
 def test_a_stop_id_is_counted_but_not_kept(llm):
     full = answer(llm)
-    stop = full.token_ids[12]
-    first = full.token_ids.index(stop)
+    first = full.token_ids.index(stop := full.token_ids[12])
     output = answer(llm, stop_token_ids=[stop])
     assert output.finish_reason == "stop"
     assert output.token_ids == full.token_ids[:first]
@@ -225,11 +224,6 @@ def test_modes_choose_policies(llm):
         llm.resolve_policy(DepthPolicy.full(7))
 
 
-def test_policy_files_are_read_by_path(llm, tmp_path):
-    (tmp_path / "own.json").write_text(TAPERED.to_json())
-    assert llm.resolve_policy(str(tmp_path / "own.json")) == TAPERED
-
-
 def test_a_shipped_policy_that_fits_is_the_default(llm, monkeypatch):
     monkeypatch.setattr(llm, "shipped_policies", lambda: {"balanced": TAPERED})
     with warnings.catch_warnings():
@@ -304,7 +298,8 @@ class TestSlips:
 
     def test_paths_are_taken_for_models_and_policies(self, llm, tiny_llama, tmp_path):
         (tmp_path / "own.json").write_text(TAPERED.to_json())
-        assert llm.resolve_policy(tmp_path / "own.json") == TAPERED
+        for path in (tmp_path / "own.json", str(tmp_path / "own.json")):
+            assert llm.resolve_policy(path) == TAPERED
         assert LLM(tiny_llama.folder, threads=np.int64(1), context=64).path == tiny_llama.folder
 
     @pytest.mark.parametrize(

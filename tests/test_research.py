@@ -161,7 +161,8 @@ def test_the_harness_own_class_gives_the_same_strings_in_f32(arguments, tmp_path
 
 
 def test_signals_are_measured_on_some_problems_and_the_accuracy_on_others(tiny_llama, tmp_path, monkeypatch):
-    monkeypatch.setattr(task_signals, "DRAWS", 200)
+    for name, value in {"DRAWS": 200, "THREADS": 1}.items():
+        monkeypatch.setattr(task_signals, name, value)
     problems = word_problems.problems(6, steps=[1])
     (tmp_path / "sums.jsonl").write_text("".join(f"{json.dumps(problem)}\n" for problem in problems))
     # Right where the problem's place in the file is even, and none of the later ones without layer 4.

@@ -69,12 +69,7 @@ LONGROPE = {
     "long_factor": [1.0, 1.5, 3.0, 5.0, 9.0, 17.0],
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
-SCALES = {
-    "attention_multiplier": 0.4,
-    "embedding_multiplier": 3.0,
-    "logits_scaling": 5.0,
-    "residual_multiplier": 0.6,
-}
+SCALES = {"attention_multiplier": 0.4, "embedding_multiplier": 3.0, "logits_scaling": 5.0, "residual_multiplier": 0.6}
 GEMMA = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},

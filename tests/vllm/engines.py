@@ -57,11 +57,7 @@ class Engine:
     """A vLLM engine; with `policies` it is tapered, without it is stock."""
 
     def __init__(
-        self,
-        folder: Path,
-        policies: dict[str, DepthPolicy] | None = None,
-        architecture: str = "Llama",
-        **options: Any,
+        self, folder: Path, policies: dict[str, DepthPolicy] | None = None, architecture: str = "Llama", **options: Any
     ) -> None:
         from vllm import LLM
 

@@ -1,9 +1,9 @@
-"""The default model in f32: stock vLLM, the plug-in, and the reference implementation give the same ids."""
+"""In f32, stock vLLM, the plug-in and the reference implementation give the same ids."""
 
 from __future__ import annotations
 
 import pytest
-from engines import Request, reference_ids, requests
+from engines import Request, reference_ids, requests, tiny_model, tiny_policies
 
 from taper import DepthPolicy
 from taper.models.policies import shipped_policies
@@ -51,3 +51,13 @@ def test_mixed_policies_in_one_batch_equal_each_alone_and_the_reference_implemen
     for request, ids in zip(batch, together, strict=True):
         policy = table[request.extra_args["taper_policy"]]
         assert reference_ids(default_model, request, policy) == ids, request.extra_args
+
+
+@pytest.mark.parametrize("architecture", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+def test_each_architecture_equals_the_reference_implementation(architecture, engines, tmp_path):
+    model = tiny_model(tmp_path, architecture)
+    policies = {name: policy for name, policy in tiny_policies().items() if 0 not in policy.skip_order}
+    batch = requests(policies, len(policies), seed=9, max_tokens=40)
+    ids = engines(tmp_path, policies, architecture).generate(batch)
+    for request, policy, completion in zip(batch, policies.values(), ids, strict=True):
+        assert completion == reference_ids(model, request, policy), policy.label
