@@ -25,6 +25,7 @@ from .search import (
     COLLAPSED,
     COMPLETIONS,
     FITTED,
+    HARMLESS,
     STEPS,
     LayerOrder,
     Skipped,
@@ -180,9 +181,12 @@ class Calibrator:
         return measure_speedup(self.llm.engine, prompt, policy, max_tokens)
 
     def order(
-        self, measurements: Measurements, problems: Problems | None, rounds: int
+        self, measurements: Measurements, problems: Problems | None, rounds: int, tolerance: float = HARMLESS
     ) -> tuple[list[float], Iterator[Skipped]]:
-        """The importance of each layer, and the first `rounds` layers to skip, at most all but one."""
+        """The importance of each layer, and the first `rounds` layers to skip, at most all but one.
+
+        A layer may lower the score on problems by `tolerance` standard errors before others are tried instead.
+        """
         steps = measurements.tapered_steps
         tick = self.ticks("importance of each layer", (len(steps) + 1) // 2)
         importance = layer_importance(self.layers, steps, partial(measurements.kl_sums, tick=tick))
@@ -192,7 +196,7 @@ class Calibrator:
         def score(skipped: frozenset[int]) -> float:
             return self.score(problems, measurements, skipping(self.layers, skipped))
 
-        return importance, islice(layers_to_skip(importance, steps, kl_sums, score), rounds)
+        return importance, islice(layers_to_skip(importance, steps, kl_sums, score, tolerance), rounds)
 
     def order_of_adapters(
         self, measurements: Measurements, problems: Problems | None, policy: DepthPolicy

@@ -99,12 +99,16 @@ def flex_layers(importance: Sequence[float]) -> list[int]:
 
 
 def layers_to_skip(
-    importance: Sequence[float], steps: Sequence[int], measure: Measure, score: Callable[[frozenset[int]], float]
+    importance: Sequence[float],
+    steps: Sequence[int],
+    measure: Measure,
+    score: Callable[[frozenset[int]], float],
+    tolerance: float = HARMLESS,
 ) -> Iterator[Skipped]:
     """The flex layers in the order of skipping. Each is searched for only when it is asked for, as that takes long.
 
-    Next comes the first of the layers of lowest KL whose removal does not lower the score on problems; if there is
-    none, the one that lowers it least; and once the score has collapsed, the one of lowest KL. `steps` are the tapered
+    Next comes the first of the layers of lowest KL whose removal keeps the score within the tolerance; if there is
+    none, the one that raises it least; and once the model has collapsed, the one of lowest KL. `steps` are the tapered
     steps of each completion, `score` is the number of standard errors by which fewer problems are solved.
     """
     order: list[int] = []
@@ -117,7 +121,7 @@ def layers_to_skip(
         scores: dict[int, float] = {}
         for layer in by_kl:
             scores[layer] = 0.0 if collapsed else score(frozenset([*order, layer]))
-            if scores[layer] <= 0:
+            if scores[layer] <= tolerance:
                 break
         chosen = min(scores, key=lambda layer: scores[layer])
         if scores[chosen] > COLLAPSED:  # which of them loses least is chance
