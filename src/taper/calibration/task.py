@@ -112,7 +112,7 @@ def calibrate_to_task(
         order: list[int] = []
         trials: list[Trial] = []
         with calibrator.measurements(_references(calibrator, judged)) as measurements:
-            _, layers_to_skip = calibrator.order(measurements, judged, calibrator.layers // 3, tolerance=0.0)
+            _, layers_to_skip = calibrator.order(measurements, judged, calibrator.layers // 3, tolerance=0)
             for skipped in layers_to_skip:
                 measurements.close()  # frees the slots for the outputs
                 order.append(skipped.layer)
