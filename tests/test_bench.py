@@ -211,8 +211,7 @@ def test_llama_bench_is_found_on_the_path_or_where_it_is_said_to_be(llama_bin, t
 
 def test_formats_are_made_measured_and_written_one_by_one(tiny_gguf, llama_bin, tmp_path, monkeypatch):
     tests = [("decode", 9), ("prefill", 8), ("batch", 2)]
-    options = {"FORMATS": ("Q8_0", "F16"), "TESTS": tests, "ROUNDS": 1, "TOKENS": 3, "THREADS": 1}
-    for name, value in options.items():
+    for name, value in {"FORMATS": ("Q8_0", "F16"), "TESTS": tests, "ROUNDS": 1, "TOKENS": 3, "THREADS": 1}.items():
         monkeypatch.setattr(formats, name, value)
     folder, out = tmp_path / "formats", tmp_path / "formats.json"
     arguments = ["formats.py", f"--source={tiny_gguf}", f"--folder={folder}", f"--out={out}"]

@@ -91,6 +91,13 @@ def test_if_every_layer_lowers_the_score_the_one_that_lowers_it_least_is_skipped
     assert harmless == 2
 
 
+def test_a_layer_that_lowers_the_score_within_the_tolerance_is_skipped():
+    costs = [1.0, 2.0, 3.0]
+    for tolerance, layer in [(0.0, 1), (search.HARMLESS, 0)]:
+        found = search.layers_to_skip(costs, [4] * 12, additive(costs), lambda skipped: float(0 in skipped), tolerance)
+        assert next(found).layer == layer
+
+
 def test_problems_are_no_longer_asked_once_the_score_has_collapsed():
     """Then which layer loses least is chance, so the one of lowest KL is skipped."""
     asked = []

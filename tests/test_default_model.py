@@ -59,13 +59,9 @@ def test_quantised_kernels_stay_close_to_the_same_weights_in_f32(loaded, exact, 
     quantised = GgmlBackend(loaded.config, loaded.tensors, context_length=512)
     ids = prompt + complete(Engine(quantised), [prompt], [DepthPolicy.full(30)], tokens=256)[0]
     count = len(ids)
-    batch = TokenBatch(
-        np.array(ids, np.int32),
-        np.arange(count, dtype=np.int32),
-        np.zeros(count, np.int32),
-        (count,) * 30,
-        logits_rows=tuple(range(len(prompt) - 1, count)),
-    )
+    positions, slots = np.arange(count, dtype=np.int32), np.zeros(count, np.int32)
+    rows = tuple(range(len(prompt) - 1, count))
+    batch = TokenBatch(np.array(ids, np.int32), positions, slots, (count,) * 30, logits_rows=rows)
     p, q = (torch.from_numpy(backend.forward(batch).logits).log_softmax(-1) for backend in (exact, quantised))
     kl = (p.exp() * (p - q)).sum(-1).mean().item()
     agreement = (p.argmax(-1) == q.argmax(-1)).float().mean().item()

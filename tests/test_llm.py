@@ -297,9 +297,8 @@ class TestSlips:
         hash(SamplingParams(**options))
 
     def test_paths_are_taken_for_models_and_policies(self, llm, tiny_llama, tmp_path):
-        (tmp_path / "own.json").write_text(TAPERED.to_json())
-        for path in (tmp_path / "own.json", str(tmp_path / "own.json")):
-            assert llm.resolve_policy(path) == TAPERED
+        (path := tmp_path / "own.json").write_text(TAPERED.to_json())
+        assert llm.resolve_policy(path) == llm.resolve_policy(str(path)) == TAPERED
         assert LLM(tiny_llama.folder, threads=np.int64(1), context=64).path == tiny_llama.folder
 
     @pytest.mark.parametrize(

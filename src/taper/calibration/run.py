@@ -181,11 +181,11 @@ class Calibrator:
         return measure_speedup(self.llm.engine, prompt, policy, max_tokens)
 
     def order(
-        self, measurements: Measurements, problems: Problems | None, rounds: int, tolerance: float = HARMLESS
+        self, measurements: Measurements, problems: Problems | None, rounds: int, tolerance: float
     ) -> tuple[list[float], Iterator[Skipped]]:
         """The importance of each layer, and the first `rounds` layers to skip, at most all but one.
 
-        A layer may lower the score on problems by `tolerance` standard errors before others are tried instead.
+        If a layer makes the score on problems exceed `tolerance`, others are tried instead.
         """
         steps = measurements.tapered_steps
         tick = self.ticks("importance of each layer", (len(steps) + 1) // 2)
@@ -254,7 +254,7 @@ class Calibrator:
         problems = word_problems(llm, self.store)
         with self.measurements(first_steps(search[:COMPLETIONS], STEPS)) as measurements:
             if adapters is None:
-                importance, skipped = self.order(measurements, problems, self._rounds(budget, cost))
+                importance, skipped = self.order(measurements, problems, self._rounds(budget, cost), HARMLESS)
                 order = LayerOrder(importance, list(skipped))
             else:
                 order = self.order_of_adapters(measurements, problems, adapters)

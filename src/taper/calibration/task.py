@@ -118,7 +118,7 @@ def calibrate_to_task(
         with calibrator.measurements(_references(calibrator, judged)) as measurements:
             layers_to_skip: Iterable[int] = adapters.adapted_layers if adapters else ()
             if adapters is None:
-                _, found = calibrator.order(measurements, judged, calibrator.layers // 3, tolerance=0.0)
+                _, found = calibrator.order(measurements, judged, calibrator.layers // 3, tolerance=0)
                 layers_to_skip = (skipped.layer for skipped in found)
             for layer in layers_to_skip:
                 measurements.close()  # frees the slots for the outputs

@@ -22,7 +22,7 @@ _NOT_BETTER = 1
 @click.command()
 @model_options
 @click.option("--policy", required=True, metavar="NAME|FILE", help="The policy whose skipped layers get adapters.")
-@click.option("--minutes", type=float, default=30.0, help="How long to train; outputs and figures come on top.")
+@click.option("--minutes", type=float, default=30.0, help="How long to train; the final figures come on top.")
 @click.option(
     "--prompts", type=Path, metavar="FILE", help="Prompts to learn from, as for calibrate. Default: built-in."
 )

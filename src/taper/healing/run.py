@@ -29,7 +29,7 @@ from ..models import load_model
 from ..models.download import cache_folder
 from ..policy import DepthPolicy
 from .prompts import builtin_prompts
-from .student import Lesson, Student, frozen
+from .student import Student, frozen
 from .train import Evaluation, Training
 
 RANK = 64
@@ -38,8 +38,9 @@ CHOOSING, VALIDATION = 16, 36  # held-out prompts that say which state is best, 
 MAX_PROMPTS = 4000
 MIN_STEPS = 8  # shorter completions teach nothing
 TEMPERATURE = 0.8  # of every second output at full depth
-ROUNDS = (0.5, 0.65, 0.8, 1.0)  # parts of the time; each after the first begins with outputs of the tapered model
-ON_POLICY = 0.05  # of the time goes into those outputs, in each such round
+_TRAINING, _OF_THE_TAPERED_MODEL = "training", "outputs of the tapered model"  # stages
+ROUNDS = (0.5, 0.65, 0.8, 1.0)  # parts of the time; each begins with outputs to learn from
+FULL_DEPTH, ON_POLICY = 0.15, 0.05  # of the time goes into those of the first round, and of each later one
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def heal(
         model: an `LLM`, or what `LLM` takes.
         policy: a policy without adapters, the name of a shipped one, or a file.
         prompts: texts or messages to learn from, at least 8 different ones; default about 700 built-in ones.
-        minutes: that training takes; the model's own outputs and the final figures come on top.
+        minutes: that training and the outputs to learn from take; the final figures come on top.
         rank: of the adapters, 1 to 4096.
         seed: of the adapters' first values, and of the order of prompts and depths.
         progress: called with a stage and what part of it, 0 to 1, was done since the last call.
@@ -143,29 +144,22 @@ class _Healer:
 
     def run(self) -> Healing:
         """All stages in turn."""
-        at_full_depth = partial(self._outputs, "outputs at full depth", policy=self._calibrator.full)
-        choosing, validation = at_full_depth(self._choosing), at_full_depth(self._validation)
-        held_out, lessons = self._lessons(choosing), self._lessons(at_full_depth(self._prompts))
-        if not (held_out and lessons):
-            raise RequestError(
-                f"the outputs have fewer than {MIN_STEPS} tokens: nothing to learn", "give other prompts"
-            )
-        training, pools = self._training, [lessons]
-        self._calibrator.ticks("training", 1)
+        full, training = self._calibrator.full, self._training
+        choosing, validation = (self._outputs(p, full, "held-out prompts") for p in (self._choosing, self._validation))
+        held_out = _long_enough(choosing)
+        self._calibrator.ticks(_TRAINING, 1)
         if self._checkpoint.exists():
             training.restore(self._checkpoint)
+            self._calibrator.advance(_TRAINING, training.elapsed_s / self._seconds)
+        pools = [_long_enough(self._outputs_at_full_depth())]
+        if not (held_out and pools[0]):
+            raise RequestError(f"outputs of fewer than {MIN_STEPS} tokens teach nothing", "give other prompts")
         for round_number, until in enumerate(ROUNDS):
             if training.elapsed_s < until * self._seconds:
                 if round_number:
-                    pools = [lessons, self._own_lessons(round_number)]
-                training.run(
-                    pools,
-                    held_out,
-                    until,
-                    self._checkpoint,
-                    partial(self._calibrator.advance, "training"),
-                    self._report,
-                )
+                    pools[1:] = [_long_enough(self._outputs_of_the_tapered_model(round_number))]
+                advance = partial(self._calibrator.advance, _TRAINING)
+                training.run(pools, held_out, until, self._checkpoint, advance, self._report)
         problems = word_problems(self._llm, self._calibrator.store)
         healed = replace(self._policy, adapters=frozen(training.best))
         before, after = (
@@ -177,29 +171,36 @@ class _Healer:
         self._checkpoint.unlink(missing_ok=True)
         return replace(healing, policy=replace(healed, provenance=provenance))
 
-    def _outputs(self, stage: str, prompts: Sequence[tuple[int, ...]], policy: DepthPolicy) -> list[Reference]:
+    def _outputs(self, prompts: Sequence[tuple[int, ...]], policy: DepthPolicy, stage: str) -> list[Reference]:
         """Outputs of a policy, every second one sampled."""
         complete = partial(self._calibrator.complete, stage, policy=policy, max_tokens=REFERENCE_TOKENS)
         return complete(prompts=prompts[::2]) + complete(prompts=prompts[1::2], temperature=TEMPERATURE)
 
-    def _lessons(self, references: Sequence[Reference]) -> list[Lesson]:
-        references = [reference for reference in references if len(reference.completion_ids) > MIN_STEPS]
-        tick, lessons = self._calibrator.ticks("full depth on the outputs", len(references)), []
-        for reference in references:
-            lessons.append(self._student.lesson(reference))
-            tick()
-        return lessons
+    def _outputs_within(self, part: float, prompts: Sequence[tuple[int, ...]], policy: DepthPolicy) -> list[Reference]:
+        """Outputs of a policy, as many as a part of the time allows."""
+        began, references, at = time.perf_counter(), [], 0
+        stage = "outputs at full depth" if policy.min_depth == policy.num_hidden_layers else _OF_THE_TAPERED_MODEL
+        while at < len(prompts) and time.perf_counter() - began < part * self._seconds:
+            references += self._outputs(prompts[at : at + 2 * BATCH], policy, stage)
+            at += 2 * BATCH
+        spent = time.perf_counter() - began
+        self._training.elapsed_s += spent
+        self._calibrator.advance(_TRAINING, spent / self._seconds)
+        return references
 
-    def _own_lessons(self, round_number: int) -> list[Lesson]:
-        """Lessons on outputs of the tapered model as it is now, as many as a part of the time allows."""
-        began = time.perf_counter()
+    def _outputs_at_full_depth(self) -> list[Reference]:
+        """What the first round learns from; how many there are is stored, so that a killed training continues alike."""
+        full, store = self._calibrator.full, self._calibrator.store
+        made = partial(self._outputs_within, FULL_DEPTH, self._prompts, full)
+        count = store.remember({"outputs of": self._run}, lambda: len(made()))
+        return self._outputs(self._prompts[:count], full, "outputs at full depth")
+
+    def _outputs_of_the_tapered_model(self, round_number: int) -> list[Reference]:
         rng = np.random.default_rng((self._calibrator.seed, round_number))
         prompts = [self._prompts[i] for i in rng.permutation(len(self._prompts))]
         policy = replace(self._policy, adapters=frozen(self._training.adapters))
-        references: list[Reference] = []
-        while prompts and time.perf_counter() - began < ON_POLICY * self._seconds:
-            batch, prompts = prompts[: 2 * BATCH], prompts[2 * BATCH :]
-            references += self._outputs("outputs of the tapered model", batch, policy)
-        lessons = self._lessons(references)
-        self._training.elapsed_s += time.perf_counter() - began
-        return lessons
+        return self._outputs_within(ON_POLICY, prompts, policy)
+
+
+def _long_enough(references: Sequence[Reference]) -> list[Reference]:
+    return [reference for reference in references if len(reference.completion_ids) > MIN_STEPS]

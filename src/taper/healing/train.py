@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +18,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save
 
+from ..calibration.replay import Reference
 from ..models.files import write_whole
 from ..policy import DepthPolicy
-from .student import AdapterParameters, Lesson, Student, mean_losses
+from .student import AdapterParameters, Student, mean_losses
 
 LEARNING_RATE, LEAST_RATE, WARM_UP = 2e-3, 0.05, 10  # the highest, the last as a part of it, steps to reach it
 BATCH = 4  # completions of a step
@@ -58,6 +60,7 @@ class Training:
     ) -> None:
         self._student, self._policy, self._seconds, self._seed = student, policy, seconds, seed
         self._layers = list(layers)
+        self._lesson = cache(student.lesson)  # computed when a completion is first drawn
         self.adapters: AdapterParameters = student.new_adapters(layers, rank, seed)
         self.best = _copied(self.adapters)  # the state of the lowest held-out KL
         self.best_kl, self.elapsed_s, self.steps, self.tokens = math.inf, 0.0, 0, 0
@@ -70,8 +73,8 @@ class Training:
 
     def run(
         self,
-        pools: Sequence[Sequence[Lesson]],
-        held_out: Sequence[Lesson],
+        pools: Sequence[Sequence[Reference]],
+        held_out: Sequence[Reference],
         until: float,
         checkpoint: Path,
         advance: Callable[[float], None],
@@ -80,8 +83,8 @@ class Training:
         """Train until a part of the time, from 0 to 1, has passed.
 
         Args:
-            pools: lessons; each pool is as likely as another.
-            held_out: lessons that say which state is best.
+            pools: completions to learn from; each pool is as likely as another.
+            held_out: those that say which state is best.
             until: the part.
             checkpoint: the file to write once a minute and at the end.
             advance: called after each step with the part of the time that it took.
@@ -103,11 +106,11 @@ class Training:
                 saved = now
         self.save(checkpoint)
 
-    def _step(self, pools: Sequence[Sequence[Lesson]]) -> float:
+    def _step(self, pools: Sequence[Sequence[Reference]]) -> float:
         """One step of the optimizer; returns its mean KL."""
         rng = np.random.default_rng((self._seed, self.steps))
         drawn = [pools[int(rng.integers(len(pools)))] for _ in range(BATCH)]
-        chosen = [pool[int(rng.integers(len(pool)))] for pool in drawn]
+        chosen = [self._lesson(pool[int(rng.integers(len(pool)))]) for pool in drawn]
         total, mean = sum(lesson.num_steps for lesson in chosen), 0.0
         cosine = (1 + math.cos(math.pi * min(1.0, self.elapsed_s / self._seconds))) / 2
         rate = LEARNING_RATE * min(1.0, (self.steps + 1) / WARM_UP) * (LEAST_RATE + (1 - LEAST_RATE) * cosine)
@@ -131,8 +134,9 @@ class Training:
             return [self._policy.depth(step) for step in range(1, num_steps + 1)]
         return [self._policy.num_hidden_layers - int(rng.integers(1, len(self._layers) + 1))] * num_steps
 
-    def _evaluate(self, held_out: Sequence[Lesson], loss: float) -> None:
-        kl, agreement = mean_losses(self._student, held_out, self._policy, self.adapters)
+    def _evaluate(self, held_out: Sequence[Reference], loss: float) -> None:
+        lessons = [self._lesson(each) for each in held_out]
+        kl, agreement = mean_losses(self._student, lessons, self._policy, self.adapters)
         self.history.append(Evaluation(round(self.elapsed_s, 1), self.tokens, round(loss, 4), kl, agreement))
         if kl < self.best_kl:
             self.best, self.best_kl = _copied(self.adapters), kl
