@@ -23,17 +23,18 @@ ALLOWED = {
     "policy": {"errors"},
     "sampling": {"errors"},
     "models": {"errors", "policy"},
-    "backends": {"errors", "models"},
+    "backends": {"errors", "policy", "models"},
     "engine": ENGINE - {"engine"},
     "llm": LLM - {"llm"},
     "calibration": LLM,
+    "healing": {*LLM, "calibration"},
     "evals": {*LLM, "calibration"},
     "bench": {*LLM, "calibration", "hf"},
     "server": LLM,
     "hf": {"errors", "policy"},
     "vllm_plugin": {"errors", "policy", "models"},
-    "cli": {*LLM, "calibration", "evals", "bench", "server", "vllm_plugin"},
-    "__init__": {"errors", "policy", "sampling", "llm", "calibration"},
+    "cli": {*LLM, "calibration", "healing", "evals", "bench", "server", "vllm_plugin"},
+    "__init__": {"errors", "policy", "sampling", "llm", "calibration", "healing"},
     "__main__": {"cli"},
 }
 SERVER = {"fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client", "llguidance"}
@@ -42,6 +43,7 @@ OTHERS_NAMES = {"vllm_plugin/__init__.py", "models/download.py", "bench/peers.py
 HEAVY = {
     "torch": {
         *(f"backends/{name}.py" for name in ("__init__", "torch")),
+        *("healing/student.py", "healing/train.py"),
         *("hf.py", "bench/torch_device.py", "bench/peers.py", "vllm_plugin/models.py"),
     },
     "ggml": {f"backends/ggml/{name}.py" for name in ("__init__", "cache", "graph", "repack", "tensors", "weights")},

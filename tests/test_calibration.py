@@ -166,7 +166,8 @@ def test_a_budget_is_kept_only_where_the_whole_interval_keeps_it(given, verdict)
     assert Budget(**given).verdict(None) == (None if "speedup" in given else "not kept")
 
 
-CANDIDATES = power_curves(range(6), 6, LAYERS, 64)
+ORDER = search.LayerOrder([0.0] * 6 + [1.0] * (LAYERS - 6), [search.Skipped(layer, 0.0, 0.0) for layer in range(6)])
+CANDIDATES = power_curves(ORDER, 6, 64)
 COST = CostModel(fixed_ms=1.0, layer_ms=0.5)
 
 
@@ -223,7 +224,7 @@ def test_too_few_tapered_steps_keep_no_budget():
 
 @given(st.floats(1.02, 1.5))
 def test_policies_of_a_speed_are_just_as_fast_as_asked(speedup):
-    candidates = power_curves_of_speed(range(6), 6, LAYERS, 64, speedup, COST)
+    candidates = power_curves_of_speed(ORDER, 64, speedup, COST)
     assert speedup <= min(COST.speedup(policy, 64) for policy in candidates) < speedup * 1.02
     assert len({policy.schedule.start for policy in candidates}) > 1
 
@@ -232,14 +233,14 @@ def test_policies_of_a_speed_are_just_as_fast_as_asked(speedup):
 def test_a_speed_skips_no_more_than_it_needs_beyond_the_harmless_layers(speedup, harmless):
     static = [DepthPolicy.static(LAYERS, LAYERS - n, range(n)) for n in range(1, 7)]
     needed = next(n for n, policy in enumerate(static, 1) if COST.speedup(policy, 64) >= speedup)
-    candidates = power_curves_of_speed(range(6), 6, LAYERS, 64, speedup, COST)
+    candidates = power_curves_of_speed(ORDER, 64, speedup, COST)
     policy = fit_speed(candidates, harmless, made_up_table(), made_up, lambda policy: LAYERS - policy.min_depth)
     assert LAYERS - policy.min_depth <= max(needed, harmless)
 
 
 def test_a_speed_skips_more_layers_later_where_that_costs_less():
     """Late steps cost half as much here, so the fall comes late."""
-    candidates = power_curves_of_speed(range(6), 6, LAYERS, 64, 1.15, COST)
+    candidates = power_curves_of_speed(ORDER, 64, 1.15, COST)
     few, many = (
         fit_speed(candidates, 0, made_up_table(), made_up, lambda policy, sign=sign: sign * policy.min_depth)
         for sign in (-1, 1)
@@ -252,7 +253,7 @@ def test_a_speed_skips_more_layers_later_where_that_costs_less():
 
 def test_a_speed_out_of_reach_is_rejected_with_what_can_be_had():
     with pytest.raises(RequestError, match=r"most .* 2\.0"):
-        power_curves_of_speed(range(6), 6, LAYERS, 64, 3.0, COST)
+        power_curves_of_speed(ORDER, 64, 3.0, COST)
 
 
 def test_cost_model_is_a_straight_line_in_depth():

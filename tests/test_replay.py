@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tiny import BACKENDS, FAMILIES, make_backend, make_tiny, one_slot, policies, random_prompt
+from tiny import BACKENDS, FAMILIES, make_backend, make_tiny, one_slot, policies, random_prompt, with_adapters
 
 from taper.calibration import replay as replay_module
 from taper.calibration.replay import Reference, Replay, Scores
@@ -29,7 +29,8 @@ def step_by_step(engine: Engine, reference: Reference, policy: DepthPolicy) -> n
     for step, token in enumerate(reference.completion_ids[:-1], 1):
         batch = one_slot(backend, [token], (0,), start=len(prompt) + step - 1)
         retained = policy.retained_layers(step)
-        batch = replace(batch, num_active=tuple(int(layer in retained) for layer in range(policy.num_hidden_layers)))
+        num_active = tuple(int(layer in retained) for layer in range(policy.num_hidden_layers))
+        batch = replace(batch, num_active=num_active, adapters=policy.adapters)
         logits += list(backend.forward(batch).logits)
     return np.stack(logits)
 
@@ -66,7 +67,9 @@ def test_replay_equals_decoding_step_by_step(tiny_llama, tmp_path, kind, family,
         loaded = make_tiny(tmp_path, architecture, **options).load()
     engine = Engine(make_backend(kind, loaded, num_slots=2))  # fewer slots than completions
     replay, known = Replay(engine, references()), references()
-    for policy in policies(loaded.config.num_hidden_layers).values():
+    plain = policies(loaded.config.num_hidden_layers)
+    healed = [with_adapters(plain[name], loaded.config.hidden_size, scale=0.5) for name in ("d3", "early exit")]
+    for policy in [*plain.values(), *healed]:
         scores = replay.score(policy)
         assert scores.kl.max() > 1e-3, "the policy changes nothing, so this proves nothing"
         for index, reference in enumerate(known):

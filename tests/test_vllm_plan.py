@@ -17,7 +17,7 @@ from prometheus_client import generate_latest
 
 from taper import DepthPolicy
 from taper.errors import PolicyError, RequestError
-from taper.policy import ModelIdentity, Schedule
+from taper.policy import Adapters, ModelIdentity, Schedule
 from taper.vllm_plugin.metrics import counters, watch
 from taper.vllm_plugin.options import PluginOptions
 from taper.vllm_plugin.plan import Planner, RequestTokens
@@ -55,7 +55,7 @@ def test_each_token_runs_the_layers_that_its_policy_retains(batch, first, count)
     plan = Planner(LAYERS, layers).plan(batch)
     tokens = [(index, request, offset) for index, request in enumerate(batch) for offset in range(request.num_tokens)]
     ran: list[set[int]] = [set() for _ in tokens]
-    for layer_range, active in plan.layer_ranges:
+    for layer_range, active, _ in plan.layer_ranges:
         assert active.whole_batch == (len(active.rows) == len(tokens))
         assert set(active.requests.tolist()) == {tokens[row][0] for row in active.rows}
         for row in active.rows:
@@ -73,6 +73,27 @@ def test_each_token_runs_the_layers_that_its_policy_retains(batch, first, count)
         assert one.layers.stop < next_one.layers.start or one.active is not next_one.active
     for a, b in product(plan.layer_ranges, repeat=2):
         assert (a.active is b.active) == np.array_equal(a.active.counts, b.active.counts)
+
+
+@given(st.lists(requests, min_size=1, max_size=6), st.lists(st.sampled_from([None, 0, 1]), min_size=6, max_size=6))
+def test_each_token_that_skips_a_layer_passes_through_the_adapters_of_its_policy(batch, chosen):
+    sets = [Adapters({}), Adapters({})]
+    batch = [
+        request if number is None else request._replace(policy=replace(request.policy, adapters=sets[number]))
+        for request, number in zip(batch, chosen, strict=False)
+    ]
+    passed = {adapters: set() for adapters in sets}
+    for layers, _, adapted in Planner(LAYERS, range(LAYERS)).plan(batch).layer_ranges:
+        for adapters, rows in adapted:
+            passed[adapters] |= {(row, layer) for row in rows.tolist() for layer in layers}
+    expected, row = {adapters: set() for adapters in sets}, 0
+    for request in batch:
+        for offset in range(request.num_tokens):
+            if request.policy.adapters is not None:
+                skipped = set(range(LAYERS)) - retained(request, request.first_position + offset)
+                expected[request.policy.adapters] |= {(row, layer) for layer in skipped}
+            row += 1
+    assert passed == expected
 
 
 @given(st.lists(st.lists(requests, min_size=1, max_size=3), min_size=2, max_size=5))
@@ -98,7 +119,7 @@ def test_many_policies_leave_no_stale_plan():
 def test_one_request_under_one_policy_never_gathers():
     policy = DepthPolicy.static(LAYERS, 3, [1, 2, 4, 5])
     plan = Planner(LAYERS, range(LAYERS)).plan([RequestTokens(policy, 20, 1, 5)])
-    assert [(layers, active.whole_batch) for layers, active in plan.layer_ranges] == [
+    assert [(layers, active.whole_batch) for layers, active, _ in plan.layer_ranges] == [
         (range(1), True),
         (range(3, 4), True),
         (range(6, 7), True),

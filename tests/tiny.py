@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import gguf
@@ -23,7 +23,7 @@ from taper.engine import Engine, Request
 from taper.models import load_model
 from taper.models.download import DEFAULT_MODEL, PACKAGED_MODELS
 from taper.models.tensors import LoadedModel
-from taper.policy import DepthPolicy
+from taper.policy import Adapters, DepthPolicy
 from taper.sampling import SamplingParams
 
 torch.set_num_threads(1)
@@ -339,6 +339,18 @@ def policies(layers: int) -> dict[str, DepthPolicy]:
         "early exit": DepthPolicy.early_exit(layers, 3),
         "static": DepthPolicy.static(layers, layers - 2, [last, 1]),
     }
+
+
+def with_adapters(policy: DepthPolicy, hidden_size: int, rank: int = 32, scale: float = 2.0) -> DepthPolicy:
+    """A policy with random adapters, which change its outputs, at all layers that it skips but the last."""
+    rng = np.random.default_rng(rank)
+    shapes = (rank, hidden_size), (hidden_size, rank)
+    skipped = policy.skip_order[: policy.num_hidden_layers - policy.min_depth][:-1] or policy.skip_order[:1]
+    layers = {
+        layer: tuple((scale * rng.normal(size=shape) / shape[1] ** 0.5).astype(np.float16) for shape in shapes)
+        for layer in skipped
+    }
+    return replace(policy, adapters=Adapters(layers))
 
 
 def one_slot(backend, tokens, logits_rows, start: int = 0, slot: int = 0) -> TokenBatch:

@@ -8,17 +8,31 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .calibration.run import Calibration, calibrate
     from .errors import TaperError, TaperWarning
+    from .healing.run import Healing, heal
     from .llm import LLM, Output
     from .policy import DepthPolicy
     from .sampling import SamplingParams
 
-__all__ = ["LLM", "Calibration", "DepthPolicy", "Output", "SamplingParams", "TaperError", "TaperWarning", "calibrate"]
+__all__ = [
+    "LLM",
+    "Calibration",
+    "DepthPolicy",
+    "Healing",
+    "Output",
+    "SamplingParams",
+    "TaperError",
+    "TaperWarning",
+    "calibrate",
+    "heal",
+]
 
 _HOMES = {
     "LLM": "llm",
     "Output": "llm",
     "Calibration": "calibration.run",
     "calibrate": "calibration.run",
+    "Healing": "healing.run",
+    "heal": "healing.run",
     "DepthPolicy": "policy",
     "SamplingParams": "sampling",
     "TaperError": "errors",

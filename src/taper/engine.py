@@ -1,8 +1,8 @@
 """The loop: token ids in, token ids out. Knows no text.
 
-`add` queues a request as a `Sequence`, `step` runs one forward for each skip order, `abort` ends a sequence early. Each
-step gives every running sequence one token and spends the rest of its budget of tokens on prompts, in chunks, so that a
-long prompt never stalls running sequences; they join and leave between steps.
+`add` queues a request as a `Sequence`, `step` runs one forward for each skip order and its adapters, `abort` ends a
+sequence early. Each step gives every running sequence one token and spends the rest of its budget of tokens on prompts,
+in chunks, so that a long prompt never stalls running sequences; they join and leave between steps.
 
 A step may be interrupted anywhere, by Ctrl-C for instance. The next one continues from what was committed: a sequence
 has a slot once `Slots.sequences` says so, and a token once it is in the sequence's `outputs`.
@@ -21,13 +21,14 @@ import numpy as np
 
 from .backends import Backend, ForwardOutput, TokenBatch
 from .errors import RequestError, whole_number
-from .policy import DepthPolicy, active_prefixes
+from .policy import Adapters, DepthPolicy, active_prefixes
 from .sampling import NOT_A_NUMBER, SamplingParams, TokenLogprobs, check_token_ids, sample, token_logprobs
 
 MAX_NUM_BATCHED_TOKENS = 512  # tokens of a step; bounds the memory of activations and the wait for the next token
 MIN_SHARED = 16  # tokens; copying fewer, or waiting for them, takes as long as computing them
 
 Prediction = np.ndarray | int  # logits float32 [vocab_size], or the argmax
+Layers = tuple[tuple[int, ...], Adapters | None]  # the skip order of a forward, and the adapters of skipped layers
 
 
 class TokenFilter(Protocol):
@@ -337,7 +338,7 @@ class Engine:
     def _forward(self, scheduled: list[Scheduled], greedy: bool = True) -> list[list[Prediction]]:
         """The predictions that each part needs: logits, or the argmax if `greedy` and that suffices."""
         predictions: list[list[Prediction]] = [[] for _ in scheduled]
-        for skip_order, members in self._group(scheduled).items():
+        for (skip_order, adapters), members in self._group(scheduled).items():
             tokens = [
                 _Token(index, token_id, part.position + offset, depth, offset >= len(part.token_ids) - part.num_outputs)
                 for index, part in members
@@ -353,6 +354,7 @@ class Engine:
                 num_active=active_prefixes(skip_order, self._num_hidden_layers, [token.depth for token in tokens]),
                 logits_rows=tuple(row for row, index in predicted if not is_greedy[index]),
                 greedy_rows=tuple(row for row, index in predicted if is_greedy[index]),
+                adapters=adapters,
             )
             output = self.backend.forward(batch)
             for row, logits in zip(batch.logits_rows, output.logits, strict=True):
@@ -361,17 +363,18 @@ class Engine:
                 predictions[tokens[row].part].append(token_id)
         return predictions
 
-    def _group(self, scheduled: list[Scheduled]) -> dict[tuple[int, ...], list[tuple[int, Scheduled]]]:
-        """The parts of each forward, by skip order; those at full depth run every layer, so they go with any group."""
-        groups: dict[tuple[int, ...], list[tuple[int, Scheduled]]] = {}
+    def _group(self, scheduled: list[Scheduled]) -> dict[Layers, list[tuple[int, Scheduled]]]:
+        """The parts of each forward; those at full depth run every layer, so they go with any group."""
+        groups: dict[Layers, list[tuple[int, Scheduled]]] = {}
         full_depth = []
         for index, part in enumerate(scheduled):
             if part.depths[-1] == self._num_hidden_layers:
                 full_depth.append((index, part))
             else:
-                groups.setdefault(part.sequence.request.policy.skip_order, []).append((index, part))
+                policy = part.sequence.request.policy
+                groups.setdefault((policy.skip_order, policy.adapters), []).append((index, part))
         if full_depth:
-            groups.setdefault(next(iter(groups), ()), []).extend(full_depth)
+            groups.setdefault(next(iter(groups), ((), None)), []).extend(full_depth)
         return groups
 
     def _advance(self, part: Scheduled, prediction: Prediction) -> StepOutput:

@@ -15,12 +15,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation.configuration_utils import GenerationMode
 
 from .errors import PolicyError, RequestError, limited_attention
-from .policy import DepthPolicy
+from .policy import ADAPTER_EPS, DepthPolicy
 
 
 def custom_generate(policy: DepthPolicy) -> Callable[..., Any]:
@@ -96,14 +98,29 @@ def _layers_by_step(layers: Any, policy: DepthPolicy, prompt_length: int) -> Ite
 def _forward_by_step(
     run: Callable[..., Any], index: int, policy: DepthPolicy, prompt_length: int
 ) -> Callable[..., Any]:
+    adapter = _adapter(policy, index)
+
     def forward(hidden_states: Any, *args: Any, past_key_values: Any, **kwargs: Any) -> Any:
         # Layer 0 has run, so its cache holds this forward's tokens too: the prompt and one for each step.
         step = past_key_values.get_seq_length() - prompt_length
         if step > 0 and index not in policy.retained_layers(step):
-            return hidden_states
+            return hidden_states if adapter is None else adapter(hidden_states)
         return run(hidden_states, *args, past_key_values=past_key_values, **kwargs)
 
     return forward
+
+
+def _adapter(policy: DepthPolicy, index: int) -> Callable[[Any], Any] | None:
+    """The stand-in of a layer, as `policy.Adapters` defines it."""
+    if policy.adapters is None or index not in policy.adapters.layers:
+        return None
+    down, up = map(torch.from_numpy, policy.adapters.layers[index])
+
+    def adapter(x: Any) -> Any:
+        normed = F.rms_norm(x, (x.shape[-1],), eps=ADAPTER_EPS)
+        return x + F.linear(F.silu(F.linear(normed, down.to(x))), up.to(x))
+
+    return adapter
 
 
 def _check(

@@ -9,19 +9,21 @@ fixed, so the layers retained at a step are a subset of those retained at any ea
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache
-from itertools import pairwise
+from functools import cached_property, lru_cache
+from itertools import pairwise, takewhile
 from typing import Any
 
 from .errors import PolicyError, as_tuple, number, one_of, shown, unique_keys, whole_number
 
 FORMAT_VERSION = 1
 MAX_LAYERS = 4096
+ADAPTER_EPS = 1e-6  # of their RMS norm
 
 # The parameters of each curve besides `min_depth`; others are rejected.
 CURVES = {"power": ("alpha", "start"), "linear": ("start", "span"), "constant": ("start",)}
@@ -108,6 +110,38 @@ class ModelIdentity:
     quantization: str
 
 
+@dataclass(frozen=True, eq=False)
+class Adapters:
+    """Small stand-ins of skipped layers: a token that skips layer l passes through adapter l, if there is one.
+
+    An adapter computes x + up @ silu(down @ norm(x)); `norm` is RMS norm without gains, with `ADAPTER_EPS`. It has no
+    keys and values.
+
+    `layers`: by layer, `down` [rank, hidden_size] and `up` [hidden_size, rank], arrays of float16. `file`: where they
+    are stored, if they are. Two objects are equal only if they are the same one.
+    """
+
+    layers: Mapping[int, tuple[Any, Any]]
+    file: str = ""
+
+    @property
+    def hidden_size(self) -> int:
+        """Of the model they were trained for."""
+        return int(next(iter(self.layers.values()))[0].shape[1])
+
+    @cached_property
+    def digest(self) -> str:
+        """A content hash: 32 hex digits."""
+        content = hashlib.sha256()
+        for layer, (down, up) in sorted(self.layers.items()):
+            content.update(f"{layer} {down.shape} ".encode() + down.tobytes() + up.tobytes())
+        return content.hexdigest()[:32]
+
+    def only(self, layers: Iterable[int]) -> Adapters:
+        """The adapters of some layers."""
+        return Adapters({layer: self.layers[layer] for layer in layers if layer in self.layers})
+
+
 @dataclass(frozen=True)
 class DepthPolicy:
     """A schedule, and the order in which layers are skipped.
@@ -118,9 +152,11 @@ class DepthPolicy:
         name: what users call it.
         model: the model it was made for, if that is known.
         provenance: how it was found and what was measured; engines ignore it.
+        adapters: stand-ins of layers of `skip_order`; not part of the JSON form (`models.policies` has their files).
 
     Raises:
-        PolicyError: the order names a layer twice or one out of range, or is too short; the name is not printable.
+        PolicyError: the order names a layer twice or one out of range, or is too short; the name is not printable; an
+            adapter is of a layer that is never skipped.
     """
 
     schedule: Schedule
@@ -128,6 +164,7 @@ class DepthPolicy:
     name: str = ""
     model: ModelIdentity | None = None
     provenance: dict[str, Any] = field(default_factory=dict, hash=False)
+    adapters: Adapters | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.schedule, Schedule):
@@ -142,6 +179,8 @@ class DepthPolicy:
         whole_number("min_depth", self.min_depth, _least_depth(layers, checked), layers, PolicyError)
         if not (isinstance(self.name, str) and self.name.isprintable()):
             raise PolicyError(f"name is {shown(self.name)}; it must be printable text")
+        if self.adapters is not None and (core := sorted(set(self.adapters.layers) - set(checked))):
+            raise PolicyError(f"there is an adapter of layer {core[0]}, which the policy never skips")
 
     @classmethod
     def full(cls, num_hidden_layers: int) -> DepthPolicy:
@@ -209,6 +248,11 @@ class DepthPolicy:
         """Layers that always run."""
         return frozenset(range(self.num_hidden_layers)) - frozenset(self.skip_order)
 
+    @property
+    def adapted_layers(self) -> tuple[int, ...]:
+        """The layers from the beginning of `skip_order` on that have adapters."""
+        return tuple(takewhile(self.adapters.layers.__contains__, self.skip_order)) if self.adapters else ()
+
     def depth(self, step: int) -> int:
         """Layers run by the forward that predicts the token of `step`."""
         return self.schedule.depth(step)
@@ -235,7 +279,7 @@ class DepthPolicy:
         if not self.skip_order:
             raise PolicyError(f"policy {self.label} skips no layer, so alpha does nothing", "choose another policy")
         decayed = DepthPolicy.d3(self.num_hidden_layers, alpha, self.schedule.start, skip_order=self.skip_order)
-        return replace(decayed, model=self.model)
+        return replace(decayed, model=self.model, adapters=self.adapters)
 
     def check_model(self, num_hidden_layers: int, model: ModelIdentity | None) -> str:
         """Reject a model that this policy was not made for; return a warning for another quantisation, else "".
@@ -249,6 +293,8 @@ class DepthPolicy:
         if self.model is not None and model is not None:
             names = ("architecture", "hidden_size", "vocab_size")
             facts += [(name, getattr(self.model, name), getattr(model, name)) for name in names]
+        if self.adapters is not None and model is not None:
+            facts.append(("hidden_size", self.adapters.hidden_size, model.hidden_size))
         for name, ours, theirs in facts:
             if ours != theirs:
                 raise PolicyError(

@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 import transformers
+from tiny import with_adapters
 
 from taper import DepthPolicy
+from taper.models.policies import save_policy
 
 LAYERS = 6
 
@@ -107,7 +109,15 @@ def arguments(folder: Path, policies: dict[str, DepthPolicy] | None, architectur
     }
     if policies is None:
         return stock
-    named = {name: json.loads(policy.to_json()) for name, policy in policies.items()}
+    named: dict[str, Any] = {}
+    for name, policy in policies.items():
+        if policy.adapters is None:
+            named[name] = json.loads(policy.to_json())
+        else:
+            named[name] = policy.adapters.file
+            if not named[name]:
+                named[name] = f"{folder}-{name}.safetensors"
+                save_policy(Path(named[name]), policy)
     return stock | {
         "hf_overrides": {"architectures": [f"Taper{architecture}ForCausalLM"]},
         "additional_config": {"taper": {"policies": named}},
@@ -154,6 +164,8 @@ def tiny_model(folder: Path, architecture: str) -> Any:
 def tiny_policies() -> dict[str, DepthPolicy]:
     """Policies of every kind for a tiny model, layer 0 and the last one skipped by some."""
     return {
+        "healed": with_adapters(DepthPolicy.d3(LAYERS, 0.95, skip_order=[3, 2, 4, 1]), 128),
+        "healed early": with_adapters(DepthPolicy.static(LAYERS, 3, [5, 0, 2]), 128),
         "d3": DepthPolicy.d3(LAYERS, 0.98, skip_order=[3, 2, 4, 1]),
         "early": DepthPolicy.early_exit(LAYERS, 3),
         "skipdecode": DepthPolicy.skipdecode(LAYERS, 2, span=20),

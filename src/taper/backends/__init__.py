@@ -17,14 +17,15 @@ import numpy as np
 from ..errors import DEVICES, DTYPES, RequestError, one_of
 from ..models.config import ModelConfig
 from ..models.tensors import LoadedModel
+from ..policy import Adapters
 
 
 @dataclass(frozen=True)
 class TokenBatch:
     """The tokens of one forward, deepest first; tokens of one slot in the order of their positions.
 
-    Layer l runs on the first `num_active[l]` tokens and leaves the hidden states of the rest as they are. A token
-    attends to the cells of its slot up to its own position, itself included.
+    Layer l runs on the first `num_active[l]` tokens. The rest pass through its adapter; without one, their hidden
+    states stay as they are. A token attends to the cells of its slot up to its own position, itself included.
 
     Forwards of the same tokens that differ only from some layer on can share what comes before: the first one asks
     for its hidden states there (`output_hidden_states`), the others begin from them at `first_layer`. Keys and values
@@ -40,6 +41,7 @@ class TokenBatch:
     output_hidden_states: tuple[int, ...] = ()  # layers before which hidden states come back; L: after the last
     first_layer: int = 0  # above 0: begin from `hidden_states`
     hidden_states: np.ndarray | None = None  # float32 [N, hidden_size], what enters `first_layer`
+    adapters: Adapters | None = None  # of the layers that tokens skip
 
 
 @dataclass(frozen=True)

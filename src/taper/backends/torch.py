@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from ..errors import ModelError, RequestError
 from ..models.config import Experts, ModelConfig, Rope
 from ..models.tensors import Tensor
+from ..policy import ADAPTER_EPS, Adapters
 from . import ForwardOutput, TokenBatch, runs_by_slot
 
 FIRST_BUCKET = 256  # cells that attention reads; doubled until a step's positions fit
@@ -26,6 +28,8 @@ DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 # Tokens, positions and slots, int64 [N] each.
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Rotations = dict[Rope, torch.Tensor]
+AdapterWeights = dict[int, tuple[torch.Tensor, torch.Tensor]]  # `down` and `up` of each adapter, by layer
 
 
 class TorchBackend:
@@ -63,6 +67,7 @@ class TorchBackend:
         ropes = {spec.rope for spec in config.layers if spec.rope}
         self._rotations = {rope: rotation_table(rope, context_length, device) for rope in ropes}
         self._windows = {spec.window for spec in config.layers}
+        self._adapters: WeakKeyDictionary[Adapters, AdapterWeights] = WeakKeyDictionary()  # those in use
         self._graphs: OrderedDict[tuple[Any, ...], Callable[[Inputs], torch.Tensor]] = OrderedDict()
 
     def _convert(self, name: str, weights: torch.Tensor) -> torch.Tensor:
@@ -85,6 +90,17 @@ class TorchBackend:
                 hidden_states={layer: states.float().cpu().numpy() for layer, states in hidden_states.items()},
             )
 
+    def _adapter_weights(self, adapters: Adapters | None) -> AdapterWeights:
+        """Adapters on the device, put there when a forward first needs them."""
+        if adapters is None:
+            return {}
+        if adapters not in self._adapters:
+            self._adapters[adapters] = {
+                layer: (self._convert("down", torch.from_numpy(down)), self._convert("up", torch.from_numpy(up)))
+                for layer, (down, up) in adapters.layers.items()
+            }
+        return self._adapters[adapters]
+
     def copy(self, source: int, target: int, first: int, end: int) -> None:
         """Copy keys and values from one slot to another."""
         with torch.inference_mode():
@@ -100,15 +116,16 @@ class TorchBackend:
         one_depth = set(batch.num_active) <= {0, count}
         whole = batch.first_layer == 0 and not batch.output_hidden_states
         if self._use_graphs and whole and one_depth and len(runs) == count == len(rows):
-            return self._replay((batch.num_active, count, kv_length), inputs)[list(rows)], {}
+            skipped = batch.adapters if 0 in batch.num_active else None
+            return self._replay((batch.num_active, skipped, count, kv_length), inputs)[list(rows)], {}
         if batch.hidden_states is None:
-            x = self._embed(inputs[0])
+            x = self.embed(inputs[0])
         else:
             x = torch.tensor(batch.hidden_states).to(self.device, self.dtype)
         one_each = None if len(runs) == count else runs
-        sharing = batch.first_layer, batch.output_hidden_states
-        hidden_states = self._decode(x, inputs, batch.num_active, one_each, kv_length, *sharing)
-        return self._logits(x[self._upload(np.asarray(rows, np.int32))]), hidden_states
+        sharing, adapters = (batch.first_layer, batch.output_hidden_states), self._adapter_weights(batch.adapters)
+        hidden_states = self._decode(x, inputs, batch.num_active, adapters, one_each, kv_length, *sharing)
+        return self.logits(x[self._upload(np.asarray(rows, np.int32))]), hidden_states
 
     def _kv_length(self, longest: int) -> int:
         bucket = FIRST_BUCKET
@@ -120,22 +137,27 @@ class TorchBackend:
         return torch.from_numpy(values.astype(np.int64)).to(self.device, non_blocking=True)
 
     def _replay(self, key: tuple[Any, ...], inputs: Inputs) -> torch.Tensor:
-        """Logits [count, vocab_size] of a step with one token a row, by the graph of (num_active, count, kv_length)."""
+        """Logits [count, vocab_size] of a step with one token a row.
+
+        `key` is what its graph depends on: (num_active, adapters, count, kv_length).
+        """
         if key not in self._graphs:
-            self._graphs[key] = self._capture(key[0], key[-1], inputs)
+            self._graphs[key] = self._capture(key[0], self._adapter_weights(key[1]), key[-1], inputs)
             if len(self._graphs) > MAX_GRAPHS:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(key)
         return self._graphs[key](inputs)
 
-    def _capture(self, num_active: tuple[int, ...], kv_length: int, inputs: Inputs) -> Callable[[Inputs], torch.Tensor]:
+    def _capture(
+        self, num_active: tuple[int, ...], adapters: AdapterWeights, kv_length: int, inputs: Inputs
+    ) -> Callable[[Inputs], torch.Tensor]:
         """Capture a step as a CUDA graph: a function from new inputs to logits, which its next call overwrites."""
         tokens, positions, slots = (tensor.clone() for tensor in inputs)  # the memory that the graph reads
 
         def step() -> torch.Tensor:
-            x = self._embed(tokens)
-            self._decode(x, (tokens, positions, slots), num_active, None, kv_length)
-            return self._logits(x)
+            x = self.embed(tokens)
+            self._decode(x, (tokens, positions, slots), num_active, adapters, None, kv_length)
+            return self.logits(x)
 
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -159,6 +181,7 @@ class TorchBackend:
         x: torch.Tensor,
         inputs: Inputs,
         num_active: tuple[int, ...],
+        adapters: AdapterWeights,
         runs: tuple[tuple[int, int, int], ...] | None,
         kv_length: int,
         first_layer: int = 0,
@@ -169,39 +192,69 @@ class TorchBackend:
         `runs` None promises one token a slot, so that nothing depends on which slots they are.
         """
         _, positions, slots = inputs
-        # [2, N, 1, dim / 2]
-        rotations = {rope: table[:, positions].unsqueeze(2) for rope, table in self._rotations.items()}
+        rotations = self.rotations(positions)
         visible = {window: visible_cells(positions, kv_length, window) for window in self._windows}
         hidden_states = {}
         for layer, n in enumerate((*num_active, 0)):
             if layer in output_hidden_states:
                 hidden_states[layer] = x.clone()
-            if n == 0 or layer < first_layer:
+            if layer < first_layer:
                 continue
-            spec = self.config.layers[layer]
-            rotation = rotations[spec.rope][:, :n] if spec.rope else None
-            q, k, v = self._project(self._norm(x[:n], f"layers.{layer}.pre_attention_norm"), layer, rotation)
+            if n < len(x) and layer in adapters:
+                x[n:] = adapt(x[n:], *adapters[layer])
+            if n == 0:
+                continue
+            q, k, v = self.project(x[:n], layer, rotations)
             keys, values = self._cache[layer]  # [num_slots, key-value heads, context_length, head_dim]
             keys[slots[:n], :, positions[:n]], values[slots[:n], :, positions[:n]] = k, v
             cached = keys[:, :, :kv_length], values[:, :, :kv_length]
+            spec = self.config.layers[layer]
             attended = attend(q, *cached, visible[spec.window][:n], slots[:n], runs, spec.attention_scale)
-            self._add(x[:n], self._times(attended, layer, "o_proj"), f"layers.{layer}.post_attention_norm")
-            h = self._mlp(self._norm(x[:n], f"layers.{layer}.pre_mlp_norm"), layer)
-            self._add(x[:n], h, f"layers.{layer}.post_mlp_norm")
+            x[:n] = self.finish_layer(x[:n], attended, layer)
         return hidden_states
 
-    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Hidden states [N, hidden_size] before the first layer."""
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Hidden states [N, hidden_size] before the first layer, of token ids [N]."""
         return _scaled(F.embedding(tokens, self._weights["embed_tokens"]), self.config.embedding_scale)
 
-    def _add(self, x: torch.Tensor, h: torch.Tensor, norm: str) -> None:
-        """Add what attention or MLP computed to hidden states, in place."""
-        x.add_(self._norm(h, norm), alpha=self.config.residual_scale)
+    def rotations(self, positions: torch.Tensor) -> Rotations:
+        """Cosines and sines at positions [N], for each kind of rotary embedding: [2, N, 1, dim / 2]."""
+        return {rope: table[:, positions].unsqueeze(2) for rope, table in self._rotations.items()}
 
-    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+    def project(
+        self, x: torch.Tensor, layer: int, rotations: Rotations
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What a layer attends with, from the first n hidden states x [n, hidden_size] of those that are rotated.
+
+        Returns:
+            Queries [n, heads, head_dim], keys and values [n, key-value heads, head_dim].
+        """
+        spec, out = self.config.layers[layer], {}
+        h = self._norm(x, f"layers.{layer}.pre_attention_norm")
+        for name in "qkv":
+            bias = self._weights.get(f"layers.{layer}.{name}_bias")
+            projected = F.linear(h, self._weights[f"layers.{layer}.{name}_proj"], bias)
+            norm, whole = f"layers.{layer}.{name}_norm", spec.qk_norm == "whole"
+            heads = (self._norm(projected, norm) if whole else projected).unflatten(-1, (-1, self.config.head_dim))
+            out[name] = heads if whole else self._norm(heads, norm)
+            if spec.rope and name != "v":
+                out[name] = rotate(out[name], rotations[spec.rope][:, : len(x)], spec.rope.interleaved)
+        return out["q"], out["k"], out["v"]
+
+    def finish_layer(self, x: torch.Tensor, attended: torch.Tensor, layer: int) -> torch.Tensor:
+        """Hidden states [n, hidden_size] after a layer, from those before it and from attention's outputs."""
+        x = self._added(x, self._times(attended, layer, "o_proj"), f"layers.{layer}.post_attention_norm")
+        h = self._mlp(self._norm(x, f"layers.{layer}.pre_mlp_norm"), layer)
+        return self._added(x, h, f"layers.{layer}.post_mlp_norm")
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Logits [N, vocab_size] of hidden states [N, hidden_size] after the last layer."""
         head = self._weights.get("lm_head", self._weights["embed_tokens"])
         return _scaled(F.linear(self._norm(x, "norm"), head), self.config.logit_scale)
+
+    def _added(self, x: torch.Tensor, h: torch.Tensor, norm: str) -> torch.Tensor:
+        """Hidden states and what attention or MLP computed, added."""
+        return torch.add(x, self._norm(h, norm), alpha=self.config.residual_scale)
 
     def _times(self, h: torch.Tensor, layer: int, name: str) -> torch.Tensor:
         """Rows h times a matrix of a layer."""
@@ -240,21 +293,10 @@ class TorchBackend:
         weight = self._weights.get(name)
         return x if weight is None else F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
 
-    def _project(
-        self, h: torch.Tensor, layer: int, rotation: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries [n, heads, head_dim], keys and values [n, key-value heads, head_dim], ready to attend."""
-        spec = self.config.layers[layer]
-        out = {}
-        for name in "qkv":
-            bias = self._weights.get(f"layers.{layer}.{name}_bias")
-            projected = F.linear(h, self._weights[f"layers.{layer}.{name}_proj"], bias)
-            norm, whole = f"layers.{layer}.{name}_norm", spec.qk_norm == "whole"
-            heads = (self._norm(projected, norm) if whole else projected).unflatten(-1, (-1, self.config.head_dim))
-            out[name] = heads if whole else self._norm(heads, norm)
-            if rotation is not None and spec.rope and name != "v":
-                out[name] = rotate(out[name], rotation, spec.rope.interleaved)
-        return out["q"], out["k"], out["v"]
+
+def adapt(x: torch.Tensor, down: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Hidden states [n, hidden_size] after an adapter (`policy.Adapters`)."""
+    return x + F.linear(F.silu(F.linear(F.rms_norm(x, (x.shape[-1],), eps=ADAPTER_EPS), down)), up)
 
 
 def _scaled(x: torch.Tensor, scale: float) -> torch.Tensor:

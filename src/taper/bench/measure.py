@@ -169,9 +169,12 @@ def step_bytes(weight_bytes: Mapping[str, int], layers: Collection[int]) -> int:
 
 
 def mean_step_bytes(weight_bytes: Mapping[str, int], policy: DepthPolicy, max_tokens: int) -> float:
-    """Mean bytes of a step after the first, in an output of `max_tokens` tokens, at least 2."""
+    """Mean bytes of a step after the first, in an output of `max_tokens` tokens, at least 2; adapters in f16."""
     depths = [policy.depth(step) for step in range(1, max_tokens)]
     by_depth = {depth: step_bytes(weight_bytes, policy.retained_at(depth)) for depth in set(depths)}
+    for layer, (down, up) in policy.adapters.layers.items() if policy.adapters else ():
+        for depth in by_depth:
+            by_depth[depth] += 0 if layer in policy.retained_at(depth) else int(down.nbytes + up.nbytes)
     return statistics.fmean(by_depth[depth] for depth in depths)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -42,11 +42,22 @@ class TimedRuns(NamedTuple):
     fastest: float
 
 
-def measure_cost(engine: Engine, prompt_ids: Sequence[int], max_tokens: int) -> CostModel:
-    """Fit the line to the median steps of outputs of `max_tokens` tokens at several constant depths."""
+def measure_cost(
+    engine: Engine, prompt_ids: Sequence[int], max_tokens: int, adapters: DepthPolicy | None = None
+) -> CostModel:
+    """Fit the line to the median steps of outputs of `max_tokens` tokens at several constant depths.
+
+    With a policy that has adapters, its layers are skipped as far as these go; otherwise which ones does not matter.
+    """
     layers = engine.backend.config.num_hidden_layers
-    depths = sorted({layers, layers * 5 // 6, layers * 2 // 3})
-    policies = [DepthPolicy.static(layers, depth, range(layers - 1, 0, -1)) for depth in depths]
+    if adapters is None:
+        depths = sorted({layers, layers * 5 // 6, layers * 2 // 3})
+        policies = [DepthPolicy.static(layers, depth, range(layers - 1, 0, -1)) for depth in depths]
+    else:
+        most = len(adapters.adapted_layers)
+        depths = sorted({layers, layers - (most + 1) // 2, layers - most})
+        policies = [DepthPolicy.static(layers, depth, adapters.skip_order) for depth in depths]
+        policies = [replace(policy, adapters=adapters.adapters) for policy in policies]
     times = _alternate(engine, prompt_ids, policies, max_tokens)
     layer_ms, fixed_ms = np.polyfit(depths, [statistics.median(row[_WARM_UP:] or row) for row in times], 1)
     return CostModel(max(0.0, float(fixed_ms)), max(0.0, float(layer_ms)))

@@ -98,14 +98,23 @@ def encode_prompts(llm: LLM, prompts: Sequence[Prompt], seed: int, max_prompts: 
 
 
 def completions(
-    llm: LLM, prompts: Sequence[tuple[int, ...]], policy: DepthPolicy, max_tokens: int, store: Store, tick: Tick
+    llm: LLM,
+    prompts: Sequence[tuple[int, ...]],
+    policy: DepthPolicy,
+    max_tokens: int,
+    store: Store,
+    tick: Tick,
+    temperature: float = 0.0,
 ) -> list[Reference]:
-    """The model's greedy outputs under a policy, stop id included; each batch of them is stored by itself."""
-    params, references = SamplingParams(max_tokens=max_tokens), []
+    """The model's outputs under a policy, stop id included; each batch of them is stored by itself."""
+    references = []
     for first in range(0, len(prompts), BATCH):
         batch = prompts[first : first + BATCH]
         key: dict[str, Any] = {"completions of": batch, "max_tokens": max_tokens, "policy": numbers(policy)}
-        requests = [Request(prompt, params, policy, llm.tokenizer.eos_token_ids) for prompt in batch]
+        key |= {"temperature": temperature} if temperature else {}
+        params = [SamplingParams(max_tokens, temperature, seed=first + i) for i in range(len(batch))]
+        eos_token_ids = llm.tokenizer.eos_token_ids
+        requests = [Request(prompt, one, policy, eos_token_ids) for prompt, one in zip(batch, params, strict=True)]
         outputs = store.remember(key, partial(llm.engine.complete, requests))
         references += [Reference(prompt, tuple(ids)) for prompt, ids in zip(batch, outputs, strict=True)]
         tick()

@@ -17,7 +17,7 @@ from ..backends import TokenBatch
 from ..engine import Engine, Request
 from ..engine import Sequence as EngineSequence
 from ..errors import RequestError
-from ..policy import DepthPolicy, active_prefixes
+from ..policy import Adapters, DepthPolicy, active_prefixes
 from ..sampling import SamplingParams
 
 WINDOW = 128  # tokens of a forward; bounds the memory of their logits
@@ -108,8 +108,8 @@ class Replay:
         full, base = self._full[index], base or self._full_depth
         scores = [_as_at_full_depth(index, policy, full) for policy in policies]
         steps = range(1, len(full.nll))
-        common = self._num_active(base, steps)
-        begins = [_first_difference(self._num_active(policy, steps), common) for policy in policies]
+        common = self._paths(base, steps)
+        begins = [_first_difference(self._paths(policy, steps), common) for policy in policies]
         tapered = [i for i, own in enumerate(scores) if (own.depth < self._num_hidden_layers).any()]
         # The base runs as far as any policy shares it, and returns the hidden states from which each policy goes on.
         hidden_states = {}
@@ -212,14 +212,19 @@ class Replay:
             output_hidden_states=output_hidden_states,
             first_layer=first_layer,
             hidden_states=hidden_states,
+            adapters=policy.adapters,
         )
+
+    def _paths(self, policy: DepthPolicy, steps: range) -> list[tuple[int, Adapters | None]]:
+        """What each layer computes: how many of these steps run it, and the adapters that the others pass through."""
+        return [(n, policy.adapters if n < len(steps) else None) for n in self._num_active(policy, steps)]
 
     def _num_active(self, policy: DepthPolicy, steps: range) -> tuple[int, ...]:
         """How many of these steps run each layer; they are always the first ones."""
         return active_prefixes(policy.skip_order, self._num_hidden_layers, [policy.depth(step) for step in steps])
 
 
-def _first_difference(a: Sequence[int], b: Sequence[int]) -> int:
+def _first_difference(a: Sequence[object], b: Sequence[object]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
 
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from .problems import Problems, word_problems
 from .prompts import BATCH, builtin_prompts, completions, encode_prompts, split
 from .replay import Reference, Scores
 from .search import (
+    COLLAPSED,
     COMPLETIONS,
     FITTED,
     HARMLESS,
@@ -35,7 +37,7 @@ from .search import (
 )
 from .statistics import free_running, loss_by_step, over_steps
 from .store import Measurements, Tick, current_conditions, digest, open_store, skipping
-from .summary import Budget, CalibratedModel, CalibrationSummary, Frontier, PromptCounts, Speedup
+from .summary import Budget, CalibratedModel, CalibrationSummary, Frontier, PromptCounts, Speedup, Validation
 
 REFERENCE_TOKENS = 128  # most tokens of an output, if no length is planned for
 MAX_PROMPTS = 256
@@ -65,6 +67,7 @@ def calibrate(
     min_agreement: float | None = None,
     max_nll_increase: float | None = None,
     speedup: float | None = None,
+    adapters: DepthPolicy | None = None,
     answer_tokens: int | None = None,
     seed: int = 0,
     name: str = "",
@@ -83,6 +86,7 @@ def calibrate(
         min_agreement: budget: share of tapered steps whose argmax is that of full depth, in (0, 1].
         max_nll_increase: budget: rise of the NLL of full depth's own outputs, per cent, above 0.
         speedup: instead of a budget: the best quality at this predicted speed, times that of full depth, above 1.
+        adapters: a policy with adapters: its order is kept, and only the curve is searched for.
         answer_tokens: length of output to plan for, at least 2; default the median of the model's own, up to 128.
         seed: of the split of the prompts, and of the sample.
         name: of the policy, at most 100 printable characters.
@@ -106,9 +110,23 @@ def calibrate(
         raise RequestError("prompts must be a list of prompts, not one text or path", hint)
     prompts = builtin_prompts() if prompts is None else prompts
     llm = model if isinstance(model, LLM) else LLM(str(model), max_batch_size=batch_size(len(prompts)))
+    if adapters is not None:
+        check_adapters(llm, adapters)
     with closing(Calibrator(llm, seed, progress)) as calibrator:
         ids = encode_prompts(llm, prompts, seed, MAX_PROMPTS)
-        return calibrator.run(ids, budget, answer_tokens, name)
+        return calibrator.run(ids, budget, answer_tokens, name, adapters)
+
+
+def check_adapters(llm: LLM, policy: DepthPolicy) -> None:
+    """Check that a policy has adapters for the first layer that it skips, and is for this model.
+
+    Raises:
+        RequestError: it has none.
+        PolicyError: it is for another model.
+    """
+    llm.resolve_policy(policy)
+    if not policy.adapted_layers:
+        raise RequestError(f"policy {policy.label} has no adapters", "taper heal makes a policy that has")
 
 
 def batch_size(prompts: int, device: str = "auto") -> int:
@@ -120,7 +138,7 @@ class Calibrator:
     """A model that is being calibrated, and the store of its measurements, which `close` closes."""
 
     def __init__(self, llm: LLM, seed: int, progress: StageProgress | None) -> None:
-        self.llm, self.seed, self._progress = llm, seed, progress or (lambda stage, part: None)
+        self.llm, self.seed, self.advance = llm, seed, progress or (lambda stage, part: None)
         self.layers = llm.config.num_hidden_layers
         self.full = DepthPolicy.full(self.layers)
         if self.layers < 2:
@@ -139,19 +157,21 @@ class Calibrator:
 
     def ticks(self, stage: str, count: int) -> Tick:
         """Begin a stage; call the result `count` times while it goes on."""
-        self._progress(stage, 0.0)
-        return lambda: self._progress(stage, 1 / max(1, count))
+        self.advance(stage, 0.0)
+        return lambda: self.advance(stage, 1 / max(1, count))
 
     def measurements(self, references: Sequence[Reference]) -> closing[Measurements]:
         """Replays of known completions."""
         return closing(Measurements(self.llm.engine, references, self.store))
 
-    def cost(self, prompt: tuple[int, ...], max_tokens: int) -> CostModel:
-        """The time of a step by depth on this machine, in outputs of `max_tokens` tokens."""
+    def cost(self, prompt: tuple[int, ...], max_tokens: int, adapters: DepthPolicy | None = None) -> CostModel:
+        """The time of a step by depth on this machine, in outputs of `max_tokens` tokens; with a policy's adapters."""
         tick = self.ticks("time of a step by depth", 1)
-        clock = {"machine": self.conditions.machine, "threads": self.conditions.threads}
-        key = {"cost": max_tokens, "prompt": len(prompt), **clock}
-        cost = CostModel(**self.store.remember(key, lambda: asdict(measure_cost(self.llm.engine, prompt, max_tokens))))
+        key: dict[str, Any] = {"cost": max_tokens, "prompt": len(prompt)}
+        key |= {"machine": self.conditions.machine, "threads": self.conditions.threads}
+        key |= {"adapters": adapters.adapters.digest} if adapters and adapters.adapters else {}
+        measured = partial(measure_cost, self.llm.engine, prompt, max_tokens, adapters)
+        cost = CostModel(**self.store.remember(key, lambda: asdict(measured())))
         tick()
         return cost
 
@@ -178,6 +198,23 @@ class Calibrator:
 
         return importance, islice(layers_to_skip(importance, steps, kl_sums, score, tolerance), rounds)
 
+    def order_of_adapters(
+        self, measurements: Measurements, problems: Problems | None, policy: DepthPolicy
+    ) -> LayerOrder:
+        """The order of a policy with adapters, as far as its adapters go, and what each layer more costs."""
+        assert policy.adapters is not None
+        steps, first = measurements.tapered_steps, policy.adapted_layers
+        tick = self.ticks("importance of each layer", (len(steps) + 1) // 2)
+        importance = layer_importance(self.layers, steps, partial(measurements.kl_sums, tick=tick))
+        order = LayerOrder(importance, [Skipped(layer, 0.0, 0.0) for layer in first], policy.adapters.only(first))
+        tick, searched, score = self.ticks("order of layers", len(first) * len(steps)), [], 0.0
+        for count, layer in enumerate(first, 1):
+            skipping = order.skipping(count)
+            if score < COLLAPSED:
+                score = self.score(problems, measurements, skipping)
+            searched.append(Skipped(layer, float(measurements.scores(skipping, tick).kl.sum()) / sum(steps), score))
+        return order._replace(searched=searched)
+
     def score(self, problems: Problems | None, measurements: Measurements, policy: DepthPolicy) -> float:
         """By how many standard errors a policy solves fewer problems; 0 if there are none."""
         if problems is None:
@@ -189,7 +226,12 @@ class Calibrator:
     # A calibration to prompts
 
     def run(
-        self, prompts: Sequence[tuple[int, ...]], budget: Budget, answer_tokens: int | None, name: str
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        budget: Budget,
+        answer_tokens: int | None,
+        name: str,
+        adapters: DepthPolicy | None,
     ) -> Calibration:
         """All stages in turn."""
         llm, layers = self.llm, self.layers
@@ -200,7 +242,7 @@ class Calibrator:
                 f"a prompt of {longest} tokens and an output of {max_tokens} do not fit into a context of {context}",
                 "raise --context, shorten the prompts or lower --answer-tokens",
             )
-        references = self._complete("outputs at full depth", prompts, self.full, max_tokens)
+        references = self.complete("outputs at full depth", prompts, self.full, max_tokens)
         planned = answer_tokens or int(np.median([len(reference.completion_ids) for reference in references]))
         search, held_out = split(references)
         if planned < 2 or not all(any(len(r.completion_ids) > 1 for r in part) for part in (search, held_out)):
@@ -208,26 +250,24 @@ class Calibrator:
                 "the outputs end with their first token: there is no step to taper", "give other prompts"
             )
         middle = sorted(prompts, key=len)[len(prompts) // 2]
-        cost = self.cost(middle, planned)
+        cost = self.cost(middle, planned, adapters)
         problems = word_problems(llm, self.store)
         with self.measurements(first_steps(search[:COMPLETIONS], STEPS)) as measurements:
-            importance, skipped = self.order(measurements, problems, self._rounds(budget, cost), HARMLESS)
-            order = LayerOrder(importance, list(skipped))
+            if adapters is None:
+                importance, skipped = self.order(measurements, problems, self._rounds(budget, cost), HARMLESS)
+                order = LayerOrder(importance, list(skipped))
+            else:
+                order = self.order_of_adapters(measurements, problems, adapters)
         with self.measurements(search[:FITTED]) as measurements:
             score = partial(self.score, problems, measurements)
             policy, on_search_prompts = fit_curve(budget, order, measurements, cost, planned, score, self.ticks)
 
-        scores = self._scores("validation on held-out prompts", held_out, policy)
-        own = self._complete("outputs of the policy", [r.prompt_ids for r in held_out], policy, max_tokens)
-        own_scores = self._scores("outputs of the policy at full depth", own, self.full)
-        solved = None if problems is None else problems.validate(policy, partial(self.ticks, "word problems"))
+        validated, scores = self.validate(held_out, policy, max_tokens, problems)
         depths = [layers - count for count in range(1, len(order.searched) + 1)]
         summary = CalibrationSummary(
             mean_depth=round(policy.mean_depth(planned), 3),
             speedup=Speedup(round(cost.speedup(policy, planned), 4), self.speedup(middle, policy, planned)),
-            held_out=over_steps(scores),
-            free_running=free_running(own, own_scores, held_out, scores),
-            problems=solved,
+            **vars(validated),
             model=self.model,
             prompts=PromptCounts(len(search), len(held_out), digest(sorted(prompts))),
             seed=self.seed,
@@ -251,14 +291,36 @@ class Calibrator:
             ),
             harmless_layers=None if problems is None else order.harmless,
         )
-        policy = replace(policy, name=name, model=llm.config.identity, provenance=summary.provenance)
+        if policy.adapters is not None:  # those that it uses; a file needs no others
+            skipped_layers = policy.skip_order[: layers - policy.min_depth]
+            policy = replace(policy, adapters=policy.adapters.only(skipped_layers))
+        provenance = summary.provenance
+        if adapters is not None and "healing" in adapters.provenance:
+            provenance["healing"] = adapters.provenance["healing"]
+        policy = replace(policy, name=name, model=llm.config.identity, provenance=provenance)
         return Calibration(policy, summary)
 
-    def _complete(
-        self, stage: str, prompts: Sequence[tuple[int, ...]], policy: DepthPolicy, max_tokens: int
+    def validate(
+        self, held_out: Sequence[Reference], policy: DepthPolicy, max_tokens: int, problems: Problems | None
+    ) -> tuple[Validation, Scores]:
+        """What a policy costs on held-out outputs of full depth, in its own outputs and on held-out problems."""
+        scores = self._scores("validation on held-out prompts", held_out, policy)
+        own = self.complete("outputs of the policy", [r.prompt_ids for r in held_out], policy, max_tokens)
+        own_scores = self._scores("outputs of the policy at full depth", own, self.full)
+        solved = None if problems is None else problems.validate(policy, partial(self.ticks, "word problems"))
+        return Validation(over_steps(scores), free_running(own, own_scores, held_out, scores), problems=solved), scores
+
+    def complete(
+        self,
+        stage: str,
+        prompts: Sequence[tuple[int, ...]],
+        policy: DepthPolicy,
+        max_tokens: int,
+        temperature: float = 0.0,
     ) -> list[Reference]:
+        """Outputs of a policy."""
         tick = self.ticks(stage, -(-len(prompts) // BATCH))
-        return completions(self.llm, prompts, policy, max_tokens, self.store, tick)
+        return completions(self.llm, prompts, policy, max_tokens, self.store, tick, temperature)
 
     def _scores(self, stage: str, references: Sequence[Reference], policy: DepthPolicy) -> Scores:
         with self.measurements(references) as measurements:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import NamedTuple
@@ -17,11 +18,11 @@ from typing import NamedTuple
 import numpy as np
 
 from ..errors import RequestError
-from ..policy import DepthPolicy
+from ..policy import Adapters, DepthPolicy
 from .clock import CostModel
 from .replay import Reference, Scores
 from .statistics import Loss, Losses, over_steps
-from .store import Measurements, Tick, skipping
+from .store import Measurements, Tick
 from .summary import Budget
 
 CORE = 5.0  # a layer whose KL, skipped alone, is this many times the median of all layers is always run
@@ -59,12 +60,18 @@ class LayerOrder(NamedTuple):
 
     importance: list[float]  # mean KL of skipping each layer alone, [L]
     searched: list[Skipped]
+    adapters: Adapters | None = None  # of all searched layers
 
     @property
     def layers(self) -> list[int]:
         """All flex layers."""
         layers = [skipped.layer for skipped in self.searched]
         return layers + [layer for layer in flex_layers(self.importance) if layer not in layers]
+
+    def skipping(self, count: int) -> DepthPolicy:
+        """The policy that skips the first `count` layers from step 1 on."""
+        layers = len(self.importance)
+        return replace(DepthPolicy.static(layers, layers - count, self.layers[:count]), adapters=self.adapters)
 
     @property
     def harmless(self) -> int:
@@ -154,53 +161,51 @@ def fit_curve(
     counts = sorted({max(1, round(part * most / 3)) for part in (0, 1, 2, 3)})
     probes = range(min(PROBES, len(measurements)))
     tick = ticks("loss by depth and place", len(counts) * len(probes))
-    constant = [skipping(layers, order.layers[:count]) for count in counts]
-    by_depth = {policy.min_depth: measurements.scores(policy, tick, probes) for policy in constant}
+    by_depth = {layers - count: measurements.scores(order.skipping(count), tick, probes) for count in counts}
     table = LossTable(by_depth, layers, max_tokens)
     attempts = ATTEMPTS if budget.speedup is None else most
     replay = partial(measurements.scores, tick=ticks("curve for the budget", attempts * len(measurements)))
     if budget.speedup is None:
-        candidates = power_curves(order.layers, max(1, order.harmless), layers, max_tokens)
+        candidates = power_curves(order, max(1, order.harmless), max_tokens)
         policy = fit_quality(budget, candidates, table, max_tokens, replay)
     else:  # it may need more layers than can be skipped without harm
-        candidates = power_curves_of_speed(order.layers, most, layers, max_tokens, budget.speedup, cost)
+        candidates = power_curves_of_speed(order, max_tokens, budget.speedup, cost)
         policy = fit_speed(candidates, order.harmless, table, replay, score)
     return policy, over_steps(replay(policy))
 
 
-def power_curve(layers: int, skipped: int, skip_order: Sequence[int], start: int, span: int) -> DepthPolicy:
+def power_curve(order: LayerOrder, skipped: int, start: int, span: int) -> DepthPolicy:
     """A power curve that falls from `start` on until `skipped` of the layers are skipped, within `span` steps."""
+    layers = len(order.importance)
     alpha = math.floor(((layers - skipped) / layers) ** (1 / span) * 1e6) / 1e6
-    return DepthPolicy.d3(layers, alpha, start, layers - skipped, skip_order)
+    return replace(DepthPolicy.d3(layers, alpha, start, layers - skipped, order.layers), adapters=order.adapters)
 
 
-def power_curves(skip_order: Sequence[int], most: int, num_hidden_layers: int, max_tokens: int) -> list[DepthPolicy]:
-    """Policies that skip at most the first `most` layers of an order, over outputs of `max_tokens` tokens."""
+def power_curves(order: LayerOrder, most: int, max_tokens: int) -> list[DepthPolicy]:
+    """Policies that skip at most the first `most` layers, over outputs of `max_tokens` tokens."""
     spans = sorted({max(1, round(part * max_tokens)) for part in _SPANS})
     return [
-        power_curve(num_hidden_layers, skipped, skip_order, start, span)
+        power_curve(order, skipped, start, span)
         for skipped in range(1, most + 1)
         for start in _starts(max_tokens)
         for span in spans
     ]
 
 
-def power_curves_of_speed(
-    skip_order: Sequence[int], most: int, num_hidden_layers: int, max_tokens: int, speedup: float, cost: CostModel
-) -> list[DepthPolicy]:
-    """As `power_curves`, but each falls as slowly as a predicted speedup lets it.
+def power_curves_of_speed(order: LayerOrder, max_tokens: int, speedup: float, cost: CostModel) -> list[DepthPolicy]:
+    """Policies that skip searched layers, each of which falls as slowly as a predicted speedup lets it.
 
     Raises:
         RequestError: none is that fast.
     """
     policies: list[DepthPolicy] = []
-    spans = range(1, 8 * max_tokens + 1)
+    spans, most = range(1, 8 * max_tokens + 1), len(order.searched)
     for skipped, start in product(range(1, most + 1), _starts(max_tokens)):
-        policy = partial(power_curve, num_hidden_layers, skipped, skip_order, start)
+        policy = partial(power_curve, order, skipped, start)
         longest = bisect_left(spans, True, key=lambda span: cost.speedup(policy(span), max_tokens) < speedup)
         policies += [policy(longest)] if longest else []
     if not policies:
-        highest = cost.speedup(power_curve(num_hidden_layers, most, skip_order, 0, 1), max_tokens)
+        highest = cost.speedup(power_curve(order, most, 0, 1), max_tokens)
         raise RequestError(
             f"no policy of this model is predicted to be {speedup}x as fast over {max_tokens} tokens",
             f"the most that its flex layers give is {math.floor(highest * 100) / 100}x",

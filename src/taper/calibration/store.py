@@ -189,8 +189,9 @@ def skipping(num_hidden_layers: int, skipped: Collection[int]) -> DepthPolicy:
 
 
 def numbers(policy: DepthPolicy) -> dict[str, Any]:
-    """What decides which layers run, and nothing else."""
-    return {**vars(policy.schedule), "skip_order": policy.skip_order}
+    """What decides what is computed, and nothing else."""
+    adapters = {} if policy.adapters is None else {"adapters": policy.adapters.digest}
+    return {**vars(policy.schedule), "skip_order": policy.skip_order, **adapters}
 
 
 def digest(value: Any) -> str:

@@ -124,15 +124,21 @@ class Frontier:
 
 
 @dataclass(frozen=True)
-class CalibrationSummary:
-    """All that was measured."""
+class Validation:
+    """What a policy costs on what had no part in finding it."""
 
-    mean_depth: float  # layers run for a token, over steps from 1 on of an output of the planned length
-    speedup: Speedup
     held_out: Losses  # on held-out prompts
     free_running: FreeRunning  # the policy's own outputs to those prompts
     # On held-out word problems; None where the model solves too few at full depth.
     problems: SolvedProblems | None = field(default=None, kw_only=True)
+
+
+@dataclass(frozen=True)
+class CalibrationSummary(Validation):
+    """All that was measured."""
+
+    mean_depth: float  # layers run for a token, over steps from 1 on of an output of the planned length
+    speedup: Speedup
     model: CalibratedModel
     prompts: PromptCounts
     seed: int  # of the split and the samples

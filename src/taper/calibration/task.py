@@ -7,7 +7,7 @@ problems that they solve.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +20,7 @@ from ..policy import DepthPolicy
 from .problems import Problems, ProblemSet
 from .prompts import BATCH
 from .replay import Reference
-from .run import Calibrator, StageProgress
+from .run import Calibrator, StageProgress, check_adapters
 from .search import first_steps
 from .statistics import PairedComparison, compare_with_interim_tests
 from .summary import to_plain
@@ -67,6 +67,7 @@ def calibrate_to_task(
     margin: float,
     *,
     problems: int = PROBLEMS,
+    adapters: DepthPolicy | None = None,
     seed: int = 0,
     name: str = "",
     progress: StageProgress | None = None,
@@ -82,6 +83,7 @@ def calibrate_to_task(
         problem_set: problems that are not those the task is tested on.
         margin: the loss of accuracy that is accepted, in (0, 1).
         problems: most problems for each comparison.
+        adapters: a policy with adapters, whose layers are tried in its own order.
         seed: of the shuffle.
         name: of the policy.
         progress: called with a stage and what part of it, 0 to 1, was done since the last call.
@@ -92,6 +94,8 @@ def calibrate_to_task(
     """
     margin = number("margin", margin, 0, 1, above=True, below=True)
     problems = whole_number("problems", problems, FIRST_TEST)
+    if adapters is not None:
+        check_adapters(llm, adapters)
     shuffled = np.random.default_rng(seed).permutation(len(problem_set)).tolist()
     search, rest = shuffled[:SEARCH_PROBLEMS], shuffled[SEARCH_PROBLEMS:]
     if len(rest) < FIRST_TEST:
@@ -112,11 +116,14 @@ def calibrate_to_task(
         order: list[int] = []
         trials: list[Trial] = []
         with calibrator.measurements(_references(calibrator, judged)) as measurements:
-            _, layers_to_skip = calibrator.order(measurements, judged, calibrator.layers // 3, tolerance=0)
-            for skipped in layers_to_skip:
+            layers_to_skip: Iterable[int] = adapters.adapted_layers if adapters else ()
+            if adapters is None:
+                _, found = calibrator.order(measurements, judged, calibrator.layers // 3, tolerance=0)
+                layers_to_skip = (skipped.layer for skipped in found)
+            for layer in layers_to_skip:
                 measurements.close()  # frees the slots for the outputs
-                order.append(skipped.layer)
-                trials.append(_try(calibrator, judged, order, margin, prompt))
+                order.append(layer)
+                trials.append(_try(calibrator, judged, order, margin, prompt, adapters))
                 if not trials[-1].holds:
                     break
         best = max((trial for trial in trials if trial.holds), key=lambda trial: trial.speedup, default=None)
@@ -156,11 +163,17 @@ def _references(calibrator: Calibrator, problems: Problems) -> list[Reference]:
 
 
 def _try(
-    calibrator: Calibrator, problems: Problems, skipped: Sequence[int], margin: float, prompt: tuple[int, ...]
+    calibrator: Calibrator,
+    problems: Problems,
+    skipped: Sequence[int],
+    margin: float,
+    prompt: tuple[int, ...],
+    adapters: DepthPolicy | None,
 ) -> Trial:
     """Compare a policy with full depth on more and more problems, until the verdict is clear or none is left."""
     policy = DepthPolicy.static(calibrator.layers, calibrator.layers - len(skipped), skipped)
-    policy = replace(policy, name=f"skip {' '.join(map(str, skipped))}")
+    chosen = adapters.adapters.only(skipped) if adapters and adapters.adapters else None
+    policy = replace(policy, name=f"skip {' '.join(map(str, skipped))}", adapters=chosen)
     validation, lengths = problems.validation, list[int]()
 
     def ask(count: int) -> tuple[list[bool], list[bool]]:
@@ -172,4 +185,6 @@ def _try(
     comparison = compare_with_interim_tests(ask, len(validation), FIRST_TEST, margin, calibrator.seed)
     tokens = float(np.mean(lengths))
     planned = max(32, round(tokens) // 32 * 32)  # the clock is the same for outputs of about this length
-    return Trial(policy, comparison, tokens, calibrator.cost(prompt, planned).speedup(policy, max(2, round(tokens))))
+    return Trial(
+        policy, comparison, tokens, calibrator.cost(prompt, planned, adapters).speedup(policy, max(2, round(tokens)))
+    )

@@ -14,7 +14,7 @@ from typing import NoReturn
 import click
 
 from ..errors import TaperError, TaperWarning
-from . import bench, calibrate, eval, generate, models, reproduce, serve
+from . import bench, calibrate, eval, generate, heal, models, reproduce, serve
 from .common import INTERRUPTED, say
 
 _CLOSED_PIPE, _WRONG = 141, 2
@@ -53,7 +53,7 @@ def cli() -> None:
 
 
 _COMMANDS = (generate.generate, generate.chat, models.pull, models.policy, models.vllm_args, bench.bench)
-for _command in (*_COMMANDS, calibrate.calibrate, eval.evaluate, reproduce.reproduce, serve.serve):
+for _command in (*_COMMANDS, calibrate.calibrate, heal.heal, eval.evaluate, reproduce.reproduce, serve.serve):
     cli.add_command(_command)
 
 

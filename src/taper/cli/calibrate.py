@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..errors import RequestError
-from ..models.files import write_whole
-from .common import check_file, check_report, load, model_options, say, stages
+from ..models.policies import ADAPTERS_SUFFIX, load_policy, save_policy
+from .common import check_file, check_report, import_heal, load, model_options, say, stages
 
 if TYPE_CHECKING:
     from ..calibration.run import Calibration
@@ -22,7 +23,7 @@ _NOT_MET = 1
 _LIMITS = ("max_kl", "min_agreement", "max_nll_increase", "speedup")
 # Options that do nothing without a task, and those that do nothing with one.
 _FOR_TASKS = ("margin", "problems", "split", "data_dir", "fewshot", "chat", "max_tokens", "filter_name")
-_FOR_PROMPTS = (*_LIMITS, "answer_tokens", "prompts", "report")
+_FOR_PROMPTS = (*_LIMITS, "answer_tokens", "prompts", "report", "heal")
 _TASK_BATCH_SIZE = 32
 
 
@@ -46,6 +47,13 @@ _TASK_BATCH_SIZE = 32
 )
 @click.option("--speedup", type=float, metavar="X", help="Instead of a budget: the best quality at this speed.")
 @click.option(
+    "--adapters",
+    type=Path,
+    metavar="FILE",
+    help="A policy from taper heal: keep its order and adapters, and find its curve anew.",
+)
+@click.option("--heal", type=float, metavar="MINUTES", help="Train adapters too, and find the curve anew with them.")
+@click.option(
     "--answer-tokens",
     type=click.IntRange(2),
     help="Length of output to plan for. Default: the median of the model's own, up to 128.",
@@ -60,12 +68,14 @@ _TASK_BATCH_SIZE = 32
 @click.option("--chat/--no-chat", default=None, help="With --task: ask by the model's chat template.")
 @click.option("--max-tokens", type=int, metavar="N", help="With --task: most tokens of an output.")
 @click.option("--filter", "filter_name", metavar="NAME", help="With --task: the filter whose metric counts.")
-@click.option("--out", type=Path, default=Path("policy.json"), help="Where to write the policy.")
+@click.option(
+    "--out", type=Path, help="Where to write the policy. Default: policy.json, with adapters policy.safetensors."
+)
 @click.option("--report", type=Path, metavar="FOLDER", help="Write a page with pictures into this folder.")
 @click.option("--name", default="", show_default=False, help="What to call the policy.")
 @click.option("--seed", type=click.IntRange(0), default=0, help="Seed for splitting the prompts in two.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything that was measured as one JSON object.")
-def calibrate(out: Path, as_json: bool, **options: Any) -> None:
+def calibrate(out: Path | None, as_json: bool, **options: Any) -> None:
     """Find the layers that a model can spare under a budget, and validate the result on held-out prompts.
 
     Give at least one of the three budgets, or a speed. Measurements are kept: an interrupted calibration continues
@@ -78,11 +88,16 @@ def calibrate(out: Path, as_json: bool, **options: Any) -> None:
     if options["baselines"]:
         raise RequestError("--baselines is gone", "taper reproduce MODEL --baselines compares methods on tasks")
     _check_options(options)
+    has_adapters = options["adapters"] is not None or options["heal"] is not None
+    suffix = ADAPTERS_SUFFIX if has_adapters else ".json"
+    out = Path("policy").with_suffix(suffix) if out is None else out
+    if (out.suffix == ADAPTERS_SUFFIX) != has_adapters:
+        raise RequestError(f"--out is {out}; this policy is written as {suffix}", "rename it")
     check_file("--out", out)
     policy = _to_prompts(out, as_json, options) if options["task"] is None else _to_task(out, as_json, options)
     if policy is None:
         sys.exit(_NOT_MET)
-    write_whole(out, policy.to_json().encode())
+    save_policy(out, policy)
     say(f'policy: {out}; try: taper generate --policy {out} "..."')
 
 
@@ -106,13 +121,23 @@ def _to_prompts(out: Path, as_json: bool, options: dict[str, Any]) -> DepthPolic
     from ..calibration.summary import Budget
 
     Budget(**{name: options[name] for name in _LIMITS})  # reports a mistake before the model loads
+    adapters = None if options["adapters"] is None else load_policy(options["adapters"])
+    train = None if options["heal"] is None else import_heal()
+    if train and adapters:
+        raise RequestError("--heal trains adapters; --adapters gives them", "leave out one of the two")
     prompts = builtin_prompts() if options["prompts"] is None else read_prompts(options["prompts"])
     if options["report"] is not None:
         check_report("--report", options["report"])
     llm = load(options, max_batch_size=batch_size(len(prompts), options["device"]))
     names = (*_LIMITS, "answer_tokens", "seed", "name")
+    find = partial(run, llm, prompts, **{name: options[name] for name in names})
     with stages() as progress:
-        result = run(llm, prompts, progress=progress, **{name: options[name] for name in names})
+        result = find(progress=progress, adapters=adapters)
+    if train:
+        with stages() as progress:
+            healing = train(llm, result.policy, minutes=options["heal"], seed=options["seed"], progress=progress)
+        with stages() as progress:
+            result = find(progress=progress, adapters=healing.policy)
     if as_json:
         click.echo(json.dumps(result.summary.to_json()))
     else:
@@ -181,12 +206,13 @@ def _to_task(out: Path, as_json: bool, options: dict[str, Any]) -> DepthPolicy |
     split = None if own else options["split"] or "train"
     selection = load_tasks([options["task"]], fewshot=options["fewshot"], data_dir=options["data_dir"], split=split)
     check_comparison(selection, options["margin"], options["filter_name"])
+    adapters = None if options["adapters"] is None else load_policy(options["adapters"])
     llm = load(options, max_batch_size=_TASK_BATCH_SIZE)
     seed, asked = options["seed"], {name: options[name] for name in ("max_tokens", "filter_name")}
     problem_set = TaskProblems(llm, selection, chat=bool(options["chat"]), seed=seed, **asked)
     given = {"problems": options["problems"] or PROBLEMS, "seed": seed, "name": options["name"]}
     with stages() as progress:
-        result = calibrate_to_task(llm, problem_set, options["margin"], progress=progress, **given)
+        result = calibrate_to_task(llm, problem_set, options["margin"], adapters=adapters, progress=progress, **given)
     if as_json:
         click.echo(json.dumps(result.plain(), indent=1))
     else:

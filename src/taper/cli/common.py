@@ -16,6 +16,7 @@ from ..errors import DEVICES, DTYPES, RequestError
 from ..models.files import check_writable
 
 if TYPE_CHECKING:
+    from ..healing.run import Healing
     from ..llm import LLM
 
 INTERRUPTED = 130
@@ -131,3 +132,16 @@ def stages() -> Generator[Callable[[str, float], None], None, None]:
             bars.advance(tasks[stage], part)
 
         yield advance
+
+
+def import_heal() -> Callable[..., Healing]:
+    """`taper.heal`.
+
+    Raises:
+        RequestError: PyTorch is missing.
+    """
+    try:
+        from ..healing.run import heal
+    except ImportError:
+        raise RequestError("training adapters needs PyTorch", 'pip install "taper-llm[heal]"') from None
+    return heal

@@ -84,6 +84,10 @@ def policy_picture(policy: DepthPolicy, tokens: int) -> str:
     lines.append("█ core, always run   ▒ flex, still run   · skipped by then")
     if policy.skip_order:
         lines.append("skipped in this order: " + " ".join(map(str, policy.skip_order)))
+    if policy.adapters is not None:
+        ranks = {len(down) for down, _ in policy.adapters.layers.values()}
+        layers_with = " ".join(map(str, sorted(policy.adapters.layers)))
+        lines.append(f"adapters of rank {', '.join(map(str, sorted(ranks)))} at layers {layers_with}")
     return "\n".join(lines)
 
 

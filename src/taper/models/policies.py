@@ -1,30 +1,40 @@
-"""Finds policies: those that ship with Taper, in a folder for each model, and files."""
+"""Policies as files, and those that ship with Taper, in a folder for each model.
+
+A policy is a JSON file. With adapters it is a safetensors file, which has this JSON in its metadata as `taper_policy`
+and two tensors for each adapter: `adapters.<layer>.down` and `adapters.<layer>.up`, both f16.
+"""
 
 from __future__ import annotations
 
 import os
 from contextlib import suppress
+from dataclasses import replace
+from functools import cache
 from importlib import resources
 from itertools import chain
 from pathlib import Path
 
 from ..errors import PolicyError, shown
-from ..policy import DepthPolicy, ModelIdentity
+from ..policy import Adapters, DepthPolicy, ModelIdentity
 from .download import DEFAULT_MODEL
-from .files import read_text
+from .files import read_text, write_whole
 
 MAX_FILE_BYTES = 1 << 20
+MAX_ADAPTER_BYTES = 1 << 30  # those of a model of 70 billion parameters have 0.2 GB
+ADAPTERS_SUFFIX = ".safetensors"
+METADATA_KEY = "taper_policy"
+PARTS = ("down", "up")
 _HINT = "taper policy list shows the shipped policies; or give the path of a policy file"
 
 
+@cache
 def shipped_policies() -> dict[str, list[DepthPolicy]]:
-    """The calibrated policies that come with Taper, by model, deepest first."""
+    """The calibrated policies that come with Taper, by model, deepest first; one object for each, however often."""
     shipped: dict[str, list[DepthPolicy]] = {}
-    for folder in resources.files("taper").joinpath("policies").iterdir():
-        files = [file for file in folder.iterdir() if file.name.endswith(".json")] if folder.is_dir() else []
-        if policies := [DepthPolicy.from_json(file.read_text(encoding="utf-8")) for file in files]:
-            shipped[folder.name] = sorted(policies, key=lambda policy: -policy.mean_depth(128))
-    return shipped
+    with resources.as_file(resources.files("taper") / "policies") as folders:
+        for file in folders.glob("*/*"):
+            shipped.setdefault(file.parent.name, []).append(load_policy(file))
+    return {name: sorted(policies, key=lambda policy: -policy.mean_depth(128)) for name, policies in shipped.items()}
 
 
 def fitting_policies(num_hidden_layers: int, identity: ModelIdentity) -> dict[str, DepthPolicy]:
@@ -51,15 +61,78 @@ def find_policy(name: str | Path) -> DepthPolicy:
 
 
 def load_policy(path: str | Path) -> DepthPolicy:
-    """Read a policy file.
+    """Read a policy file, with adapters if its name ends in .safetensors.
 
     Raises:
-        PolicyError: the file is missing, not UTF-8, too large, or not a policy.
+        PolicyError: the file is missing, too large, damaged or not a policy; adapters are not of layers that it skips,
+            differ in size, or hold values that are not finite.
     """
     if not os.path.isfile(path):
         raise PolicyError(f"no policy {shown(str(path))}: it is neither a shipped one nor a file", _HINT)
-    text = read_text(Path(path), MAX_FILE_BYTES, PolicyError)
     try:
-        return DepthPolicy.from_json(text)
+        if Path(path).suffix == ADAPTERS_SUFFIX:
+            return _read_with_adapters(Path(path))
+        return DepthPolicy.from_json(read_text(Path(path), MAX_FILE_BYTES, PolicyError))
     except PolicyError as error:
         raise PolicyError(f"policy {path}: {error.message}", error.hint) from None
+
+
+def save_policy(path: Path, policy: DepthPolicy) -> None:
+    """Write a policy whole or not at all.
+
+    Raises:
+        PolicyError: the name does not go with the format: .safetensors with adapters, another one without.
+        OSError: the file cannot be written.
+    """
+    if (path.suffix == ADAPTERS_SUFFIX) != (policy.adapters is not None):
+        form = "has adapters, which are" if policy.adapters is not None else "has no adapters, which are alone"
+        raise PolicyError(f"policy {policy.label} {form} written as {ADAPTERS_SUFFIX}; got {path.name}", "rename it")
+    content = policy.to_json().encode()
+    if policy.adapters is not None:
+        from safetensors.numpy import save
+
+        pairs = policy.adapters.layers.items()
+        tensors = {_tensor(layer, part): m for layer, pair in pairs for part, m in zip(PARTS, pair, strict=True)}
+        content = save(tensors, {METADATA_KEY: content.decode()})
+    write_whole(path, content)
+
+
+def _read_with_adapters(path: Path) -> DepthPolicy:
+    import numpy as np
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        if (size := path.stat().st_size) > MAX_ADAPTER_BYTES:
+            raise PolicyError(f"it has {size} bytes; at most {MAX_ADAPTER_BYTES} are read")
+        with safe_open(path, framework="numpy") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no dict
+    except (OSError, ValueError, TypeError, SafetensorError) as error:
+        raise PolicyError(f"not a policy with adapters: {error}", "download or train it again") from None
+    if METADATA_KEY not in metadata:
+        raise PolicyError(f"its metadata has no {METADATA_KEY}", "taper heal writes such files")
+    policy = DepthPolicy.from_json(metadata[METADATA_KEY])
+    layers, hidden_size = {}, policy.model.hidden_size if policy.model else None
+    for layer in sorted({name.split(".")[1] for name in tensors if name.count(".") == 2}):
+        names = [_tensor(layer, part) for part in PARTS]
+        if not (layer.isdecimal() and len(layer) < 6 and all(name in tensors for name in names)):
+            raise PolicyError(f"adapter {shown(layer)} is not complete", "there must be a down and an up of each layer")
+        down, up = (tensors.pop(name) for name in names)
+        hidden_size = down.shape[-1] if hidden_size is None else hidden_size
+        if {down.dtype, up.dtype} != {np.dtype(np.float16)}:
+            raise PolicyError(f"the adapter of layer {layer} is of type {down.dtype} and {up.dtype}, not float16")
+        if down.ndim != 2 or down.shape[1] != hidden_size or up.shape != down.shape[::-1] or not down.size:
+            shapes = f"shapes {list(down.shape)} and {list(up.shape)}"
+            raise PolicyError(f"the adapter of layer {layer} has {shapes}, not [rank, {hidden_size}] and the reverse")
+        if not (np.isfinite(down).all() and np.isfinite(up).all()):
+            raise PolicyError(f"the adapter of layer {layer} has values that are not finite", "train it again")
+        layers[int(layer)] = (down, up)
+    if tensors:
+        raise PolicyError(f"tensor {shown(min(tensors))} is no adapter's")
+    if not layers:
+        raise PolicyError("it has no adapters", "a policy without adapters is a JSON file")
+    return replace(policy, adapters=Adapters(layers, str(path.absolute())))
+
+
+def _tensor(layer: int | str, part: str) -> str:
+    return f"adapters.{layer}.{part}"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from vllm.distributed import get_pp_group
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.models.llama import LlamaForCausalLM
@@ -17,7 +19,7 @@ from vllm.sequence import IntermediateTensors
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from ..errors import ModelError
-from ..policy import DepthPolicy
+from ..policy import ADAPTER_EPS, Adapters, DepthPolicy
 from . import check_vllm_version
 from .plan import ActiveTokens, Plan
 
@@ -46,7 +48,15 @@ class DepthDecay:
             hidden_states = torch.zeros_like(residual)
         else:
             hidden_states, residual = intermediate_tensors["hidden_states"], intermediate_tensors["residual"]
-        for layers, active in tapered.plan.layer_ranges:
+        for layers, active, adapted in tapered.plan.layer_ranges:
+            for adapters, indices in adapted:
+                rows = torch.from_numpy(indices).to(residual.device, non_blocking=True)
+                delta = _adapt(
+                    residual[rows] + hidden_states[rows], layers, tapered.adapter_weights(adapters, residual)
+                )
+                hidden_states.index_add_(0, rows, delta)
+            if not len(active.rows):
+                continue
             modules = self.layers[layers.start : layers.stop]
             if active.whole_batch:
                 hidden_states, residual = _run(modules, positions, hidden_states, residual)
@@ -69,6 +79,17 @@ def _run(
     for layer in layers:
         hidden_states, residual = layer(positions, hidden_states, residual)
     return hidden_states, residual
+
+
+def _adapt(x: torch.Tensor, layers: range, weights: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """What the adapters of some layers add to hidden states [rows, hidden_size] (`policy.Adapters`)."""
+    delta = torch.zeros_like(x)
+    for layer in layers:
+        if layer in weights:
+            down, up = weights[layer]
+            h = F.linear(F.rms_norm(x + delta, (x.shape[-1],), eps=ADAPTER_EPS), down)
+            delta = delta + F.linear(F.silu(h), up)
+    return delta
 
 
 class DepthDecayForCausalLM:
@@ -129,12 +150,24 @@ class Batch(NamedTuple):
 
 
 class TaperedForward:
-    """The plan of one forward, and the attention metadata of each of its sets of active tokens."""
+    """The plan of one forward, and the attention metadata of each of its sets of active tokens.
 
-    def __init__(self, plan: Plan, batch: Batch) -> None:
+    `weights`: those of adapters on the device; forwards share it.
+    """
+
+    def __init__(self, plan: Plan, batch: Batch, weights: WeakKeyDictionary[Adapters, Any]) -> None:
         self.plan = plan
-        self._batch = batch
+        self._batch, self._weights = batch, weights
         self._built: dict[int, tuple[torch.Tensor, CommonAttentionMetadata, Any]] = {}
+
+    def adapter_weights(self, adapters: Adapters, like: torch.Tensor) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """Adapters by layer, of the type and on the device of hidden states; put there when they are first needed."""
+        weights = self._weights.get(adapters)
+        if weights is None:
+            pairs = adapters.layers.items()
+            weights = {layer: tuple(torch.from_numpy(matrix).to(like) for matrix in pair) for layer, pair in pairs}
+            self._weights[adapters] = weights
+        return weights
 
     def prepare_attention(self, active: ActiveTokens, layer_names: Iterable[str]) -> tuple[torch.Tensor, torch.Tensor]:
         """Make the named layers attend with the active tokens only.

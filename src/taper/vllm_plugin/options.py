@@ -65,7 +65,7 @@ class PluginOptions:
         return cls(default, named)
 
     def to_config(self) -> dict[str, Any]:
-        """Plain data without file names, from which `read` makes the same options, without provenance."""
+        """Plain data from which `read` makes the same options, without provenance; names files with adapters only."""
         policies = {name: _plain(policy) for name, policy in self.named.items() if name != FULL}
         return {"policy": _plain(self.default), "policies": policies}
 
@@ -106,7 +106,7 @@ def _policy(source: object) -> DepthPolicy:
 def vllm_args(
     policy: DepthPolicy, policies: Mapping[str, DepthPolicy] | None = None, architecture: str | None = None
 ) -> list[str]:
-    """Flags for `vllm serve`. They contain the policies themselves, so a server needs no policy files.
+    """Flags for `vllm serve`. They contain the policies themselves, or with adapters the paths of their files.
 
     Args:
         policy: the policy of requests that name none.
@@ -133,5 +133,13 @@ def vllm_args(
 
 
 def _plain(policy: DepthPolicy) -> Any:
-    """A policy as plain data, without its provenance."""
-    return json.loads(replace(policy, provenance={}).to_json())
+    """A policy as plain data without its provenance, or the path of its file if it has adapters.
+
+    Raises:
+        PolicyError: it has adapters that no file holds.
+    """
+    if policy.adapters is None:
+        return json.loads(replace(policy, provenance={}).to_json())
+    if not policy.adapters.file:
+        raise PolicyError(f"the adapters of policy {policy.label} are in no file", "write them with save_policy")
+    return policy.adapters.file

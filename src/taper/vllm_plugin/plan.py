@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..policy import DepthPolicy, least_depths
+from ..policy import Adapters, DepthPolicy, least_depths
 
 
 class RequestTokens(NamedTuple):
@@ -40,16 +40,17 @@ class ActiveTokens(NamedTuple):
 
 
 class LayerRange(NamedTuple):
-    """Consecutive layers that the same tokens run."""
+    """Consecutive layers that the same tokens run, and the tokens that pass through adapters instead."""
 
     layers: range
     active: ActiveTokens
+    adapted: tuple[tuple[Adapters, np.ndarray], ...]  # with each set of adapters, indices into the batch's tokens
 
 
 class Plan(NamedTuple):
     """One forward: what it runs and what that costs."""
 
-    layer_ranges: tuple[LayerRange, ...]  # in order; layers that no token runs are in none of them
+    layer_ranges: tuple[LayerRange, ...]  # in order; layers that do nothing are in none of them
     full: bool  # whether every token runs every layer
     completion_tokens: int  # tokens past the prompt, at step 1 or later
     layers_run: int  # the sum of their depths over the whole model, even if only some layers were planned for
@@ -70,7 +71,7 @@ class Planner:
     def plan(self, requests: Sequence[RequestTokens]) -> Plan:
         """Plan a forward over these requests, whose tokens are in the batch in this order."""
         depths = [request.depths() for request in requests]
-        key = [(request.policy.skip_order, request.num_tokens) for request in requests], depths
+        key = [(each.policy.skip_order, each.policy.adapters, each.num_tokens) for each in requests], depths
         if key != self._key:
             self._key, self._layer_ranges = key, self._find_layer_ranges(requests, depths)
         completion_tokens, layers_run = sum(map(len, depths)), sum(map(sum, depths))
@@ -91,8 +92,9 @@ class Planner:
         ranges = []
         for column, group in groupby(zip(self._layers, columns, strict=True), key=itemgetter(1)):
             layers = [layer for layer, _ in group]
-            if len(active[column].rows):
-                ranges.append(LayerRange(range(layers[0], layers[-1] + 1), active[column]))
+            adapted = _adapted_tokens(requests, active[column], num_tokens)
+            if len(active[column].rows) or adapted:
+                ranges.append(LayerRange(range(layers[0], layers[-1] + 1), active[column], adapted))
         return tuple(ranges)
 
 
@@ -101,3 +103,14 @@ def _active_tokens(counts: np.ndarray, num_tokens: np.ndarray) -> ActiveTokens:
     active_before = np.cumsum(counts) - counts
     rows = np.arange(counts.sum()) + np.repeat(first_rows - active_before, counts)
     return ActiveTokens(counts, np.flatnonzero(counts), rows, bool((counts == num_tokens).all()))
+
+
+def _adapted_tokens(
+    requests: Sequence[RequestTokens], active: ActiveTokens, num_tokens: np.ndarray
+) -> tuple[tuple[Adapters, np.ndarray], ...]:
+    rows: dict[Adapters, list[int]] = {}
+    ends = np.cumsum(num_tokens)
+    for request, count, end in zip(requests, active.counts.tolist(), ends.tolist(), strict=True):
+        if request.policy.adapters is not None and count < request.num_tokens:
+            rows.setdefault(request.policy.adapters, []).extend(range(end - request.num_tokens + count, end))
+    return tuple((adapters, np.array(indices)) for adapters, indices in rows.items())

@@ -11,6 +11,7 @@ Both pass the model a `TaperedForward` from `ForwardBuilder`.
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
@@ -19,7 +20,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from ..errors import TaperError
-from ..policy import DepthPolicy
+from ..policy import Adapters, DepthPolicy
 from .metrics import counters
 from .models import Batch, TaperedForward, only_attention_group
 from .options import FULL, PluginOptions
@@ -42,6 +43,7 @@ class ForwardBuilder:
     def __init__(self, vllm_config: Any, decoder: Any) -> None:
         model, config = vllm_config.model_config.hf_text_config, vllm_config.additional_config
         self._options = PluginOptions.read(config["taper"], model)
+        self._adapter_weights: WeakKeyDictionary[Adapters, Any] = WeakKeyDictionary()
         self._planner = Planner(model.num_hidden_layers, range(decoder.start_layer, decoder.end_layer))
         self._counters: np.ndarray | None = None
         # Every rank of an engine makes the same plan, so the first one counts for the whole model.
@@ -65,7 +67,7 @@ class ForwardBuilder:
         plan = self._planner.plan(list(map(RequestTokens, batch.policies, *numbers)))
         if self._counters is not None and plan.completion_tokens:
             self._counters += (plan.completion_tokens, plan.layers_run)
-        return TaperedForward(plan, batch)
+        return TaperedForward(plan, batch, self._adapter_weights)
 
 
 class DepthDecayRunner:

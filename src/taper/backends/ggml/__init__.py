@@ -14,10 +14,11 @@ import sys
 import tempfile
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import ggml
 import numpy as np
@@ -25,11 +26,12 @@ import numpy as np
 from ...errors import QUANTISED_DTYPES, ModelError
 from ...models.config import LayerSpec, ModelConfig
 from ...models.tensors import Tensor
+from ...policy import Adapters
 from .. import ForwardOutput, TokenBatch, available_threads, runs_by_slot
 from .cache import KeyValueCache
 from .graph import Graph, GraphKey, Model
 from .tensors import TensorContext
-from .weights import LoadProgress, Weights
+from .weights import AdapterTensors, LoadProgress, Weights
 
 MAX_GRAPHS = 64
 _NONE = -1  # what Python calls no file to write to
@@ -64,8 +66,9 @@ class GgmlBackend:
         self.config = replace(config, quantization=weights.quantization) if dtype in QUANTISED_DTYPES else config
         self.weight_bytes = weights.num_bytes
         cache = KeyValueCache(config, num_slots, context_length, "f32" if weights.beyond_f16 else kv_dtype)
-        self._model = Model(config, weights, cache, rope_factors, exact_gelu=weights.quantization == "F32")
+        self._model = Model(config, weights, cache, rope_factors, exact=weights.quantization == "F32")
         self._graphs: OrderedDict[GraphKey, Graph] = OrderedDict()
+        self._adapters: WeakKeyDictionary[Adapters, AdapterTensors] = WeakKeyDictionary()  # those in use
         self._backend = ggml.ggml_backend_cpu_init()
         params = ggml.ggml_threadpool_params_default(threads)
         self._threadpool = ggml.ggml_threadpool_new(ctypes.byref(params))
@@ -91,6 +94,7 @@ class GgmlBackend:
             kv_length=self._model.cache.bucket(int(batch.positions.max()) + 1),
             first_layer=batch.first_layer,
             output_hidden_states=batch.output_hidden_states,
+            adapters=batch.adapters if min(batch.num_active) < len(batch.tokens) else None,
         )
         graph = self._graph(key)
         self._fill(graph, key, batch)
@@ -145,13 +149,22 @@ class GgmlBackend:
             self._graphs.move_to_end(key)
             return self._graphs[key]
         before = ggml.ggml_gallocr_get_buffer_size(self._allocator, 0)
-        graph = Graph(self._model, key, self._allocator)
+        graph = Graph(self._model, key, self._adapter_tensors(key.adapters), self._allocator)
         if ggml.ggml_gallocr_get_buffer_size(self._allocator, 0) != before:
             self._graphs.clear()  # all graphs share one buffer, and it has just moved
         self._graphs[key] = graph
         if len(self._graphs) > MAX_GRAPHS:
             self._graphs.popitem(last=False)
         return graph
+
+    def _adapter_tensors(self, adapters: Adapters | None) -> Mapping[int, tuple[Any, Any]]:
+        """Adapters as tensors, made when a forward first needs them."""
+        if adapters is None:
+            return {}
+        tensors = self._adapters.get(adapters)
+        if tensors is None:
+            tensors = self._adapters[adapters] = AdapterTensors(adapters, exact=self._model.exact)
+        return tensors
 
 
 def _greedy(logits: np.ndarray) -> np.ndarray:

@@ -6,6 +6,7 @@ Shapes in comments are in ggml's order: the dimension that changes fastest comes
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any, NamedTuple
@@ -15,11 +16,12 @@ import numpy as np
 
 from ...errors import ModelError
 from ...models.config import Experts, ModelConfig
+from ...policy import ADAPTER_EPS, Adapters
 from .cache import KeyValueCache
 from .tensors import TensorContext, new_input, view
 from .weights import Weights
 
-_NODES_PER_LAYER, _NODES_PER_RUN, _NODES_PER_EXPERT, _OTHER_NODES = 64, 8, 2, 32
+_NODES_PER_LAYER, _NODES_PER_RUN, _NODES_PER_EXPERT, _OTHER_NODES = 72, 8, 2, 32
 _ROPE_NEIGHBOURS, _ROPE_HALVES = 0, 2
 _GELU_A = 2 * math.sqrt(2 / math.pi)
 _GELU_B = 0.044715 * _GELU_A
@@ -34,6 +36,7 @@ class GraphKey(NamedTuple):
     kv_length: int
     first_layer: int
     output_hidden_states: tuple[int, ...]
+    adapters: Adapters | None
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Model:
     weights: Weights
     cache: KeyValueCache
     rope_factors: tuple[Any, ...]  # of each layer: a tensor, or None
-    exact_gelu: bool  # in f32; ggml's own looks it up in a table of f16
+    exact: bool  # computes in f32 throughout; ggml's own gelu looks it up in a table of f16
 
 
 class Graph:
@@ -56,8 +59,8 @@ class Graph:
         ModelError: there is not enough memory for its intermediate results.
     """
 
-    def __init__(self, model: Model, key: GraphKey, allocator: Any) -> None:
-        self._model, self._key = model, key
+    def __init__(self, model: Model, key: GraphKey, adapters: Mapping[int, tuple[Any, Any]], allocator: Any) -> None:
+        self._model, self._key, self._adapters = model, key, adapters
         config, count = model.config, key.runs[-1][2]
         shapes: dict[str, tuple[tuple[int, ...], type]] = {
             "tokens": ((count,), np.int32),
@@ -112,6 +115,8 @@ class Graph:
                 hidden_states[layer] = self._output(ggml.ggml_dup(context, x))
             if layer < layers and key.num_active[layer]:
                 x = self._layer(x, layer, key.num_active[layer])
+            if layer in self._adapters and key.num_active[layer] < key.runs[-1][2]:
+                x = self._adapter(x, layer, key.num_active[layer])
         if not key.num_outputs:
             return None, hidden_states
         rows = self._norm(ggml.ggml_get_rows(context, x, self._inputs["rows"]), "norm")
@@ -149,6 +154,18 @@ class Graph:
         prefix = add(context, prefix, self._added(h, f"layers.{layer}.post_mlp_norm"))
         self._run(prefix)
         return prefix if active == count else x
+
+    def _adapter(self, x: Any, layer: int, active: int) -> Any:
+        """Let the tokens of x [hidden_size, tokens] that skip a layer pass through its adapter."""
+        context, (size, count), row = self._context.pointer, x.contents.ne[:2], x.contents.nb[1]
+        down, up = self._adapters[layer]
+        rest = ggml.ggml_view_2d(context, x, size, count - active, row, active * row) if active else x
+        h = ggml.ggml_mul_mat(context, down, ggml.ggml_rms_norm(context, rest, ADAPTER_EPS))
+        h = ggml.ggml_mul_mat(context, up, ggml.ggml_silu_inplace(context, h))
+        if not active:
+            return ggml.ggml_add(context, x, h)
+        self._run(ggml.ggml_add_inplace(context, rest, h))
+        return x
 
     def _added(self, h: Any, norm: str) -> Any:
         """What attention or MLP adds to hidden states."""
@@ -191,7 +208,7 @@ class Graph:
         context = self._context.pointer
         if self._model.config.activation == "silu":
             return ggml.ggml_swiglu_split(context, gate, up)
-        if not self._model.exact_gelu:
+        if not self._model.exact:
             return ggml.ggml_geglu_split(context, gate, up)
         # gelu(x) = x * sigmoid(x * (a + b * x * x)) in its tanh form (arXiv 1606.08415).
         factor = ggml.ggml_scale_bias(context, ggml.ggml_sqr(context, gate), _GELU_B, _GELU_A)

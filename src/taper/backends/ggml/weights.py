@@ -15,6 +15,7 @@ import numpy as np
 
 from ...errors import QUANTISED_DTYPES, ModelError, RequestError, TaperWarning
 from ...models.tensors import WEIGHT_TYPES, Tensor, row_bytes
+from ...policy import Adapters
 from .repack import RepackedMatrices, release_pages
 from .tensors import ALIGNMENT, TensorContext, aligned
 
@@ -191,6 +192,20 @@ def _warn_of_fallbacks(dtype: str, matrices: dict[str, str]) -> None:
         rows = f"rows of {replaced.total()} of {len(matrices)} matrices"
         instead = " and ".join(f"{count} run in {name}" for name, count in replaced.most_common())
         warnings.warn(f"{rows} do not divide into blocks of {dtype}: {instead}", TaperWarning, stacklevel=3)
+
+
+class AdapterTensors(dict[int, tuple[Any, Any]]):
+    """The two matrices of each adapter, by layer: in f32 if `exact`, else in q8_0 where its blocks fit."""
+
+    def __init__(self, adapters: Adapters, exact: bool) -> None:
+        self._context = TensorContext(2 * len(adapters.layers))
+        for layer, (down, up) in adapters.layers.items():
+            self[layer] = self._matrix(down, exact), self._matrix(up, exact)
+
+    def _matrix(self, matrix: np.ndarray, exact: bool) -> Any:
+        dtype = "F32" if exact else "F16" if matrix.shape[1] % WEIGHT_TYPES["Q8_0"][1] else "Q8_0"
+        data = convert(Tensor("F16", matrix.shape, np.ascontiguousarray(matrix).reshape(-1).view(np.uint8)), dtype)
+        return self._context.over(data, WEIGHT_TYPES[dtype][0], matrix.shape)
 
 
 def convert(tensor: Tensor, dtype: str, pool: Executor | None = None) -> np.ndarray:

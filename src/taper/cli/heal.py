@@ -1,0 +1,91 @@
+"""`taper heal`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..errors import RequestError
+from .common import check_file, import_heal, load, model_options, say, stages
+
+if TYPE_CHECKING:
+    from ..healing.run import Healing
+    from ..healing.train import Evaluation
+
+_NOT_BETTER = 1
+
+
+@click.command()
+@model_options
+@click.option("--policy", required=True, metavar="NAME|FILE", help="The policy whose skipped layers get adapters.")
+@click.option("--minutes", type=float, default=30.0, help="How long to train; the final figures come on top.")
+@click.option(
+    "--prompts", type=Path, metavar="FILE", help="Prompts to learn from, as for calibrate. Default: built-in."
+)
+@click.option("--rank", type=click.IntRange(1, 4096), default=64, help="Size of each adapter.")
+@click.option("--seed", type=click.IntRange(0), default=0, help="Seed of the training.")
+@click.option("--out", type=Path, default=Path("healed.safetensors"), help="Where to write the policy with adapters.")
+@click.option("--json", "as_json", is_flag=True, help="Print all figures as one JSON object.")
+def heal(
+    policy: str, minutes: float, prompts: Path | None, rank: int, seed: int, out: Path, as_json: bool, **options: Any
+) -> None:
+    """Train small stand-ins for the layers that a policy skips, so that it loses less quality.
+
+    The model answers prompts, and the adapters learn to give full depth's distribution. Its own weights stay as they
+    are. Training needs PyTorch; it can be stopped at any moment and continues where it was. If KL on held-out prompts
+    does not fall, taper says so, writes no policy and exits with code 1.
+    """
+    from ..models.policies import ADAPTERS_SUFFIX, save_policy
+
+    if out.suffix != ADAPTERS_SUFFIX:
+        raise RequestError(f"--out is {out}; a policy with adapters is a {ADAPTERS_SUFFIX} file", "rename it")
+    check_file("--out", out)
+    run = import_heal()
+    from ..calibration.prompts import BATCH, read_prompts
+    from ..calibration.run import batch_size
+
+    texts = None if prompts is None else read_prompts(prompts)
+    llm = load(options, max_batch_size=batch_size(BATCH, options["device"]))
+    with stages() as progress:
+        result = run(llm, policy, texts, minutes=minutes, rank=rank, seed=seed, progress=progress, report=_report)
+    if as_json:
+        click.echo(json.dumps(result.plain()))
+    else:
+        _print(result)
+    if not result.helped:
+        say(f"taper: KL on held-out prompts did not fall; {out} was not written")
+        sys.exit(_NOT_BETTER)
+    save_policy(out, result.policy)
+    say(f'policy: {out}; try: taper generate --policy {out} "..."')
+
+
+def _report(evaluation: Evaluation) -> None:
+    say(
+        f"{evaluation.elapsed_s / 60:5.1f} min, {evaluation.tokens} tokens: loss {evaluation.loss:.3f}, "
+        f"held-out KL {evaluation.kl:.3f}, agreement {evaluation.agreement:.1%}"
+    )
+
+
+def _print(result: Healing) -> None:
+    from ..calibration.summary import interval
+    from .terminal import print_table
+
+    rows = []
+    for title, key, factor in (
+        ("KL to full depth, nats", "kl", 1),
+        ("top-1 agreement, %", "agreement", 100),
+        ("NLL of full depth's outputs, + %", "nll_increase", 1),
+    ):
+        parts = (each.held_out.tapered_steps for each in (result.before, result.after))
+        rows.append((title, *(interval(getattr(part, key, None), factor) for part in parts)))
+    for title, name, factor in (("NLL at full depth, nats", "nll", 1), ("repeated 4-grams, %", "repetition", 100)):
+        pairs = (getattr(each.free_running, name) for each in (result.before, result.after))
+        rows.append((title, *(interval(pair.policy, factor) for pair in pairs)))
+    solved = [each.problems for each in (result.before, result.after)]
+    if all(solved):
+        rows.append(("word problems solved, %", *(interval(each.policy, 100) for each in solved if each)))
+    print_table(("held-out, 95 % intervals", "without adapters", "with adapters"), rows)

@@ -1,0 +1,37 @@
+"""The prompts that adapters are trained on by default: many kinds, none of them from a benchmark."""
+
+from __future__ import annotations
+
+import json
+import random
+from importlib import resources
+
+FORMS_OF_A_TOPIC = 6  # of twelve; each topic is asked in other ones
+PROBLEMS = 9  # with other names and numbers, of each kind of arithmetic
+
+
+def builtin_prompts() -> list[str]:
+    """About 700 prompts, always the same: topics, code, advice, passages, stories and arithmetic, in mixed order."""
+    data = json.loads(resources.files(__package__).joinpath("prompts.json").read_text(encoding="utf-8"))
+    rng, prompts = random.Random(0), []
+    for kind in ("topics", "code", "advice", "passages", "creative"):
+        subjects, forms = data[kind]["subjects"], data[kind]["forms"]
+        for subject in subjects:
+            chosen = rng.sample(forms, FORMS_OF_A_TOPIC) if kind == "topics" else forms
+            prompts += [_sentence(form.format(subject)) for form in chosen]
+    for problem in data["arithmetic"]:
+        for _ in range(PROBLEMS):
+            name, other = rng.sample(data["names"], 2)
+            numbers = {
+                "a": rng.randint(6, 24),
+                "b": rng.randint(3, 12),
+                "c": rng.randint(2, 9),
+                "big": 10 * rng.randint(20, 40),
+            }
+            prompts.append(problem.format(name=name, other=other, **numbers))
+    rng.shuffle(prompts)
+    return prompts
+
+
+def _sentence(text: str) -> str:
+    return text[0].upper() + text[1:]

@@ -1,0 +1,122 @@
+"""Adapters: the same tokens in every engine, none of the model's own where they are zero, and files that hold them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from safetensors.numpy import save
+from tiny import BACKENDS, complete, make_backend, policies, random_prompt, reference_ids, with_adapters
+
+from taper.engine import Engine
+from taper.errors import PolicyError
+from taper.models.policies import METADATA_KEY, PARTS, find_policy, load_policy, save_policy
+from taper.policy import DepthPolicy
+
+
+def healed(layers: int, hidden_size: int, **options) -> dict[str, DepthPolicy]:
+    return {name: with_adapters(policy, hidden_size, **options) for name, policy in policies(layers).items()}
+
+
+@BACKENDS
+def test_adapters_equal_the_reference_implementation(tiny, kind):
+    loaded, prompt = tiny.load(), random_prompt(3)
+    layers, hidden_size = loaded.config.num_hidden_layers, loaded.config.hidden_size
+    plain = policies(layers)
+    for name, policy in healed(layers, hidden_size).items():
+        tapered = complete(Engine(make_backend(kind, loaded)), [prompt], [policy])[0]
+        assert tapered == reference_ids(tiny, prompt, policy), name
+        assert tapered != reference_ids(tiny, prompt, plain[name]), f"the adapters of {name} change nothing"
+
+
+@BACKENDS
+def test_adapters_of_zeros_change_nothing(tiny_llama, kind):
+    loaded, prompt, plain = tiny_llama.load(), random_prompt(4), policies(6)
+    for name, policy in healed(6, loaded.config.hidden_size, scale=0.0).items():
+        both = [complete(Engine(make_backend(kind, loaded)), [prompt], [one])[0] for one in (policy, plain[name])]
+        assert both[0] == both[1], name
+
+
+@BACKENDS
+def test_rows_keep_their_own_adapters(tiny_llama, kind):
+    """Rows with the same order and other adapters, with none, and at full depth, together and alone."""
+    loaded = tiny_llama.load()
+    size = loaded.config.hidden_size
+    plain = policies(6)["d3"]
+    chosen = [with_adapters(plain, size), with_adapters(plain, size, rank=64), plain, DepthPolicy.full(6)]
+    chosen += healed(6, size).values()
+    prompts = [random_prompt(seed, 5 + 7 * seed) for seed in range(len(chosen))]
+    together = complete(Engine(make_backend(kind, loaded, num_slots=4)), prompts, chosen)
+    for prompt, policy, got in zip(prompts, chosen, together, strict=True):
+        assert got == complete(Engine(make_backend(kind, loaded)), [prompt], [policy])[0]
+
+
+@pytest.fixture
+def healed_policy(tiny_llama) -> DepthPolicy:
+    config = tiny_llama.load().config
+    return with_adapters(replace(policies(6)["d3"], name="healed", model=config.identity), config.hidden_size)
+
+
+def test_a_file_gives_back_policy_and_adapters(healed_policy, tmp_path):
+    path = tmp_path / "healed.safetensors"
+    save_policy(path, healed_policy)
+    again = find_policy(path)
+    assert replace(again, adapters=None) == replace(healed_policy, adapters=None)
+    for layer, pair in healed_policy.adapters.layers.items():
+        for ours, theirs in zip(pair, again.adapters.layers[layer], strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+def test_the_suffix_says_the_format(healed_policy, tmp_path):
+    with pytest.raises(PolicyError, match="safetensors"):
+        save_policy(tmp_path / "healed.json", healed_policy)
+    with pytest.raises(PolicyError, match="safetensors"):
+        save_policy(tmp_path / "plain.safetensors", replace(healed_policy, adapters=None))
+
+
+def changed(policy: DepthPolicy, **tensors) -> tuple[dict, dict]:
+    """The tensors and metadata of a file, with some of them replaced or, where None, left out."""
+    pairs = policy.adapters.layers.items()
+    parts = {f"adapters.{layer}.{part}": m for layer, pair in pairs for part, m in zip(PARTS, pair, strict=True)}
+    parts |= {name.replace("_", "."): value for name, value in tensors.items()}
+    text = replace(policy, adapters=None).to_json()
+    return {name: value for name, value in parts.items() if value is not None}, {METADATA_KEY: text}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"adapters_4_up": None}, "not complete"),
+        ({"adapters_4_up": np.zeros((64, 7), np.float16)}, "shapes"),
+        ({"adapters_4_down": np.zeros((32, 8), np.float16)}, "shapes"),
+        ({"adapters_4_down": np.zeros((0, 64), np.float16), "adapters_4_up": np.zeros((64, 0), np.float16)}, "shapes"),
+        ({"adapters_4_down": np.zeros((32, 64), np.float32)}, "float16"),
+        ({"adapters_4_down": np.full((32, 64), np.nan, np.float16)}, "not finite"),
+        ({"adapters_0_down": np.zeros((8, 64), np.float16), "adapters_0_up": np.zeros((64, 8), np.float16)}, "never"),
+        ({"adapters_x_down": np.zeros((8, 64), np.float16)}, "not complete"),
+        ({"other": np.zeros(3, np.float16)}, "no adapter's"),
+    ],
+)
+def test_a_file_with_wrong_tensors_is_rejected(healed_policy, tmp_path, tensors, message):
+    path = tmp_path / "wrong.safetensors"
+    path.write_bytes(save(*changed(healed_policy, **tensors)))
+    with pytest.raises(PolicyError, match=message) as error:
+        load_policy(path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_damaged_or_foreign_file_is_rejected(healed_policy, tmp_path):
+    path = tmp_path / "healed.safetensors"
+    save_policy(path, healed_policy)
+    whole = path.read_bytes()
+    for content in (whole[:-1], whole[:100], b"", b"{}", save(changed(healed_policy)[0])):
+        path.write_bytes(content)
+        with pytest.raises(PolicyError, match=r"healed\.safetensors"):
+            load_policy(path)
+    foreign = replace(healed_policy.model, architecture="another")
+    with pytest.raises(PolicyError, match="architecture"):
+        healed_policy.check_model(6, foreign)
+    nameless = with_adapters(replace(healed_policy, model=None), 32)
+    with pytest.raises(PolicyError, match="hidden_size"):
+        nameless.check_model(6, foreign)

@@ -1,0 +1,170 @@
+"""Healing: the student is the tapered model, training lowers held-out KL, and a kill loses nothing."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from tiny import FAMILIES, make_backend, make_tiny, policies, random_prompt, with_adapters
+
+import taper
+from taper import LLM, DepthPolicy
+from taper.calibration import replay as replay_module
+from taper.calibration.replay import Reference, Replay
+from taper.cli import cli
+from taper.engine import Engine
+from taper.errors import PolicyError, RequestError, TaperError
+from taper.healing import student as student_module
+from taper.healing.prompts import builtin_prompts
+from taper.healing.run import Healing
+from taper.healing.student import Student
+from taper.healing.train import Training
+from taper.models.policies import load_policy
+
+PROMPTS = [f"tell me about number {i}" for i in range(14)]
+POLICY = DepthPolicy.d3(6, 0.9, skip_order=[3, 2, 4])
+
+
+def reference(seed: int, length: int = 24) -> Reference:
+    return Reference(tuple(random_prompt(seed, 9)), tuple(random_prompt(100 + seed, length)))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "granitemoe", "qwen3"])
+def test_the_student_loses_what_replay_measures(tmp_path, family, monkeypatch):
+    """Also with sliding windows and experts; with adapters and without."""
+    monkeypatch.setattr(replay_module, "TOP", 50)
+    monkeypatch.setattr(student_module, "TOP", 50)
+    architecture, options = FAMILIES.get(family, (family, {}))
+    loaded = make_tiny(tmp_path, architecture, **options).load()
+    layers, size = loaded.config.num_hidden_layers, loaded.config.hidden_size
+    known = [reference(1), reference(2, 17)]
+    for plain in (policies(layers)["d3"], policies(layers)["static"], policies(layers)["early exit"]):
+        for policy in (plain, with_adapters(plain, size, scale=0.5)):
+            scores = Replay(Engine(make_backend("torch", loaded)), known).score(policy)
+            student = Student(loaded, policy.skip_order, 64, "cpu")
+            pairs = policy.adapters.layers if policy.adapters else {}
+            adapters = {i: tuple(torch.tensor(m).float() for m in pair) for i, pair in pairs.items()}
+            for index, each in enumerate(known):
+                lesson = student.lesson(each)
+                depths = [policy.depth(step) for step in range(1, len(each.completion_ids))]
+                kl, agrees = student.losses(lesson, depths, adapters)
+                own = scores.where((scores.reference == index) & (scores.step > 0))
+                np.testing.assert_allclose(kl.numpy(), own.kl, rtol=5e-3, atol=5e-3)  # it keeps keys and values in f16
+                assert agrees.tolist() == own.agreement.astype(bool).tolist()
+
+
+def test_gradients_flow_to_adapters_alone(tiny_llama):
+    student = Student(tiny_llama.load(), POLICY.skip_order, 64, "cpu")
+    adapters = student.new_adapters([3, 2], 8, seed=0)
+    kl, _ = student.losses(student.lesson(reference(3)), [4] * 23, adapters)
+    kl.sum().backward()
+    assert all(up.grad.abs().max() > 0 for _, up in adapters.values())
+    assert not any(weight.requires_grad for weight in student._backend._weights.values())
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_gguf) -> LLM:
+    return LLM(str(tiny_gguf), threads=1, max_batch_size=16, context=256)
+
+
+def test_training_lowers_the_kl_of_held_out_prompts(llm):
+    healed = taper.heal(llm, POLICY, PROMPTS, minutes=0.08, rank=16)
+    assert healed.helped
+    assert healed.history[-1].tokens == healed.tokens > 0
+    assert healed.after.held_out.all_steps.kl.value < healed.before.held_out.all_steps.kl.value
+    assert set(healed.policy.adapters.layers) == {3, 2, 4}
+    assert healed.policy.provenance["healing"]["helped"]
+    assert llm.generate("hello", policy=healed.policy).depths[-1] == 3
+
+
+def test_a_killed_training_goes_on_where_it_was(llm, monkeypatch, tmp_path):
+    options = {"minutes": 0.1, "rank": 8}
+    seen = []
+
+    def kill(evaluation):
+        seen.append(evaluation)
+        if len(seen) == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("taper.healing.train.CHECKPOINT_S", 0.0)
+    with pytest.raises(KeyboardInterrupt):
+        taper.heal(llm, POLICY, PROMPTS, report=kill, **options)
+    checkpoints = list((tmp_path / "taper-cache" / "heal").iterdir())
+    assert len(checkpoints) == 1
+    healing = taper.heal(llm, POLICY, PROMPTS, **options)
+    assert healing.history[:3] == seen[:3]
+    assert len(healing.history) <= 22
+    assert not checkpoints[0].exists()
+
+
+def test_a_checkpoint_holds_all_of_a_training(tiny_llama, tmp_path):
+    student = Student(tiny_llama.load(), POLICY.skip_order, 64, "cpu")
+    known, policy = [reference(seed) for seed in (4, 5)], POLICY
+
+    def training() -> Training:
+        return Training(student, policy, [3, 2, 4], 8, 1e9, seed=1)
+
+    def steps(one: Training, count: int) -> list[float]:
+        return [one._step([known]) for _ in range(count)]
+
+    whole, broken, again = training(), training(), training()
+    expected = steps(whole, 6)
+    assert steps(broken, 3) == expected[:3]
+    broken.save(tmp_path / "half.safetensors")
+    again.restore(tmp_path / "half.safetensors")
+    assert steps(again, 3) == pytest.approx(expected[3:], rel=1e-5)
+
+
+def test_the_command_writes_a_policy_that_generates(tiny_gguf, tmp_path):
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
+    (tmp_path / "policy.json").write_text(POLICY.to_json())
+    files = ["--policy", tmp_path / "policy.json", "--prompts", tmp_path / "prompts.txt", "--model", tiny_gguf]
+    out = tmp_path / "healed.safetensors"
+    command = ["heal", *map(str, files), "--minutes", "0.05", "--rank", "8", "--threads", "1", "--out", str(out)]
+    result = CliRunner().invoke(cli, command)
+    assert result.exit_code == 0, result.output
+    assert "with adapters" in result.output
+    assert load_policy(out).adapters.layers[3][0].shape == (8, 64)
+    generated = CliRunner().invoke(cli, ["generate", "hi", "--model", str(tiny_gguf), "--policy", str(out), "--json"])
+    assert generated.exit_code == 0, generated.output
+    assert json.loads(generated.stdout)["text"]
+
+
+def test_what_does_not_help_is_not_written(tiny_gguf, tmp_path, monkeypatch):
+    monkeypatch.setattr(Healing, "helped", False)
+    (tmp_path / "policy.json").write_text(POLICY.to_json())
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
+    files = ["--policy", tmp_path / "policy.json", "--prompts", tmp_path / "prompts.txt", "--model", tiny_gguf]
+    command = ["heal", *map(str, files), "--minutes", "0.01", "--threads", "1", "--out"]
+    command.append(str(tmp_path / "out.safetensors"))
+    result = CliRunner().invoke(cli, command)
+    assert result.exit_code == 1
+    assert "did not fall" in result.output
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "error"),
+    [
+        (POLICY, {"minutes": 0}, RequestError),
+        (POLICY, {"rank": 0}, RequestError),
+        (POLICY, {"prompts": ["one", "two"]}, RequestError),
+        (POLICY, {"prompts": "one text"}, RequestError),
+        (DepthPolicy.full(6), {}, RequestError),
+        (DepthPolicy.d3(7, 0.9, skip_order=[1]), {}, PolicyError),
+        (with_adapters(POLICY, 64), {}, RequestError),
+    ],
+)
+def test_mistakes_are_told_before_training(llm, policy, options, error):
+    with pytest.raises(error) as raised:
+        taper.heal(llm, policy, **{"prompts": PROMPTS, **options})
+    assert isinstance(raised.value, TaperError)
+
+
+def test_builtin_prompts_are_many_different_and_the_same_each_time():
+    prompts = builtin_prompts()
+    assert len(set(prompts)) == len(prompts) > 650
+    assert prompts == builtin_prompts()
