@@ -35,9 +35,9 @@ from taper import DepthPolicy
 from taper.calibration.clock import measure_speedup
 from taper.calibration.store import numbers
 from taper.calibration.summary import to_plain
-from taper.engine import Engine
+from taper.errors import RequestError
 from taper.evals import summarise
-from taper.evals.comparison import FULL, TaskStudy, mean_depth
+from taper.evals.comparison import FULL, Study, TaskStudy, mean_depth
 from taper.evals.tasks import EvalTask
 from taper.policy import Schedule
 
@@ -75,10 +75,10 @@ def guessed(task: EvalTask) -> float | None:
     return None if None in targets else max(Counter(targets).values()) / len(targets)
 
 
-def speed(engine: Engine, prompt_ids: Sequence[int], cell: Mapping[str, Any]) -> dict[str, Json]:
+def speed(study: Study, prompt_ids: Sequence[int], cell: Mapping[str, Any]) -> dict[str, Json]:
     """Speed of every method against full depth over outputs of a task's median length."""
-    tokens = max(2, cell["output_tokens"])
-    policies = {name: restored(row["numbers"]) for name, row in cell["methods"].items() if name != FULL}
+    engine, tokens = study.llm.engine, max(2, cell["output_tokens"])
+    policies = {name: restored(row["numbers"], study) for name, row in cell["methods"].items() if name != FULL}
     return {
         name: {
             "speedup": measure_speedup(engine, prompt_ids, policy, tokens),
@@ -88,10 +88,13 @@ def speed(engine: Engine, prompt_ids: Sequence[int], cell: Mapping[str, Any]) ->
     }
 
 
-def restored(policy: Mapping[str, Any]) -> DepthPolicy:
-    """A policy from its numbers."""
-    schedule = {name: value for name, value in policy.items() if name != "skip_order"}
-    return DepthPolicy(Schedule(**schedule), tuple(policy["skip_order"]))
+def restored(policy: Mapping[str, Any], study: Study) -> DepthPolicy:
+    """A policy from its numbers, with the adapters of the study if it had them."""
+    schedule = {name: value for name, value in policy.items() if name not in ("skip_order", "adapters")}
+    adapters = study.adapters if "adapters" in policy else None
+    if policy.get("adapters") != (adapters and adapters.digest):
+        raise RequestError("the results have other adapters", "give the --policy that they were measured with")
+    return DepthPolicy(Schedule(**schedule), tuple(policy["skip_order"]), adapters=adapters)
 
 
 def main(arguments: Iterable[str] | None) -> None:
@@ -119,7 +122,7 @@ def main(arguments: Iterable[str] | None) -> None:
             cells[key] = cell | {"conditions": about}
         if "speed" in options.parts and key in cells:
             say(f"{name} at depth {key}: speed ...")
-            cells[key]["speed"] = {"rows": speed(study.llm.engine, task.prompts[0], cells[key]), "conditions": about}
+            cells[key]["speed"] = {"rows": speed(study, task.prompts[0], cells[key]), "conditions": about}
         write(path, to_plain(result))
 
 

@@ -38,7 +38,7 @@ TASKS = ("gsm8k", *(f"bbh_cot_zeroshot_{name}" for name in BBH_TASKS))
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options that both benchmarks have."""
     parser.add_argument("--model", default=DEFAULT_MODEL, help="name or file; default %(default)s")
-    parser.add_argument("--policy", help="whose skip order is the measured one; default the model's shipped policy")
+    parser.add_argument("--policy", help="has the measured order, and adapters; default the model's shipped policy")
     parser.add_argument("--data-dir", type=Path, required=True, help="the data of GSM8K and BBH")
     parser.add_argument("--folder", type=Path, required=True, help="keeps outputs and replays, to continue from")
     parser.add_argument("--tasks", default=",".join(TASKS), help="names with commas between; default %(default)s")
@@ -58,7 +58,7 @@ def open_study(options: argparse.Namespace) -> Study:
     llm = LLM(options.model, context=options.context, threads=options.threads, max_batch_size=options.batch_size)
     policy = llm.resolve_policy(options.policy, "taper")
     limits = {"limit": options.limit, "max_tokens": options.max_tokens, "num_replayed": options.replayed}
-    return Study(llm, policy.skip_order, options.folder, **limits, log=say)
+    return Study(llm, policy.skip_order, options.folder, **limits, log=say, adapters=policy.adapters)
 
 
 def open_task(study: Study, name: str, options: argparse.Namespace) -> TaskStudy:

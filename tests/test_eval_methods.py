@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import with_adapters
 
 from taper.errors import PolicyError, RequestError
 from taper.evals.comparison import FULL, RANDOM_SEEDS, closest_policy, mean_depth, methods
@@ -71,6 +74,21 @@ def test_d3_policies_differ_in_their_order_alone():
     assert len({policies[name].schedule.alpha for name in (MEASURED, MIDDLE_FIRST, *RANDOM)}) == 1
     assert len({policies[name].skip_order for name in (MEASURED, MIDDLE_FIRST, *RANDOM)}) == 2 + RANDOM_SEEDS
     assert mean_depth(policies[MEASURED], [64, 128, 200]) == pytest.approx(26.5, abs=0.05)
+
+
+def test_d3_with_adapters_skips_the_layers_that_have_them_and_differs_in_nothing_else():
+    order, lengths = list(range(2, 28)), [64, 128, 200]
+    adapters = with_adapters(DepthPolicy.d3(30, 0.99, min_depth=23, skip_order=order), 16).adapters
+    for depth in (26.5, 24.5):
+        policies = methods(30, depth, lengths, order, [0.0] * 30, pytest.fail, adapters)
+        healed = policies["D3, measured order, adapters"]
+        assert healed == replace(policies[MEASURED], adapters=adapters)
+        assert mean_depth(healed, lengths) == pytest.approx(depth, abs=0.05)
+        assert healed.depth(199) >= 24
+    lines = []
+    deeper = methods(30, 22, lengths, order, [0.0] * 30, lines.append, adapters)
+    assert deeper == methods(30, 22, lengths, order, [0.0] * 30, print)
+    assert lines == ["D3, measured order, adapters is left out at mean depth 22: the adapters go down to 24 layers"]
 
 
 def test_closest_policy_is_the_best_of_all():

@@ -27,12 +27,13 @@ from ..calibration.summary import MEASURED_ORDER
 from ..errors import RequestError, number, whole_number
 from ..llm import LLM
 from ..models.download import content_hash
-from ..policy import DepthPolicy, middle_first_order
+from ..policy import Adapters, DepthPolicy, middle_first_order
 from .records import Record
 from .run import Evaluation, Evaluator
 from .tasks import Selection
 
 FULL = "full depth"
+ADAPTERS = f"{MEASURED_ORDER}, adapters"
 RANDOM_SEEDS = 3
 TUNED = 32  # problems of each task; policies are tuned to a mean depth over full depth's outputs to them
 SPANS = (1, 9, 17, 33, 65, 129, 257, 513, 1025)  # first steps of the spans over which metrics by step are averaged
@@ -48,6 +49,7 @@ def methods(
     measured_order: Sequence[int],
     influence: Sequence[float],
     log: Log,
+    adapters: Adapters | None = None,
 ) -> dict[str, DepthPolicy]:
     """The policy of every method by its name: full depth, and the others at mean depth `depth`.
 
@@ -63,6 +65,7 @@ def methods(
         measured_order: flex layers in the order in which calibration skips them.
         influence: block influence of each layer, [L].
         log: called with one line for each method that is left out.
+        adapters: of the first layers of the measured order. D3 skips these alone then, without adapters and with them.
 
     Raises:
         RequestError: the depth is out of range, or no output has two tokens.
@@ -71,12 +74,17 @@ def methods(
     depth = number("depth", depth, 2, num_hidden_layers - 1)
     if max(lengths, default=0) < 2:
         raise RequestError("no output has two tokens, so no method can skip a layer", "choose a task with longer ones")
+    if adapters is not None and (lowest := num_hidden_layers - len(adapters.layers)) >= depth:
+        log(f"D3, {ADAPTERS} is left out at mean depth {depth:g}: the adapters go down to {lowest} layers")
+        adapters = None
     orders = {
-        MEASURED_ORDER: measured_order,
+        MEASURED_ORDER: measured_order if adapters is None else measured_order[: len(adapters.layers)],
         "middle first (our reading)": middle_first_order(num_hidden_layers),
         **random_orders(num_hidden_layers),
     }
     policies = {f"D3, {name}": closest_d3(num_hidden_layers, order, depth, lengths) for name, order in orders.items()}
+    if adapters is not None:
+        policies |= {f"D3, {ADAPTERS}": replace(policies[f"D3, {MEASURED_ORDER}"], adapters=adapters)}
     policies |= baseline_policies(num_hidden_layers, depth, influence, lengths)
     close = {FULL: DepthPolicy.full(num_hidden_layers)}
     for name, policy in policies.items():
@@ -179,6 +187,7 @@ class Study:
     max_tokens: int | None = None  # of an output; None: the task's own limit
     num_replayed: int = 16  # outputs of full depth to each task that policies are replayed on
     log: Log = print  # called with one line about each step of the work
+    adapters: Adapters | None = None  # of the first layers of the order
 
     def __post_init__(self) -> None:
         if self.limit is not None:
@@ -265,7 +274,8 @@ class TaskStudy:
             RequestError: what `methods` raises.
         """
         study, log, lengths = self.study, log or self.study.log, lengths or self.lengths
-        tuned = methods(study.num_hidden_layers, depth, lengths, study.order, study.influence, log)
+        arguments = (study.num_hidden_layers, depth, lengths, study.order, study.influence, log)
+        tuned = methods(*arguments, study.adapters)
         suffix = f"at depth {depth:.6g}"  # in one file of records, policies of one name must be the same
         return {n: policy if n == FULL else replace(policy, name=f"{n}, {suffix}") for n, policy in tuned.items()}
 

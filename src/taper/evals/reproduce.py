@@ -113,9 +113,10 @@ def reproduce(
             left_out.append(line)
             log(line)
 
+    adapters = None if policy is None else policy.adapters
     for length in sorted(set(lengths)):
         own = folder / f"{length}-tokens"
-        with closing(Study(llm, order, own, limit, max_tokens=length, num_replayed=NUM_REPLAYED, log=log)) as study:
+        with closing(Study(llm, order, own, limit, length, NUM_REPLAYED, log, adapters)) as study:
             tasks = [TaskStudy(study, replace(selection, tasks=[task], groups={}), chat) for task in selection.tasks]
             words = ("",) if baselines else MAIN_METHODS
             results += _results(tasks, length, selection, policy, words, margin, leave_out)
