@@ -28,7 +28,9 @@ def expected(engines, tiny_folder):
 @pytest.mark.parametrize("kind", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_two_processes_give_the_ids_of_one(tiny_folder, tmp_path, expected, kind):
     file = tmp_path / "ids.json"
-    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join(
+        [str(Path(__file__).parent), str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
     settings = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     command = [sys.executable, __file__, str(tiny_folder), str(file), json.dumps({kind: 2})]
     done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=300)

@@ -43,13 +43,14 @@ def test_the_v2_state_builds_the_v1_forwards(engine, batches, monkeypatch):
     assert runner.get_model().get_model_state_cls() is TaperModelState
     state = TaperModelState(runner.vllm_config, runner.get_model(), None, runner.device)
     monkeypatch.setattr(DefaultModelState, "prepare_attn", lambda *_, **__: {"whole": True})
-    name_of = {policy: name for name, policy in state._builder._options.named.items()}
+    # Files with adapters were read again, and adapters of another reading are other ones.
+    name_of = {(p.schedule, p.skip_order): name for name, p in state._builder._options.named.items()}
     mixed = 0
     for seen, plan in batches:
         mixed += len(plan.layer_ranges) > 1
         names = [f"request {number}" for number in range(len(seen.policies))]
         for number, (name, policy) in enumerate(zip(names, seen.policies, strict=True)):
-            params = SimpleNamespace(extra_args={"taper_policy": name_of[policy]})
+            params = SimpleNamespace(extra_args={"taper_policy": name_of[policy.schedule, policy.skip_order]})
             prompt = [0] * int(seen.prompt_lengths[number])
             state.add_request(number, SimpleNamespace(req_id=name, sampling_params=params, prompt_token_ids=prompt))
         batch = SimpleNamespace(
