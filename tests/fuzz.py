@@ -32,7 +32,7 @@ from taper.backends import open_backend
 from taper.engine import Engine, Request
 from taper.errors import TaperError
 from taper.models import load_model
-from taper.models.policies import load_policy
+from taper.models.policies import load_policy, save_policy
 from taper.models.tokenizer import TextStream
 from taper.policy import DepthPolicy
 from taper.sampling import SamplingParams
@@ -45,7 +45,7 @@ VALUES = [
     *(float("nan"), float("inf"), "", "a", "x" * 100_000, "\x1b[31mred\x07", "\u202e", "\ud800", "\0", "llama"),
     *(DEEP, [], {}, [[]], [None], [1, "a"]),
 ]
-KINDS = ("gguf", "config", "safetensors", "tokenizer", "policy")
+KINDS = ("gguf", "config", "safetensors", "tokenizer", "policy", "adapters")
 CONFIG_KEYS = [
     *("rope_scaling", "rope_parameters", "quantization_config", "layer_types", "sliding_window", "use_sliding_window"),
     *("hidden_act", "partial_rotary_factor", "mlp_bias", "attention_bias", "head_dim", "eos_token_id"),
@@ -191,6 +191,23 @@ class Cases:
         assert all(policy.core_layers <= now for now in retained), "a core layer is skipped"
         return Counter(loaded=1) + self.generate(self.backend, policy)
 
+    def adapters(self, rng: random.Random) -> Counter:
+        data = (self.folder / "adapters.safetensors").read_bytes()
+        end = 8 + int.from_bytes(data[:8], "little")
+        header, change = json.loads(data[8:end]), rng.randrange(4)
+        if change == 0:
+            said = header["__metadata__"]["taper_policy"].encode()
+            header["__metadata__"]["taper_policy"] = mutated_json(said, rng, POLICY_KEYS).decode(errors="replace")
+            text = json.dumps(header).encode()
+            data = len(text).to_bytes(8, "little") + text + data[end:]
+        elif change == 1:
+            text = mutated_json(data[8:end], rng)
+            data = len(text).to_bytes(8, "little") + text + data[end:]
+        else:
+            data = mutated(data, rng, end) if change == 2 else with_odd_numbers(data, end, rng)
+        policy = load_policy(self.write("mutated.safetensors", data))
+        return Counter(loaded=1) + self.generate(self.backend, policy)
+
     def load(self, path: Path) -> Counter:
         """Load a model, and run what loads."""
         model = load_model(path)
@@ -290,13 +307,14 @@ def make_models(folder: Path) -> None:
     """The files to mutate: a tiny model in f32 and bf16, as GGUF with two kinds of vocabulary, one of each other family
     as folder and as GGUF, and tokenizers."""
     import numpy as np
-    from tiny import FAMILIES, PLAIN, make_tiny, tokenizers, write_gguf
+    from tiny import FAMILIES, PLAIN, make_tiny, tokenizers, with_adapters, write_gguf
 
     tiny = make_tiny(folder / "f32", layers=4)
     for name in ("byte-level", "sentencepiece"):
         write_gguf(folder / f"{name}.gguf", tiny, np.float32, vocabulary=name)
     for name, (architecture, options) in (PLAIN | FAMILIES).items():
         write_gguf(folder / f"{name}.gguf", make_tiny(folder / name, architecture, **options | {"layers": 4}))
+    save_policy(folder / "adapters.safetensors", with_adapters(DepthPolicy.d3(4, 0.8, skip_order=[1, 2]), 64, rank=8))
     shutil.copytree(folder / "f32", folder / "bf16")
     tiny.hf.bfloat16().save_pretrained(folder / "bf16")
     (folder / "tokenizers").mkdir()
