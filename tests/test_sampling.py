@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from taper.errors import RequestError
-from taper.sampling import SamplingParams, sample, token_logprobs
+from taper.sampling import SamplingParams, TokenCounts, sample, token_logprobs, token_weights
 
 LOGITS = np.log(np.array([0.4, 0.3, 0.2, 0.06, 0.04], np.float32))
 
@@ -17,7 +17,35 @@ LOGITS = np.log(np.array([0.4, 0.3, 0.2, 0.06, 0.04], np.float32))
 def draws(count: int = 4000, logits=LOGITS, prompt=(), completion=(), **options) -> np.ndarray:
     rng = np.random.default_rng(0)
     params = SamplingParams(**{"temperature": 1.0, **options})
-    return np.array([sample(logits, params, list(prompt), list(completion), rng) for _ in range(count)])
+    counts = counted(prompt, completion)
+    return np.array([sample(logits, params, counts, rng) for _ in range(count)])
+
+
+def counted(prompt, completion) -> TokenCounts:
+    counts = TokenCounts(prompt)
+    for token_id in completion:
+        counts.add(token_id)
+    return counts
+
+
+def sorted_weights(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """What `token_weights` computes, by sorting: the slow twin."""
+    weights = np.exp((logits - logits.max()) / np.float32(params.temperature))
+    order = np.argsort(-logits, kind="stable")
+    if params.top_k:
+        order = order[: params.top_k]
+    sums = weights[order].cumsum(dtype=np.float64)
+    if params.top_p < 1:
+        order = order[: int(np.searchsorted(sums, params.top_p * sums[-1])) + 1]
+    order = order[weights[order] >= np.float32(params.min_p)]
+    kept = np.zeros_like(weights)
+    kept[order] = weights[order]
+    return kept
+
+
+def sorted_logprobs(logits: np.ndarray) -> np.ndarray:
+    scores = logits.astype(np.float64) - logits.max()
+    return scores - math.log(np.exp(scores).sum())
 
 
 def assert_follows(found: np.ndarray, expected: np.ndarray) -> None:
@@ -98,7 +126,7 @@ def test_logits_are_left_unchanged():
 
 def test_a_seed_repeats_the_draws():
     params = SamplingParams(temperature=1.0)
-    one, two = ([sample(LOGITS, params, [], [], rng) for _ in range(30)] for rng in map(np.random.default_rng, (5, 5)))
+    one, two = ([sample(LOGITS, params, None, rng) for _ in range(30)] for rng in map(np.random.default_rng, (5, 5)))
     assert one == two
 
 
@@ -108,6 +136,82 @@ def test_logprobs_are_the_models_own():
     assert list(logprobs.top) == [0, 1, 2]
     assert logprobs.top[0] == pytest.approx(math.log(0.4), abs=1e-5)
     assert token_logprobs(LOGITS, 0, 0).top == {}
+
+
+def random_logits(rng: np.random.Generator) -> np.ndarray:
+    """Logits of any size and shape: peaked or flat, with ties, with tokens that are ruled out, all alike."""
+    logits = rng.normal(0, rng.choice([0.01, 1, 4, 30]), rng.choice([2, 5, 300, 1024, 1025, 5000, 40_000]))
+    if rng.random() < 0.4:
+        logits = logits.round(int(rng.integers(0, 2)))
+    if rng.random() < 0.2:
+        logits[rng.random(len(logits)) < 0.5] = -np.inf
+        logits[rng.integers(len(logits))] = 1.0
+    if rng.random() < 0.1:
+        logits[:] = 7.0
+    return logits.astype(np.float32)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("seed", range(150))
+def test_the_same_tokens_are_kept_with_the_same_probabilities_as_by_sorting(seed):
+    rng = np.random.default_rng(seed)
+    for top_k, top_p, min_p in itertools.product((0, 1, 40, 3000), (1.0, 0.95, 0.5, 1e-9), (0.0, 0.05, 1.0)):
+        logits = random_logits(rng)
+        params = SamplingParams(temperature=rng.choice([0.2, 0.8, 1.0, 3.0]), top_k=top_k, top_p=top_p, min_p=min_p)
+        weights, expected = token_weights(logits, params), sorted_weights(logits, params)
+        np.testing.assert_array_equal(weights, expected)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("seed", range(40))
+def test_logprobs_are_those_that_sorting_gives(seed):
+    rng = np.random.default_rng(seed)
+    logits = random_logits(rng)
+    scores, token_id = sorted_logprobs(logits), int(rng.integers(len(logits)))
+    for top in (0, 1, 5, 20):
+        logprobs = token_logprobs(logits, token_id, top)
+        order = np.argsort(-logits, kind="stable")[:top]
+        assert list(logprobs.top) == order[logits[order] > -np.inf].tolist()
+        assert list(logprobs.top.values()) == pytest.approx(scores[list(logprobs.top)].tolist(), abs=1e-5)
+        assert logprobs.logprob == pytest.approx(scores[token_id], abs=1e-5)
+
+
+def test_draws_from_a_large_vocabulary_follow_the_kept_tokens():
+    """Chi-square at 99.9 % over 60 groups of tokens, with blocks of the vocabulary that hold none."""
+    rng = np.random.default_rng(3)
+    logits = rng.normal(0, 2, 60_000).astype(np.float32)
+    logits[5_000:20_000] = -np.inf
+    params = SamplingParams(temperature=0.9, top_p=0.9, min_p=1e-4)
+    expected = sorted_weights(logits, params).reshape(60, 1000).sum(1, dtype=np.float64)
+    found = np.bincount([sample(logits, params, None, rng) // 1000 for _ in range(3000)], minlength=60)
+    used = expected > 0
+    shares = 3000 * expected[used] / expected.sum()
+    assert found[~used].sum() == 0
+    assert used.sum() == 45
+    assert ((found[used] - shares) ** 2 / shares).sum() < 78.7
+
+
+@pytest.mark.parametrize("number", [0.0, 0.25, 0.5, 1 - 2**-53])
+def test_a_draw_never_falls_on_a_token_without_weight(number):
+    class Fixed:
+        def random(self) -> float:
+            return number
+
+    for at in ([0], [4095], [1023, 1024], [100, 3000]):
+        logits = np.full(4096, -np.inf, np.float32)
+        logits[at] = 2.0
+        expected = at[0] if number < 0.5 else at[-1]
+        assert sample(logits, SamplingParams(temperature=1.0), None, Fixed()) == expected
+
+
+def test_counts_are_those_of_prompt_and_completion():
+    rng = np.random.default_rng(0)
+    prompt, completion = rng.integers(0, 300, 200).tolist(), rng.integers(0, 600, 1000).tolist()
+    counts = counted(prompt, completion)
+    assert sorted(counts.ids.tolist()) == sorted({*prompt, *completion})
+    assert dict(zip(counts.ids.tolist(), counts.counts.tolist(), strict=True)) == {
+        token_id: completion.count(token_id) for token_id in {*prompt, *completion}
+    }
 
 
 @pytest.mark.parametrize(
@@ -154,5 +258,5 @@ def test_every_extreme_in_range_samples_a_token():
     logits = np.array([1e4, -1e4, 0, -np.inf, 3], np.float32)
     for values in itertools.product(*extremes.values()):
         params = SamplingParams(**dict(zip(extremes, values, strict=True)))
-        token = sample(logits, params, [0, 1, 2], [1, 3] * 500, np.random.default_rng(0))
+        token = sample(logits, params, counted([0, 1, 2], [1, 3] * 500), np.random.default_rng(0))
         assert token in (0, 1, 2, 4), params

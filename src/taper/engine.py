@@ -22,7 +22,7 @@ import numpy as np
 from .backends import Backend, ForwardOutput, TokenBatch
 from .errors import RequestError, whole_number
 from .policy import Adapters, DepthPolicy, active_prefixes
-from .sampling import NOT_A_NUMBER, SamplingParams, TokenLogprobs, check_token_ids, sample, token_logprobs
+from .sampling import NOT_A_NUMBER, SamplingParams, TokenCounts, TokenLogprobs, check_token_ids, sample, token_logprobs
 
 MAX_NUM_BATCHED_TOKENS = 512  # tokens of a step; bounds the memory of activations and the wait for the next token
 MIN_SHARED = 16  # tokens; copying fewer, or waiting for them, takes as long as computing them
@@ -92,10 +92,23 @@ class Sequence:
     is_held: bool = False  # its caller uses its slot (`Engine.forward`): it advances only when it is asked for
     rng: np.random.Generator = field(init=False)
     token_filter: TokenFilter | None = field(init=False)
+    counts: TokenCounts | None = field(init=False)  # for the penalties, where there are any
 
     def __post_init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        """Set what sampling keeps from token to token as it is before the first one."""
         self.rng = np.random.default_rng(self.request.params.seed)
         self.token_filter = self.request.token_filter and self.request.token_filter()
+        self.counts = TokenCounts(self.request.prompt_ids) if self.request.params.has_penalties else None
+
+    def accept(self, token_id: int) -> None:
+        """Take note of a token of the completion, for the sampling of the next one."""
+        if self.token_filter is not None:
+            self.token_filter.accept(token_id)
+        if self.counts is not None:
+            self.counts.add(token_id)
 
     @property
     def step(self) -> int:
@@ -107,12 +120,10 @@ class Sequence:
         completion_ids = [output.token_id for output in self.outputs if output.token_id != NOT_A_NUMBER]
         self.token_ids[len(self.request.prompt_ids) :] = completion_ids
         self.depth = self.request.policy.depth(self.step)
-        self.rng = np.random.default_rng(self.request.params.seed)
+        self._begin()
         self.rng.random(len(completion_ids))  # `sample` draws one number a token
-        if self.request.token_filter is not None:
-            self.token_filter = self.request.token_filter()
-            for token_id in completion_ids:
-                self.token_filter.accept(token_id)
+        for token_id in completion_ids:
+            self.accept(token_id)
 
 
 class Scheduled(NamedTuple):
@@ -386,8 +397,7 @@ class Engine:
             token_id = prediction
         else:
             logits = sequence.token_filter.restrict(prediction) if sequence.token_filter else prediction
-            completion_ids = sequence.token_ids[len(request.prompt_ids) :]
-            token_id = sample(logits, params, request.prompt_ids, completion_ids, sequence.rng)
+            token_id = sample(logits, params, sequence.counts, sequence.rng)
             if params.logprobs is not None and token_id != NOT_A_NUMBER:
                 logprobs = token_logprobs(prediction, token_id, params.logprobs)
         is_eos = token_id in request.eos_token_ids and not params.ignore_eos
@@ -400,8 +410,7 @@ class Engine:
             reason = "length"
         output = StepOutput(sequence.id, token_id, depth, reason, logprobs)
         if token_id != NOT_A_NUMBER:
-            if sequence.token_filter:
-                sequence.token_filter.accept(token_id)
+            sequence.accept(token_id)
             sequence.token_ids.append(token_id)
             sequence.depth = request.policy.depth(step + 1)
         sequence.outputs.append(output)

@@ -13,6 +13,8 @@ from .errors import RequestError, as_tuple, flag, number, shown, whole_number
 
 MAX_LOGPROBS = 20
 NOT_A_NUMBER = -1  # instead of a token id
+_MIN_TEMPERATURE = float(np.finfo(np.float32).tiny)
+_FEW = 1024  # weights that take no time to sort or to sum up one by one
 
 
 @dataclass(frozen=True)
@@ -106,42 +108,125 @@ class TokenLogprobs:
     top: dict[int, float]  # the most probable token ids, the first one first
 
 
-def sample(
-    logits: np.ndarray,
-    params: SamplingParams,
-    prompt_ids: Sequence[int],
-    completion_ids: Sequence[int],
-    rng: np.random.Generator,
-) -> int:
+class TokenCounts:
+    """The different tokens of a prompt and its completion so far, for the penalties."""
+
+    def __init__(self, prompt_ids: Iterable[int]) -> None:
+        self._places = {token_id: place for place, token_id in enumerate(dict.fromkeys(prompt_ids))}
+        self._ids = np.fromiter(self._places, np.int64)
+        self._counts: np.ndarray = np.zeros(len(self._ids), np.int64)
+
+    @property
+    def ids(self) -> np.ndarray:
+        """Token ids, each once: int64 [n]."""
+        return self._ids[: len(self._places)]
+
+    @property
+    def counts(self) -> np.ndarray:
+        """How often each of `ids` occurs in the completion: int64 [n]."""
+        return self._counts[: len(self._places)]
+
+    def add(self, token_id: int) -> None:
+        """Count a token of the completion."""
+        place = self._places.setdefault(token_id, len(self._places))
+        if place == len(self._ids):
+            self._ids, self._counts = (
+                np.append(array, np.zeros(place + 64, np.int64)) for array in (self._ids, self._counts)
+            )
+        self._ids[place] = token_id
+        self._counts[place] += 1
+
+
+def sample(logits: np.ndarray, params: SamplingParams, counts: TokenCounts | None, rng: np.random.Generator) -> int:
     """The next token, from logits float32 [vocab_size]; `NOT_A_NUMBER` if the largest is not a finite number.
 
-    The tokens before are for the penalties, `rng` is for temperatures above 0.
+    `counts` has the tokens before, if there are penalties; `rng` draws one number if the temperature is above 0.
     """
     if params.logit_bias:
         logits = logits.copy()
         logits[list(params.logit_bias)] += np.array(list(params.logit_bias.values()), np.float32)
-    logits = _penalise(logits, params, prompt_ids, completion_ids)
+    if params.has_penalties and counts is not None:
+        logits = _penalised(logits, params, counts)
     argmax = int(logits.argmax())  # the first NaN, if there is one
     if not np.isfinite(logits[argmax]):
         return NOT_A_NUMBER
-    if params.temperature == 0:
-        return argmax
-    ids: np.ndarray = np.arange(len(logits))
+    return argmax if params.temperature == 0 else _draw(token_weights(logits, params), rng.random())
+
+
+def token_weights(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """Weights proportional to the probabilities of the next token; 0 for those that top_k, top_p or min_p drop.
+
+    Of equally probable tokens, those with lower ids are kept. Nothing is sorted, as that would take longer than a step
+    of a small model: a threshold for each filter comes from a partition.
+
+    Args:
+        logits: float32 [vocab_size], the largest of them finite.
+        params: the temperature, above 0, and the filters.
+
+    Returns:
+        float32 [vocab_size], the largest of them 1.
+    """
+    with np.errstate(over="ignore"):  # to -inf, whose weight is 0
+        scaled = logits - logits.max()
+        scaled /= max(params.temperature, _MIN_TEMPERATURE)
+    weights: np.ndarray = np.exp(scaled, out=scaled)
     if 0 < params.top_k < len(logits):
-        ids = np.argpartition(logits, -params.top_k)[-params.top_k :]
-    ids = ids[np.argsort(-logits[ids], kind="stable")]
-    scaled = logits[ids].astype(np.float64)
-    with np.errstate(over="ignore"):  # to -inf, whose probability is 0
-        scaled = (scaled - scaled[0]) / params.temperature
-    probabilities = np.exp(scaled)
-    probabilities /= probabilities.sum()
+        weights *= _largest(logits, params.top_k)
     if params.top_p < 1:
-        keep = int(np.searchsorted(probabilities.cumsum(), params.top_p)) + 1
-        probabilities = probabilities[:keep]
-    probabilities = probabilities[probabilities >= params.min_p * probabilities[0]]
-    cumulative = probabilities.cumsum()
-    draw = int(np.searchsorted(cumulative, rng.random() * cumulative[-1], side="right"))
-    return int(ids[min(draw, len(probabilities) - 1)])
+        weights *= _nucleus(weights, params.top_p)
+    if params.min_p > 0:
+        weights *= weights >= params.min_p
+    return weights
+
+
+def _largest(values: np.ndarray, count: int) -> np.ndarray:
+    """Which values are the `count` largest ones, -inf excluded; of equal ones, the first: bool [n]."""
+    columns, bound = max(_FEW, 4 * count), np.finfo(np.float32).min
+    if rows := len(values) // columns:
+        # `count` columns hold a value from the bound on, so smaller values need no partition.
+        maxima = values[: rows * columns].reshape(rows, columns).max(0)
+        bound = max(bound, np.partition(maxima, columns - count)[columns - count])
+    few = values[np.flatnonzero(values >= bound)]
+    place = max(len(few) - count, 0)
+    return _from(values, np.partition(few, place)[place], count)
+
+
+def _nucleus(weights: np.ndarray, top_p: float) -> np.ndarray:
+    """Which weights are the fewest of the largest ones that reach the share `top_p` of their sum: bool [n]."""
+    total, size = weights.sum(dtype=np.float64), 0
+    missing = top_p * total
+    # All weights below this one together are less than half of what may be left out.
+    values = weights[np.flatnonzero(weights > (1 - top_p) * total / 2 / len(weights))]
+    while len(values) > _FEW:  # halve the values among which the sum reaches the share
+        middle = len(values) // 2
+        values = np.partition(values, middle)
+        upper = values[middle:].sum(dtype=np.float64)
+        if upper >= missing:
+            values = values[middle:]
+        else:
+            missing, size, values = missing - upper, size + len(values) - middle, values[:middle]
+    values = np.sort(values)[::-1]
+    last = min(int(np.searchsorted(values.cumsum(dtype=np.float64), missing)), len(values) - 1)
+    return _from(weights, values[last], size + last + 1)
+
+
+def _from(values: np.ndarray, least: float, count: int) -> np.ndarray:
+    """Which values are at least `least`; of those equal to it, only the first, so that there are `count`: bool [n]."""
+    kept: np.ndarray = values >= least
+    if (excess := np.count_nonzero(kept) - count) > 0:
+        kept[np.flatnonzero(values == least)[-excess:]] = False
+    return kept
+
+
+def _draw(weights: np.ndarray, number: float) -> int:
+    """The token at which the weights, summed up, pass the share `number` of their sum, from [0, 1)."""
+    sums = np.add.reduceat(weights, np.arange(0, len(weights), _FEW), dtype=np.float64).cumsum()
+    point = min(number * sums[-1], np.nextafter(sums[-1], 0))
+    block = int(np.searchsorted(sums, point, side="right"))  # the first whose sum is above: it has a weight
+    point -= sums[block - 1] if block else 0.0
+    inside = weights[block * _FEW : (block + 1) * _FEW].cumsum(dtype=np.float64)
+    point = min(point, np.nextafter(inside[-1], 0))
+    return block * _FEW + int(np.searchsorted(inside, point, side="right"))
 
 
 def check_token_ids(token_ids: Iterable[int], vocab_size: int) -> None:
@@ -157,24 +242,19 @@ def check_token_ids(token_ids: Iterable[int], vocab_size: int) -> None:
 
 def token_logprobs(logits: np.ndarray, token_id: int, top: int) -> TokenLogprobs:
     """Log-probabilities of a token and of the `top` most probable ones, from logits float32 [vocab_size]."""
-    scores = logits.astype(np.float64)
-    scores -= scores.max()
-    scores -= math.log(np.exp(scores).sum())
-    best = np.argsort(-scores, kind="stable")[:top].tolist()
-    return TokenLogprobs(float(scores[token_id]), {i: float(scores[i]) for i in best})
+    highest = float(logits.max())
+    total = highest + math.log(np.exp(logits - highest).sum(dtype=np.float64))
+    ids = np.flatnonzero(_largest(logits, min(top, len(logits)))) if top else np.empty(0, np.int64)
+    best = ids[np.argsort(-logits[ids], kind="stable")].tolist()
+    return TokenLogprobs(float(logits[token_id]) - total, {i: float(logits[i]) - total for i in best})
 
 
-def _penalise(
-    logits: np.ndarray, params: SamplingParams, prompt_ids: Sequence[int], completion_ids: Sequence[int]
-) -> np.ndarray:
-    if not params.has_penalties:
-        return logits
-    logits = logits.copy()
+def _penalised(logits: np.ndarray, params: SamplingParams, counts: TokenCounts) -> np.ndarray:
+    """Logits after the penalties, a copy."""
+    logits, seen, counted = logits.copy(), counts.ids, counts.counts
+    values = logits[seen]
     if params.repetition_penalty != 1:
-        seen = np.unique(np.concatenate([prompt_ids, completion_ids]).astype(np.int64))
-        values = logits[seen]
-        logits[seen] = np.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
-    if completion_ids:
-        used, counts = np.unique(np.asarray(completion_ids, dtype=np.int64), return_counts=True)
-        logits[used] -= params.presence_penalty + params.frequency_penalty * counts
+        values = np.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+    penalties = params.presence_penalty * (counted > 0) + params.frequency_penalty * counted
+    logits[seen] = values - penalties
     return logits

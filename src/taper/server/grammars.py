@@ -23,6 +23,10 @@ from . import schema_worker
 MAX_SCHEMA_CHARACTERS = 1 << 16
 MAX_REASON = 1000  # characters of what is wrong with a schema
 MAX_SECONDS, MAX_MEGABYTES = 2.0, 512
+# What is added to the logits of eight tokens, by the byte that says which of them are allowed: [256, 8].
+_ADDED = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf).astype(
+    np.float32
+)
 _PROCESS = LimitedProcess(Path(schema_worker.__file__), Limits(MAX_SECONDS, MAX_MEGABYTES))
 
 
@@ -75,11 +79,11 @@ class JsonFilter:
 
     def restrict(self, logits: np.ndarray) -> np.ndarray:
         """Logits float32 [vocab_size], -inf for tokens that break the schema; for all if it is too complex."""
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        allowed = np.unpackbits(bits, bitorder="little")[: self._vocab_size]
+        allowed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
             allowed = np.zeros_like(allowed)
-        return np.where(allowed, logits, np.float32(-np.inf))
+        restricted: np.ndarray = logits + _ADDED[allowed].reshape(-1)[: self._vocab_size]
+        return restricted
 
     def accept(self, token_id: int) -> None:
         """Advance by the token that was sampled."""
