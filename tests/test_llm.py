@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import sys
@@ -19,6 +20,7 @@ from tiny import make_backend
 from taper import LLM, DepthPolicy, SamplingParams
 from taper.engine import Request
 from taper.errors import ModelError, PolicyError, RequestError, TaperError, TaperWarning
+from taper.llm import Chunk, Stream
 
 TAPERED = DepthPolicy.d3(6, 0.95, skip_order=[4, 1, 2])
 PROMPTS = ["one", "a longer prompt, number two", [{"role": "user", "content": "three"}]]
@@ -458,3 +460,33 @@ def top_logprobs(llm, request) -> dict[int, float]:
     llm.engine.add(request)
     (output,) = llm.engine.step()
     return output.logprobs.top
+
+
+def test_the_work_for_a_chunk_does_not_grow_with_the_outputs_that_a_stream_has_had(llm):
+    """Lines that run for each of the first and of the last hundred outputs, and the chunks that are kept."""
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    policy = llm.resolve_policy(mode="full")
+
+    def lines_of(stream: Stream, count: int) -> int:
+        lines, ended = 0, 0
+
+        def trace(frame, event, argument):
+            nonlocal lines
+            lines += event == "line"
+            return trace if frame.f_code.co_filename.endswith(("engine.py", "llm.py")) else None
+
+        sys.settrace(trace)
+        try:
+            while ended < count:
+                ended += next(stream).output is not None
+        finally:
+            sys.settrace(None)
+        return lines
+
+    requests = [Request([1 + number % 7, 2], params, policy) for number in range(600)]
+    with Stream(llm.engine, llm.tokenizer, requests) as stream:
+        first, *_, last = [lines_of(stream, 100) for _ in range(5)]
+        assert last == pytest.approx(first, rel=0.05)
+        gc.collect()
+        kept = [chunk for chunk in gc.get_objects() if type(chunk) is Chunk]
+        assert len(kept) < 3 * 3 * llm.engine.backend.num_slots

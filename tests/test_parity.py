@@ -181,7 +181,7 @@ def test_verify_equals_decoding_the_same_tokens(tiny_llama, kind):
     sequences = [engine.add(Request(*each)) for each in zip(prompts, [params] * len(chosen), chosen, strict=True)]
     while any(sequence.step < 3 for sequence in sequences):
         engine.step([sequence for sequence in sequences if sequence.step < 3])
-    before = [list(sequence.token_ids) for sequence in sequences]
+    before = [sequence.completion_ids for sequence in sequences]
     drafts = []
     for i, (sequence, completion) in enumerate(zip(sequences, completions, strict=True)):
         token_ids = completion[3 : 5 + i]
@@ -189,10 +189,10 @@ def test_verify_equals_decoding_the_same_tokens(tiny_llama, kind):
         drafts.append((sequence, token_ids, depths))
     for i, verified in enumerate(engine.verify(drafts)):
         np.testing.assert_allclose(verified, np.stack(logits[i][3 : 3 + len(verified)]), atol=2e-4)
-    assert [sequence.token_ids for sequence in sequences] == before
+    assert [sequence.completion_ids for sequence in sequences] == before
     while any(sequence.finish_reason is None for sequence in sequences):
         engine.step()
-    ends = [sequence.token_ids[len(prompt) :] for sequence, prompt in zip(sequences, prompts, strict=True)]
+    ends = [sequence.completion_ids for sequence in sequences]
     assert ends == completions
 
 

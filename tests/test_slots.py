@@ -41,7 +41,7 @@ def test_prompts_that_come_together_compute_what_they_share_once(tiny_llama, kin
         engine.step()
     assert sum(sizes) == 100 + 3 * 10 + 3 * 7
     assert [sequence.num_cached_tokens for sequence in sequences] == [0, 100, 100]
-    completions = [sequence.token_ids[110:] for sequence in sequences]
+    completions = [sequence.completion_ids for sequence in sequences]
     assert completions == alone(kind, tiny_llama, requests)
 
 
@@ -64,10 +64,10 @@ def test_a_newcomer_copies_from_a_sequence_that_runs(tiny_llama, kind):
     while late.finish_reason is None:
         engine.step()
     assert (late.num_cached_tokens, sum(sizes)) == (100, 10 + 7 + 8)
-    assert late.token_ids[110:] == alone(kind, tiny_llama, [request(7)])[0]
+    assert late.completion_ids == alone(kind, tiny_llama, [request(7)])[0]
     while first.finish_reason is None:
         engine.step()
-    assert first.token_ids[110:] == alone(kind, tiny_llama, [first.request])[0]
+    assert first.completion_ids == alone(kind, tiny_llama, [first.request])[0]
 
 
 @BACKENDS
@@ -76,12 +76,12 @@ def test_what_a_tapered_sequence_ran_on_fewer_layers_is_not_copied(tiny_llama, k
     tapered = engine.add(request(8, policies(6)["static"], tokens=40))
     while tapered.step < 30:
         engine.step()
-    follower = request(0, prompt=[*tapered.token_ids[:130], 7])
+    follower = request(0, prompt=[*tapered.leading(130), 7])
     late = engine.add(follower)
     while late.finish_reason is None:
         engine.step()
     assert late.num_cached_tokens == 110  # its first token was predicted by the prompt; the next ran fewer layers
-    assert late.token_ids[131:] == alone(kind, tiny_llama, [follower])[0]
+    assert late.completion_ids == alone(kind, tiny_llama, [follower])[0]
 
 
 def test_a_prompt_that_waited_goes_on_if_the_other_is_aborted(tiny_llama):
@@ -93,7 +93,7 @@ def test_a_prompt_that_waited_goes_on_if_the_other_is_aborted(tiny_llama):
     while second.finish_reason is None:
         engine.step()
     assert second.num_cached_tokens == 40
-    assert second.token_ids[110:] == alone("ggml", tiny_llama, [second.request])[0]
+    assert second.completion_ids == alone("ggml", tiny_llama, [second.request])[0]
 
 
 def test_a_conversation_stays_in_its_slot_while_others_take_the_one_released_longest_ago(tiny_llama):
@@ -153,5 +153,5 @@ def test_each_completion_has_a_filter_of_its_own_and_fails_alone(tiny_llama):
     while len(reasons) < 3:
         reasons |= {output.sequence_id: output.finish_reason for output in engine.step() if output.finish_reason}
     assert reasons == {one.id: "error", two.id: "error", free.id: "length"}
-    assert one.token_ids[100:] == two.token_ids[100:] == [10, 11, 12]
-    assert free.token_ids[110:] == alone("ggml", tiny_llama, [request(12)])[0]
+    assert one.completion_ids == two.completion_ids == [10, 11, 12]
+    assert free.completion_ids == alone("ggml", tiny_llama, [request(12)])[0]

@@ -27,6 +27,7 @@ from .sampling import NOT_A_NUMBER, SamplingParams, TokenCounts, TokenLogprobs, 
 MAX_NUM_BATCHED_TOKENS = 512  # tokens of a step; bounds the memory of activations and the wait for the next token
 MIN_SHARED = 16  # tokens; copying fewer, or waiting for them, takes as long as computing them
 
+Tokens = list[int] | tuple[int, ...]
 Prediction = np.ndarray | int  # logits float32 [vocab_size], or the argmax
 Layers = tuple[tuple[int, ...], Adapters | None]  # the skip order of a forward, and the adapters of skipped layers
 
@@ -50,7 +51,7 @@ class Request:
     `eos_token_ids` are the model's own; `params` may add to them. `token_filter` makes the filter of its completion.
     """
 
-    prompt_ids: tuple[int, ...] | list[int]
+    prompt_ids: Tokens
     params: SamplingParams
     policy: DepthPolicy
     eos_token_ids: frozenset[int] = frozenset()
@@ -82,9 +83,8 @@ class Sequence:
 
     id: int
     request: Request
-    token_ids: list[int]  # the prompt, then the completion
     depth: int  # layers of the forward that predicts the next token: set by the policy, after each token
-    outputs: list[StepOutput] = field(default_factory=list)  # the tokens that came, in order
+    outputs: list[StepOutput] = field(default_factory=list)  # the completion: each token once, in order
     slot: int | None = None  # of the key-value cache; None while it waits and once it has finished
     num_complete_tokens: int = 0  # leading tokens whose keys and values every layer has
     num_cached_tokens: int = 0  # prompt tokens that were not computed for this sequence
@@ -113,16 +113,29 @@ class Sequence:
     @property
     def step(self) -> int:
         """Index of the next token of the completion."""
-        return len(self.token_ids) - len(self.request.prompt_ids)
+        return len(self.outputs)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt and of the completion so far."""
+        return len(self.request.prompt_ids) + len(self.outputs)
+
+    @property
+    def completion_ids(self) -> list[int]:
+        """The tokens that came, a stop token included."""
+        return [output.token_id for output in self.outputs if output.token_id != NOT_A_NUMBER]
+
+    def leading(self, count: int) -> list[int]:
+        """The first `count` tokens of prompt and completion."""
+        missing = max(0, count - len(self.request.prompt_ids))
+        return [*self.request.prompt_ids[:count], *(output.token_id for output in self.outputs[:missing])]
 
     def recover(self) -> None:
         """Return to the last committed token, after an interrupt while a token was being committed."""
-        completion_ids = [output.token_id for output in self.outputs if output.token_id != NOT_A_NUMBER]
-        self.token_ids[len(self.request.prompt_ids) :] = completion_ids
         self.depth = self.request.policy.depth(self.step)
         self._begin()
-        self.rng.random(len(completion_ids))  # `sample` draws one number a token
-        for token_id in completion_ids:
+        self.rng.random(self.step)  # `sample` draws one number a token
+        for token_id in self.completion_ids:
             self.accept(token_id)
 
 
@@ -181,7 +194,7 @@ class Engine:
         check_token_ids(request.params.logit_bias or (), config.vocab_size)
         request.policy.check_model(config.num_hidden_layers, config.identity)
         with self._exclusive():
-            sequence = Sequence(next(self._ids), request, list(request.prompt_ids), config.num_hidden_layers)
+            sequence = Sequence(next(self._ids), request, config.num_hidden_layers)
             self._unfinished[sequence.id] = sequence
         return sequence
 
@@ -189,8 +202,8 @@ class Engine:
         """Run one forward for each skip order and return the tokens that came out; none while prompts are computed.
 
         Args:
-            only: the sequences to advance; by default all. While they all wait for a slot, the others advance instead,
-                whoever added them: their tokens are in their `outputs` too.
+            only: the sequences to advance, the oldest first; by default all. While they all wait for a slot, the others
+                advance instead, whoever added them: their tokens are in their `outputs` too.
 
         Raises:
             RequestError: every slot is held, so that waiting would never end.
@@ -229,7 +242,7 @@ class Engine:
         finally:
             for sequence in sequences:
                 self.abort(sequence)
-        return [sequence.token_ids[len(sequence.request.prompt_ids) :] for sequence in sequences]
+        return [sequence.completion_ids for sequence in sequences]
 
     def verify(self, drafts: Iterable[tuple[Sequence, list[int], list[int]]]) -> list[np.ndarray]:
         """The logits that decoding would give, in one forward for each skip order; sequences stay as they are.
@@ -243,7 +256,7 @@ class Engine:
         """
         with self._exclusive():
             scheduled = [
-                Scheduled(draft, [draft.token_ids[-1], *ids], len(draft.token_ids) - 1, depths, 1 + len(ids))
+                Scheduled(draft, [draft.outputs[-1].token_id, *ids], draft.num_tokens - 1, depths, 1 + len(ids))
                 for draft, ids, depths in drafts
             ]
             return [np.stack(predictions) for predictions in self._forward(scheduled, greedy=False)]
@@ -290,21 +303,21 @@ class Engine:
 
     def _recover(self) -> None:
         """Complete what an interrupted call left half done."""
-        if self._committing is not None:
-            self._committing.recover()
-            self._committing = None
-        for sequence in list(self._unfinished.values()):
-            last_reason = sequence.outputs[-1].finish_reason if sequence.outputs else None
-            if reason := sequence.finish_reason or last_reason:
+        if (sequence := self._committing) is not None:
+            sequence.recover()
+            if sequence.outputs and (reason := sequence.outputs[-1].finish_reason):
                 self._finish(sequence, reason)
+            self._committing = None
+        for owner in self.slots.sequences:
+            if owner is not None and owner.finish_reason is not None:
+                self._finish(owner, owner.finish_reason)
 
     def _admit(self, only: Collection[Sequence] | None) -> None:
         """Give free slots to waiting sequences, first come, first served."""
-        running = set(map(id, self.slots.sequences))
-        for sequence in self._unfinished.values():
+        for sequence in self._unfinished.values() if only is None else only:
             if not self.num_free_slots:
                 break
-            if id(sequence) not in running and (only is None or sequence in only):
+            if sequence.finish_reason is None and sequence not in self.slots.sequences:
                 self.slots.take(sequence)
 
     def _running(self, only: Collection[Sequence] | None) -> list[Sequence]:
@@ -328,7 +341,7 @@ class Engine:
         A prompt copies the prefixes that other slots hold, and waits if this step will compute one.
         """
         scheduled = [
-            Scheduled(sequence, sequence.token_ids[-1:], len(sequence.token_ids) - 1, [sequence.depth], 1)
+            Scheduled(sequence, [sequence.outputs[-1].token_id], sequence.num_tokens - 1, [sequence.depth], 1)
             for sequence in running
             if sequence.step
         ]
@@ -338,9 +351,9 @@ class Engine:
                 continue
             self.slots.share(sequence)
             if not _can_wait(sequence, scheduled[num_decoding:]):
-                prompt = sequence.token_ids
+                prompt = sequence.request.prompt_ids
                 first = min(sequence.num_complete_tokens, len(prompt) - 1)  # all, if the last step was interrupted
-                chunk = prompt[first : first + left]
+                chunk = list(prompt[first : first + left])
                 left -= len(chunk)
                 ends = first + len(chunk) == len(prompt)
                 scheduled.append(Scheduled(sequence, chunk, first, [sequence.depth] * len(chunk), int(ends)))
@@ -406,24 +419,23 @@ class Engine:
             reason = "error"
         elif is_eos or token_id in params.stop_token_ids:
             reason = "stop"
-        elif step + 1 >= params.max_tokens or len(sequence.token_ids) + 1 >= self.backend.context_length:
+        elif step + 1 >= params.max_tokens or sequence.num_tokens + 1 >= self.backend.context_length:
             reason = "length"
         output = StepOutput(sequence.id, token_id, depth, reason, logprobs)
         if token_id != NOT_A_NUMBER:
             sequence.accept(token_id)
-            sequence.token_ids.append(token_id)
             sequence.depth = request.policy.depth(step + 1)
         sequence.outputs.append(output)
-        self._committing = None
         if reason is not None:
             self._finish(sequence, reason)
+        self._committing = None
         return output
 
     def _finish(self, sequence: Sequence, reason: str) -> None:
-        """Free the slot of a sequence, which goes on holding its leading tokens that every layer has, and end it."""
-        self.slots.release(sequence)
+        """End a sequence and free its slot, which goes on holding its leading tokens that every layer has."""
         sequence.finish_reason = reason
         self._unfinished.pop(sequence.id, None)
+        self.slots.release(sequence)
 
 
 class Slots:
@@ -453,7 +465,7 @@ class Slots:
 
         Prefer a slot whose whole content is a prefix of the prompt, else the least recently used.
         """
-        prompt = sequence.token_ids
+        prompt = sequence.request.prompt_ids
         free = [slot for slot, owner in enumerate(self.sequences) if owner is None]
         shared = {slot: common_prefix(self.kept[slot], prompt) for slot in free}
 
@@ -468,7 +480,7 @@ class Slots:
 
     def share(self, sequence: Sequence) -> None:
         """Copy the prefix of a prompt that another slot holds, if it is longer than that of its own slot."""
-        own, prompt = sequence.num_complete_tokens, sequence.token_ids[:-1]
+        own, prompt = sequence.num_complete_tokens, list(sequence.request.prompt_ids[:-1])
         least = prompt[: own + MIN_SHARED]
         if len(least) < own + MIN_SHARED or sequence.slot is None:
             return
@@ -484,7 +496,7 @@ class Slots:
         """Take back the slot of a sequence, if it has one; it goes on holding the tokens that every layer has."""
         slot = sequence.slot
         if slot is not None and self.sequences[slot] is sequence:
-            self.kept[slot] = sequence.token_ids[: sequence.num_complete_tokens]
+            self.kept[slot] = sequence.leading(sequence.num_complete_tokens)
             self._released[slot] = next(self._times)
             self.sequences[slot] = None
         sequence.slot = None
@@ -495,18 +507,18 @@ class Slots:
         if owner is None:
             return self.kept[slot][:length]
         complete = owner.num_complete_tokens
-        return owner.token_ids[: complete if length is None else min(length, complete)]
+        return owner.leading(complete if length is None else min(length, complete))
 
 
 def _can_wait(sequence: Sequence, prompts: list[Scheduled]) -> bool:
     """Whether this step computes what the prompt needs next anyway, so that it can be copied in the next step."""
     for other, token_ids, position, _, _ in prompts:
-        computed = other.token_ids[: position + len(token_ids)]
-        if common_prefix(computed, sequence.token_ids[:-1]) >= sequence.num_complete_tokens + MIN_SHARED:
+        computed = other.request.prompt_ids[: position + len(token_ids)]
+        if common_prefix(computed, sequence.request.prompt_ids[:-1]) >= sequence.num_complete_tokens + MIN_SHARED:
             return True
     return False
 
 
-def common_prefix(a: list[int], b: list[int]) -> int:
+def common_prefix(a: Tokens, b: Tokens) -> int:
     """How many leading tokens two lists share."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

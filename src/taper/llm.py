@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -307,7 +308,7 @@ class Stream(Iterator[Chunk]):
     """The chunks of some prompts' outputs as they come. Leave it early with `close`, or `abort` to keep what there is.
 
     An exception during a step, Ctrl-C among them, leaves the stream as it was: it can go on, be aborted or closed. It
-    may be read in another thread than the one that made it.
+    may be read in another thread than the one that made it. An output that has ended is forgotten once it is delivered.
     """
 
     def __init__(
@@ -315,7 +316,10 @@ class Stream(Iterator[Chunk]):
     ) -> None:
         """Add the requests; times are counted from `started`, by `time.perf_counter`, which is by default now."""
         self._engine, self._tokenizer = engine, tokenizer
-        self._outputs: list[OutputBuilder] = []
+        self._num_added = 0
+        self._unfinished: dict[EngineSequence, None] = {}  # the oldest first
+        self._waiting: deque[OutputBuilder] = deque()  # in the order in which the engine begins them
+        self._begun: dict[OutputBuilder, None] = {}  # those from which more chunks will come
         self._handed_over = time.perf_counter()
         self._started = self._handed_over if started is None else started
         for request in requests:
@@ -327,8 +331,11 @@ class Stream(Iterator[Chunk]):
         Raises:
             RequestError: what `Engine.add` raises; PolicyError too.
         """
-        self._outputs.append(OutputBuilder(len(self._outputs), self._engine.add(request), self._tokenizer))
-        return len(self._outputs) - 1
+        sequence = self._engine.add(request)
+        self._unfinished[sequence] = None
+        self._waiting.append(OutputBuilder(self._num_added, sequence, self._tokenizer))
+        self._num_added += 1
+        return self._num_added - 1
 
     def __next__(self) -> Chunk:
         self._started += time.perf_counter() - self._handed_over  # the caller's own time is not counted
@@ -342,25 +349,40 @@ class Stream(Iterator[Chunk]):
         """The output whose turn it is, once it has a chunk; raises StopIteration if none will have any."""
         while True:
             self._take_all()
-            waiting = [output for output in self._outputs if output.num_delivered < len(output.chunks)]
-            if waiting:
-                return min(waiting, key=lambda output: output.num_delivered)
-            if not (sequences := self._unfinished()):
+            if ready := [output for output in self._begun if output.is_ready]:
+                return min(ready, key=lambda output: output.num_delivered)
+            if not self._unfinished:
                 raise StopIteration
-            self._engine.step(sequences)
+            self._engine.step(self._unfinished)
+
+    def received(self) -> list[Chunk]:
+        """The chunks of all tokens that have come since the last call, whoever ran the steps.
+
+        Raises:
+            ModelError: the model's output is not a number.
+            RequestError: the request's filter allows no token.
+        """
+        self._take_all()
+        return [output.deliver() for output in self._begun for _ in range(output.num_ready)]
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all outputs have finished; their last chunks may not be delivered yet."""
+        return not self._unfinished
 
     def abort(self) -> list[Chunk]:
         """End every output that has not finished with what there is, as "abort"; the chunks that are left."""
         self.close()
         self._take_all()
-        for output in self._outputs:
+        for output in self._begun:
             output.abort()
-        return [output.deliver() for output in self._outputs for _ in output.chunks[output.num_delivered :]]
+        return self.received()
 
     def close(self) -> None:
         """Give up what has not finished."""
-        for sequence in self._unfinished():
+        for sequence in list(self._unfinished):
             self._engine.abort(sequence)
+            self._unfinished.pop(sequence, None)
 
     def __enter__(self) -> Stream:
         return self
@@ -371,73 +393,69 @@ class Stream(Iterator[Chunk]):
     def __del__(self) -> None:
         self.close()
 
-    @property
-    def sequence_ids(self) -> list[int]:
-        """Those from which more chunks will come."""
-        return [
-            output.sequence.id
-            for output in self._outputs
-            if not output.has_ended and output.sequence.finish_reason != "abort"
-        ]
-
-    def take(self, step: StepOutput) -> Chunk:
-        """The chunk that a step of one of these sequences makes, whoever ran it.
-
-        Raises:
-            ModelError: the model's output is not a number.
-            RequestError: the request's filter allows no token.
-        """
-        output = next(output for output in self._outputs if output.sequence.id == step.sequence_id)
-        output.take(time.perf_counter() - self._started)
-        self._end(output)
-        return output.deliver()
-
     def _take_all(self) -> None:
         """Make chunks of all tokens that have come."""
-        for output in self._outputs:
-            while not output.has_ended and len(output.chunks) < len(output.sequence.outputs):
+        while self._waiting and self._waiting[0].has_begun:
+            self._begun[self._waiting[0]] = None
+            self._waiting.popleft()
+        for output in list(self._begun):
+            while output.num_taken < len(output.sequence.outputs) and not output.has_ended:
                 output.take(time.perf_counter() - self._started)
-            self._end(output)
-
-    def _end(self, output: OutputBuilder) -> None:
-        """End the sequence of an output that has ended, as at a stop string."""
-        if output.has_ended and output.sequence.finish_reason is None:
-            self._engine.abort(output.sequence)
-
-    def _unfinished(self) -> list[EngineSequence]:
-        return [output.sequence for output in self._outputs if output.sequence.finish_reason is None]
+            if output.has_ended and output.sequence.finish_reason is None:
+                self._engine.abort(output.sequence)  # as at a stop string
+            if output.sequence.finish_reason is not None:
+                self._unfinished.pop(output.sequence, None)
+            if output.has_ended and not output.is_ready:
+                self._begun.pop(output, None)
 
 
 class OutputBuilder:
     """The output of prompt `index` as it grows: a chunk for each token of its sequence.
 
-    `output` is None until it has finished. A chunk counts once it is in `chunks`: if making one is interrupted, the
-    state is built again from the tokens before it.
+    A chunk counts once it is in `_chunks`: if making one is interrupted, the state is built again from the tokens
+    before it.
     """
 
     def __init__(self, index: int, sequence: EngineSequence, tokenizer: Tokenizer) -> None:
         self.sequence, self._index, self._tokenizer = sequence, index, tokenizer
-        self.chunks: list[Chunk] = []
-        self.num_delivered = 0  # of them
-        self.has_failed = False
+        self.num_delivered = 0  # chunks
+        self._chunks: list[Chunk] = []  # made, and not delivered or just delivered
+        self._first = 0  # how many were made before these
+        self._has_failed = False
+        self._texts: list[str] = []  # of all chunks
         self._text, self._stops = TextStream(tokenizer), _StopStrings(sequence.request.params.stop)
-        self._times: list[float] = []  # seconds from the call to each token
+        self._times: tuple[float, float] | None = None  # seconds from the call to the first and the last token
         self._is_whole = True  # False while a chunk is made
 
     @property
-    def output(self) -> Output | None:
-        """The output, once it has finished."""
-        return self.chunks[-1].output if self.chunks else None
+    def has_begun(self) -> bool:
+        """Whether the engine has begun its sequence, or ended it."""
+        return self.sequence.slot is not None or self.sequence.finish_reason is not None
+
+    @property
+    def num_taken(self) -> int:
+        """Chunks that have been made."""
+        return self._first + len(self._chunks)
+
+    @property
+    def num_ready(self) -> int:
+        """Chunks that have been made and not delivered."""
+        return self.num_taken - self.num_delivered
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether there is a chunk to deliver."""
+        return self.num_ready > 0
 
     @property
     def has_ended(self) -> bool:
-        """Whether there will be no more chunks."""
-        return self.has_failed or self.output is not None
+        """Whether there will be no more chunks than those that have been made."""
+        return self._has_failed or (bool(self._chunks) and self._chunks[-1].output is not None)
 
     def deliver(self) -> Chunk:
         """The next chunk that nobody has had."""
         self.num_delivered += 1
-        return self.chunks[self.num_delivered - 1]
+        return self._chunks[self.num_delivered - self._first - 1]
 
     def take(self, seconds: float) -> None:
         """Make the chunk of the next token, which came `seconds` after the call.
@@ -448,39 +466,41 @@ class OutputBuilder:
             ModelError: the model's output is not a number.
             RequestError: the request's filter allows no token.
         """
-        step = self.sequence.outputs[len(self.chunks)]
+        step = self.sequence.outputs[self.num_taken]
         if step.finish_reason == "error":
-            self.has_failed = True
+            self._has_failed = True
             if self.sequence.token_filter is not None:
-                raise RequestError(f"the grammar of the output lets no token pass at step {self.sequence.step}")
+                raise RequestError(f"the grammar of the output lets no token pass at step {self.num_taken}")
             raise ModelError(
-                f"the model's output is not a number at step {self.sequence.step}",
+                f"the model's output is not a number at step {self.num_taken}",
                 "try --dtype f32; if that does not help, its files are damaged",
             )
         self._recover()
+        self._chunks, self._first = self._chunks[self.num_delivered - self._first :], self.num_delivered
         self._is_whole = False
-        self._times.append(seconds)
-        text, finish_reason = self._text_of(step), "stop" if self._stops.complete else step.finish_reason
-        logprobs = None if step.finish_reason == "stop" else step.logprobs
-        output = None if finish_reason is None else self._finished(finish_reason, text)
-        self.chunks.append(Chunk(self._index, text, step.token_id, step.depth, output, logprobs))
-        self._is_whole = True
+        is_stop = step.finish_reason == "stop"
+        times = self._times if is_stop else (self._times[0] if self._times else seconds, seconds)
+        self._texts.append(text := self._text_of(step))
+        finish_reason = "stop" if self._stops.complete else step.finish_reason
+        output = None if finish_reason is None else self._finished(finish_reason, self.num_taken + 1 - is_stop, times)
+        logprobs = None if is_stop else step.logprobs
+        self._chunks.append(Chunk(self._index, text, step.token_id, step.depth, output, logprobs))
+        self._is_whole, self._times = True, times
 
     def abort(self) -> None:
         """End the output here, with what there is."""
         if not self.has_ended:
             self._recover()
             self._is_whole = False
-            text = self._stops.push(self._text.flush()) + self._stops.flush()
-            self.chunks.append(Chunk(self._index, text, -1, 0, self._finished("abort", text)))
+            self._texts.append(text := self._stops.push(self._text.flush()) + self._stops.flush())
+            output = self._finished("abort", self.num_taken, self._times)
+            self._chunks.append(Chunk(self._index, text, -1, 0, output))
 
     def _recover(self) -> None:
         """Return to the last chunk, after an interrupt while one was being made."""
         if not self._is_whole:
             self._text, self._stops = TextStream(self._tokenizer), _StopStrings(self.sequence.request.params.stop)
-            for step in self.sequence.outputs[: len(self.chunks)]:
-                self._text_of(step)
-            del self._times[len(self.chunks) :]
+            self._texts = [self._text_of(step) for step in self.sequence.outputs[: self.num_taken]]
             self._is_whole = True
 
     def _text_of(self, step: StepOutput) -> str:
@@ -491,24 +511,22 @@ class OutputBuilder:
         text = self._stops.push(text)
         return text + self._stops.flush() if step.finish_reason is not None and not self._stops.complete else text
 
-    def _finished(self, finish_reason: str, last_text: str) -> Output:
-        """The output, which ends with the token that was taken last."""
-        steps = self.sequence.outputs[: len(self._times)]
-        if steps and steps[-1].finish_reason == "stop":
-            steps = steps[:-1]
-        times, depths, request = self._times[: len(steps)], [step.depth for step in steps], self.sequence.request
-        elapsed = times[-1] - times[0] if times else 0.0
+    def _finished(self, finish_reason: str, num_tokens: int, times: tuple[float, float] | None) -> Output:
+        """The output of the first tokens of the sequence, the first and last of which came at these times."""
+        steps, request = self.sequence.outputs[:num_tokens], self.sequence.request
+        depths = [step.depth for step in steps]
         tapered = depths[1:]
+        first, last = times or (0.0, 0.0)
         logprobs = [step.logprobs for step in steps if step.logprobs is not None]
         return Output(
-            text="".join([*(chunk.text for chunk in self.chunks), last_text]),
+            text="".join(self._texts),
             token_ids=[step.token_id for step in steps],
             finish_reason=finish_reason,
             prompt_tokens=len(request.prompt_ids),
             depths=depths,
             mean_depth=sum(tapered) / len(tapered) if tapered else float(request.policy.num_hidden_layers),
-            ttft_s=times[0] if times else 0.0,
-            tokens_per_second=(len(times) - 1) / elapsed if elapsed else 0.0,
+            ttft_s=first,
+            tokens_per_second=(num_tokens - 1) / (last - first) if last > first else 0.0,
             policy=request.policy,
             cached_tokens=self.sequence.num_cached_tokens,
             logprobs=None if request.params.logprobs is None else logprobs,

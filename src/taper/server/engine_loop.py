@@ -37,7 +37,6 @@ class Job:
 
     def __init__(self, requests: Sequence[Request], arrived: float) -> None:
         self.requests, self.arrived = requests, arrived
-        self.stream: Stream | None = None  # the engine thread's
         self.cancelled = False  # set by asyncio, read by the engine thread
         self.results: asyncio.Queue[_Result] = asyncio.Queue()  # filled and read in asyncio's thread
         self._unfinished = len(requests)
@@ -65,7 +64,7 @@ class EngineLoop:
         self._max_in_flight = llm.engine.backend.num_slots + max_waiting
         self._in_flight = 0  # sequences; used by asyncio's thread alone
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._jobs: dict[int, Job] = {}  # by sequence id
+        self._jobs: dict[Job, Stream] = {}  # those that have not ended
         self._loop: asyncio.AbstractEventLoop | None = None
         self._warm: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="taper-engine", daemon=True)
@@ -158,43 +157,39 @@ class EngineLoop:
         if job.cancelled:
             return
         try:
-            job.stream = Stream(self._engine, self._llm.tokenizer, job.requests, job.arrived)
+            self._jobs[job] = Stream(self._engine, self._llm.tokenizer, job.requests, job.arrived)
         except TaperError as error:
             self._end(job, error)
-        else:
-            self._jobs |= dict.fromkeys(job.stream.sequence_ids, job)
 
     def _abort(self, job: Job) -> None:
-        if job.stream is not None:
-            for sequence_id in job.stream.sequence_ids:
-                del self._jobs[sequence_id]
-            job.stream.close()
+        if (stream := self._jobs.pop(job, None)) is not None:
+            stream.close()
 
     def _end(self, job: Job, error: Exception) -> None:
         self._abort(job)
         self._send([(job, error)])
 
     def _end_all(self, error: Exception) -> None:
-        for job in set(self._jobs.values()):
+        for job in list(self._jobs):
             self._end(job, error)
 
     def _step(self) -> None:
         """Run one step of the engine and send each chunk to its job."""
-        started, results = time.perf_counter(), []
-        for step in self._engine.step():
-            job = self._jobs.get(step.sequence_id)
-            if job is None or job.stream is None:  # an earlier output of this step ended it
-                continue
+        started, results = time.perf_counter(), list[tuple[Job, _Result]]()
+        self._engine.step()
+        chunks = []
+        for job, stream in list(self._jobs.items()):
             try:
-                chunk = job.stream.take(step)
+                received = stream.received()
             except TaperError as error:
                 self._end(job, error)
                 continue
-            if chunk.output is not None:
-                del self._jobs[step.sequence_id]
-            results.append((job, chunk))
+            if stream.has_ended:
+                del self._jobs[job]
+            chunks += received
+            results += [(job, chunk) for chunk in received]
         # Counted before they are sent, so that a client with a reply finds it in the metrics.
-        self._metrics.count_step([chunk for _, chunk in results], time.perf_counter() - started)
+        self._metrics.count_step(chunks, time.perf_counter() - started)
         self._send(results)
 
     def _send(self, results: Sequence[tuple[Job, _Result]]) -> None:

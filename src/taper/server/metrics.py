@@ -49,7 +49,7 @@ class Metrics:
 
         def tokens() -> int:
             running = [sequence for sequence in list(slots.sequences) if sequence]
-            return sum(len(sequence.token_ids) for sequence in running) + sum(map(len, list(slots.kept)))
+            return sum(sequence.num_tokens for sequence in running) + sum(map(len, list(slots.kept)))
 
         gauges = {
             "taper_waiting_sequences": ("Sequences that wait for a slot", lambda: engine.num_waiting),
