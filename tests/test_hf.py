@@ -113,12 +113,13 @@ def test_sampling_is_repeatable_and_returns_dictionaries(tiny_llama):
     assert results[0] == results[1]
 
 
-def test_a_cache_passed_in_is_cut_to_what_is_complete(tiny_llama):
-    first, cache = random_prompt(26), DynamicCache()
-    said = generate(tiny_llama.hf, [first], past_key_values=cache)[0].tolist()
+def test_a_cache_passed_in_is_cut_to_what_is_exact_where_that_is_asked_for(tiny_llama):
+    first, cache, exact = random_prompt(26), DynamicCache(), taper.hf.custom_generate(POLICY, reuse="exact")
+    said = generate(tiny_llama.hf, [first], past_key_values=cache, custom_generate=exact)[0].tolist()
     assert {layer.get_seq_length() for layer in cache.layers} == {len(first)}
     second = [said + random_prompt(27, 5)]
-    assert torch.equal(generate(tiny_llama.hf, second, past_key_values=cache), generate(tiny_llama.hf, second))
+    again = generate(tiny_llama.hf, second, past_key_values=cache, custom_generate=exact)
+    assert torch.equal(again, generate(tiny_llama.hf, second))
 
 
 def test_layers_are_restored_whatever_happens(tiny_llama):

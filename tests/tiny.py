@@ -311,10 +311,11 @@ def random_prompt(seed: int, length: int = 23) -> list[int]:
     return np.random.default_rng(seed).integers(3, VOCAB_SIZE, length).tolist()
 
 
-def complete(engine: Engine, prompts, policies, tokens: int = TOKENS) -> list[list[int]]:
+def complete(engine: Engine, prompts, policies, tokens: int = TOKENS, **options) -> list[list[int]]:
     """Token ids of greedy completions, all in one batch."""
     params = SamplingParams(max_tokens=tokens)
-    return engine.complete(Request(prompt, params, policy) for prompt, policy in zip(prompts, policies, strict=True))
+    given = zip(prompts, policies, strict=True)
+    return engine.complete(Request(prompt, params, policy, **options) for prompt, policy in given)
 
 
 def reference_ids(tiny: TinyModel, prompt: list[int], policy: DepthPolicy | None, tokens: int = TOKENS) -> list[int]:

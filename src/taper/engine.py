@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from .backends import Backend, ForwardOutput, TokenBatch
-from .errors import RequestError, whole_number
+from .errors import REUSE, RequestError, one_of, whole_number
 from .policy import Adapters, DepthPolicy, active_prefixes
 from .sampling import NOT_A_NUMBER, SamplingParams, TokenCounts, TokenLogprobs, check_token_ids, sample, token_logprobs
 
@@ -49,6 +49,8 @@ class Request:
     """A prompt and how to complete it.
 
     `eos_token_ids` are the model's own; `params` may add to them. `token_filter` makes the filter of its completion.
+    `reuse`, one of `REUSE`, says what it may take from earlier requests: "filled" also keys and values of layers that
+    they skipped, if its own policy skips layers; "exact" only what full depth computed.
     """
 
     prompt_ids: Tokens
@@ -56,6 +58,12 @@ class Request:
     policy: DepthPolicy
     eos_token_ids: frozenset[int] = frozenset()
     token_filter: Callable[[], TokenFilter] | None = None
+    reuse: str = REUSE[0]
+
+    @property
+    def takes_filled(self) -> bool:
+        """Whether it fills keys and values of skipped layers, and may see those that others filled."""
+        return self.reuse == "filled" and self.policy.tapers
 
     @property
     def is_greedy(self) -> bool:
@@ -86,7 +94,8 @@ class Sequence:
     depth: int  # layers of the forward that predicts the next token: set by the policy, after each token
     outputs: list[StepOutput] = field(default_factory=list)  # the completion: each token once, in order
     slot: int | None = None  # of the key-value cache; None while it waits and once it has finished
-    num_complete_tokens: int = 0  # leading tokens whose keys and values every layer has
+    num_computed_tokens: int = 0  # leading tokens with keys and values in every layer, computed or filled
+    num_exact_tokens: int = 0  # those of them for which every layer ran, on exact tokens before
     num_cached_tokens: int = 0  # prompt tokens that were not computed for this sequence
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"
     is_held: bool = False  # its caller uses its slot (`Engine.forward`): it advances only when it is asked for
@@ -129,6 +138,14 @@ class Sequence:
         """The first `count` tokens of prompt and completion."""
         missing = max(0, count - len(self.request.prompt_ids))
         return [*self.request.prompt_ids[:count], *(output.token_id for output in self.outputs[:missing])]
+
+    def count_computed(self, part: Scheduled, num_hidden_layers: int) -> None:
+        """Count the tokens of a forward whose keys and values may be used again."""
+        at_full_depth = part.depths.count(num_hidden_layers)  # the first ones
+        if self.num_exact_tokens == part.position:
+            self.num_exact_tokens += at_full_depth
+        if self.num_computed_tokens == part.position:
+            self.num_computed_tokens += len(part.token_ids) if self.request.takes_filled else at_full_depth
 
     def recover(self) -> None:
         """Return to the last committed token, after an interrupt while a token was being committed."""
@@ -185,12 +202,13 @@ class Engine:
         """Queue a request; the steps from now on run it.
 
         Raises:
-            RequestError: the prompt cannot be completed (`check_prompt`), or there is a bias on an id that the model
-                does not have.
+            RequestError: the prompt cannot be completed (`check_prompt`), there is a bias on an id that the model does
+                not have, or no such kind of reuse.
             PolicyError: the policy was made for another model.
         """
         config = self.backend.config
         self.check_prompt(request.prompt_ids)
+        one_of("reuse", request.reuse, REUSE)
         check_token_ids(request.params.logit_bias or (), config.vocab_size)
         request.policy.check_model(config.num_hidden_layers, config.identity)
         with self._exclusive():
@@ -214,8 +232,7 @@ class Engine:
             scheduled = self._schedule(self._running(only) or self._in_the_way(only))
             outputs = []
             for part, predictions in zip(scheduled, self._forward(scheduled), strict=True):
-                if part.sequence.num_complete_tokens == part.position:  # every layer ran on all tokens before
-                    part.sequence.num_complete_tokens += part.depths.count(self._num_hidden_layers)
+                part.sequence.count_computed(part, self._num_hidden_layers)
                 outputs += [self._advance(part, prediction) for prediction in predictions]
             return outputs
 
@@ -338,7 +355,7 @@ class Engine:
     def _schedule(self, running: list[Sequence]) -> list[Scheduled]:
         """One token for each decoding sequence, then chunks of prompts, oldest first, as far as the budget goes.
 
-        A prompt copies the prefixes that other slots hold, and waits if this step will compute one.
+        A prompt copies the prefixes that other slots hold, and waits if this step will compute one that it may take.
         """
         scheduled = [
             Scheduled(sequence, [sequence.outputs[-1].token_id], sequence.num_tokens - 1, [sequence.depth], 1)
@@ -352,7 +369,7 @@ class Engine:
             self.slots.share(sequence)
             if not _can_wait(sequence, scheduled[num_decoding:]):
                 prompt = sequence.request.prompt_ids
-                first = min(sequence.num_complete_tokens, len(prompt) - 1)  # all, if the last step was interrupted
+                first = min(sequence.num_computed_tokens, len(prompt) - 1)  # all, if the last step was interrupted
                 chunk = list(prompt[first : first + left])
                 left -= len(chunk)
                 ends = first + len(chunk) == len(prompt)
@@ -379,6 +396,7 @@ class Engine:
                 logits_rows=tuple(row for row, index in predicted if not is_greedy[index]),
                 greedy_rows=tuple(row for row, index in predicted if is_greedy[index]),
                 adapters=adapters,
+                fill=any(part.sequence.request.takes_filled for _, part in members),
             )
             output = self.backend.forward(batch)
             for row, logits in zip(batch.logits_rows, output.logits, strict=True):
@@ -441,8 +459,8 @@ class Engine:
 class Slots:
     """The slots of the key-value cache: which sequence owns each one, and what the free ones still hold.
 
-    Only tokens whose keys and values every layer has are used again: in place if the slot is free, or as a copy in
-    another slot.
+    Only tokens with keys and values in every layer are used again: in place if the slot is free, or as a copy in
+    another slot. Of them, a request that must not see filled ones takes the leading exact ones only.
 
     Args:
         backend: the owner of the cache.
@@ -451,8 +469,9 @@ class Slots:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self.sequences: list[Sequence | None] = [None] * backend.num_slots
-        # What each free slot still holds: leading tokens whose keys and values every layer has.
+        # What each free slot still holds: leading tokens with keys and values in every layer, so many of them exact.
         self.kept: list[list[int]] = [[] for _ in range(backend.num_slots)]
+        self.num_exact = [0] * backend.num_slots
         self._released, self._times = [0] * backend.num_slots, count(1)
 
     @property
@@ -467,54 +486,66 @@ class Slots:
         """
         prompt = sequence.request.prompt_ids
         free = [slot for slot, owner in enumerate(self.sequences) if owner is None]
-        shared = {slot: common_prefix(self.kept[slot], prompt) for slot in free}
+        shared = {slot: common_prefix(self._held(slot, sequence.request), prompt) for slot in free}
 
         def cost(slot: int) -> tuple[int, int]:
             return (1, self._released[slot]) if shared[slot] < len(self.kept[slot]) else (0, -shared[slot])
 
         slot = min(free, key=cost)
         # The last token runs in any case: its logits predict the first token of the completion.
-        sequence.num_complete_tokens = sequence.num_cached_tokens = min(shared[slot], len(prompt) - 1)
+        sequence.num_computed_tokens = sequence.num_cached_tokens = min(shared[slot], len(prompt) - 1)
+        sequence.num_exact_tokens = min(sequence.num_computed_tokens, self.num_exact[slot])
         sequence.slot = slot
         self.sequences[slot] = sequence
 
     def share(self, sequence: Sequence) -> None:
         """Copy the prefix of a prompt that another slot holds, if it is longer than that of its own slot."""
-        own, prompt = sequence.num_complete_tokens, list(sequence.request.prompt_ids[:-1])
+        own, prompt = sequence.num_computed_tokens, list(sequence.request.prompt_ids[:-1])
         least = prompt[: own + MIN_SHARED]
         if len(least) < own + MIN_SHARED or sequence.slot is None:
             return
-        holders = [slot for slot in range(len(self.kept)) if self._held(slot, len(least)) == least]
-        shared = {slot: common_prefix(self._held(slot), prompt) for slot in holders}
+        slots = range(len(self.kept))
+        holders = [slot for slot in slots if self._held(slot, sequence.request, len(least)) == least]
+        shared = {slot: common_prefix(self._held(slot, sequence.request), prompt) for slot in holders}
         if shared:
             source = max(holders, key=lambda slot: shared[slot])
             self._backend.copy(source, sequence.slot, own, shared[source])
             sequence.num_cached_tokens += shared[source] - own
-            sequence.num_complete_tokens = shared[source]
+            if sequence.num_exact_tokens == own:
+                sequence.num_exact_tokens = max(own, min(shared[source], self._num_exact(source)))
+            sequence.num_computed_tokens = shared[source]
 
     def release(self, sequence: Sequence) -> None:
-        """Take back the slot of a sequence, if it has one; it goes on holding the tokens that every layer has."""
+        """Take back the slot of a sequence, if it has one; it goes on holding the tokens that can be used again."""
         slot = sequence.slot
         if slot is not None and self.sequences[slot] is sequence:
-            self.kept[slot] = sequence.leading(sequence.num_complete_tokens)
+            self.kept[slot] = sequence.leading(sequence.num_computed_tokens)
+            self.num_exact[slot] = sequence.num_exact_tokens
             self._released[slot] = next(self._times)
             self.sequences[slot] = None
         sequence.slot = None
 
-    def _held(self, slot: int, length: int | None = None) -> list[int]:
-        """The first `length` tokens whose keys and values a slot has in all layers; by default all of them."""
+    def _num_exact(self, slot: int) -> int:
         owner = self.sequences[slot]
-        if owner is None:
-            return self.kept[slot][:length]
-        complete = owner.num_complete_tokens
-        return owner.leading(complete if length is None else min(length, complete))
+        return self.num_exact[slot] if owner is None else owner.num_exact_tokens
+
+    def _held(self, slot: int, request: Request, length: int | None = None) -> list[int]:
+        """The first `length` tokens that a request may take from a slot; by default all of them."""
+        owner, limit = self.sequences[slot], self._num_exact(slot)
+        if request.takes_filled:
+            limit = len(self.kept[slot]) if owner is None else owner.num_computed_tokens
+        limit = limit if length is None else min(length, limit)
+        return self.kept[slot][:limit] if owner is None else owner.leading(limit)
 
 
 def _can_wait(sequence: Sequence, prompts: list[Scheduled]) -> bool:
     """Whether this step computes what the prompt needs next anyway, so that it can be copied in the next step."""
+    request = sequence.request
     for other, token_ids, position, _, _ in prompts:
+        is_usable = request.takes_filled or other.num_exact_tokens == position
         computed = other.request.prompt_ids[: position + len(token_ids)]
-        if common_prefix(computed, sequence.request.prompt_ids[:-1]) >= sequence.num_complete_tokens + MIN_SHARED:
+        shared = common_prefix(computed, request.prompt_ids[:-1]) if is_usable else 0
+        if shared >= sequence.num_computed_tokens + MIN_SHARED:
             return True
     return False
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -21,22 +21,32 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation.configuration_utils import GenerationMode
 
-from .errors import PolicyError, RequestError, limited_attention
+from .errors import REUSE, PolicyError, RequestError, limited_attention, one_of
 from .policy import ADAPTER_EPS, DepthPolicy
 
 
-def custom_generate(policy: DepthPolicy) -> Callable[..., Any]:
+def custom_generate(policy: DepthPolicy, reuse: str = REUSE[0]) -> Callable[..., Any]:
     """The argument of this name for `model.generate`: greedy or sampled decoding under a policy.
 
     Token i of every row runs `policy.retained_layers(i)`; the prompt runs all layers. Streamers, logits processors,
-    stopping criteria and left-padded batches work as usual, and `generate` returns what it always does. A cache that
-    the caller passed in is cut back to the tokens whose keys and values every layer has.
+    stopping criteria and left-padded batches work as usual, and `generate` returns what it always does.
+
+    Args:
+        policy: the depth of each step, and the layers to skip.
+        reuse: what a cache that the caller passed in holds afterwards. "filled": every token of prompt and completion;
+            where a layer was skipped, its keys and values are projections of the hidden state that passed it by.
+            "exact": only the tokens that every layer ran; it is cut back to these.
+
+    Raises:
+        RequestError: `reuse` is neither of these.
 
     Raises (from `generate`):
         RequestError: attention that is neither full nor of a sliding window, shared keys and values, beams, assistants,
             a static cache or none, one that has dropped tokens, `inputs_embeds`.
         PolicyError: the policy was made for another model, or skips layer 0, from which transformers reads lengths.
     """
+
+    one_of("reuse", reuse, REUSE)
 
     def generate(
         model: Any,
@@ -55,7 +65,7 @@ def custom_generate(policy: DepthPolicy) -> Callable[..., Any]:
             DynamicLayer() if isinstance(layer, DynamicSlidingWindowLayer) else layer for layer in cache.layers
         ]
         try:
-            with _layers_by_step(model.get_decoder().layers, policy, prompt_length=input_ids.shape[1]):
+            with _layers_by_step(model.get_decoder().layers, policy, reuse == "filled", input_ids.shape[1]):
                 return model._sample(
                     input_ids,
                     logits_processor=logits_processor,
@@ -80,12 +90,12 @@ def decode(policy: DepthPolicy) -> Callable[..., Any]:
 
 
 @contextmanager
-def _layers_by_step(layers: Any, policy: DepthPolicy, prompt_length: int) -> Iterator[None]:
+def _layers_by_step(layers: Any, policy: DepthPolicy, fill: bool, prompt_length: int) -> Iterator[None]:
     """Let each flex layer pass its input on at the steps that skip it; restored whatever happens."""
     own = {index: layers[index].__dict__.get("forward") for index in policy.skip_order}
     try:
         for index in policy.skip_order:
-            layers[index].forward = _forward_by_step(layers[index].forward, index, policy, prompt_length)
+            layers[index].forward = _forward_by_step(layers[index].forward, index, policy, fill, prompt_length)
         yield
     finally:
         for index, forward in own.items():
@@ -96,7 +106,7 @@ def _layers_by_step(layers: Any, policy: DepthPolicy, prompt_length: int) -> Ite
 
 
 def _forward_by_step(
-    run: Callable[..., Any], index: int, policy: DepthPolicy, prompt_length: int
+    run: Callable[..., Any], index: int, policy: DepthPolicy, fill: bool, prompt_length: int
 ) -> Callable[..., Any]:
     adapter = _adapter(policy, index)
 
@@ -104,10 +114,31 @@ def _forward_by_step(
         # Layer 0 has run, so its cache holds this forward's tokens too: the prompt and one for each step.
         step = past_key_values.get_seq_length() - prompt_length
         if step > 0 and index not in policy.retained_layers(step):
+            if fill:
+                with suppress(_Written):
+                    run(hidden_states, *args, past_key_values=_WriteOnly(past_key_values), **kwargs)
             return hidden_states if adapter is None else adapter(hidden_states)
         return run(hidden_states, *args, past_key_values=past_key_values, **kwargs)
 
     return forward
+
+
+class _Written(Exception):
+    """A layer has written its keys and values."""
+
+
+class _WriteOnly:
+    """A cache that ends a layer once it has written its keys and values: the layer's own code computes them."""
+
+    def __init__(self, cache: Any) -> None:
+        self._cache = cache
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        self._cache.update(*args, **kwargs)
+        raise _Written
 
 
 def _adapter(policy: DepthPolicy, index: int) -> Callable[[Any], Any] | None:

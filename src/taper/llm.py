@@ -13,7 +13,7 @@ from typing import Any, overload
 from .backends import Backend, open_backend
 from .engine import Engine, Request, StepOutput
 from .engine import Sequence as EngineSequence
-from .errors import MODES, ModelError, PolicyError, RequestError, TaperWarning, flag, one_of, shown, whole_number
+from .errors import MODES, REUSE, ModelError, PolicyError, RequestError, TaperWarning, flag, one_of, shown, whole_number
 from .models import find_model, load_model
 from .models.download import DEFAULT_MODEL
 from .models.policies import find_policy, fitting_policies
@@ -147,6 +147,7 @@ class LLM:
         raw: bool = False,
         parse_special: bool = False,
         think: bool | None = None,
+        reuse: str = REUSE[0],
     ) -> Output: ...
 
     @overload
@@ -160,6 +161,7 @@ class LLM:
         raw: bool = False,
         parse_special: bool = False,
         think: bool | None = None,
+        reuse: str = REUSE[0],
     ) -> list[Output]: ...
 
     def generate(
@@ -172,6 +174,7 @@ class LLM:
         raw: bool = False,
         parse_special: bool = False,
         think: bool | None = None,
+        reuse: str = REUSE[0],
     ) -> Output | list[Output]:
         """Complete a prompt (an `Output`) or a list of prompts together (a list of them).
 
@@ -184,6 +187,9 @@ class LLM:
             parse_special: let control tokens in messages count too. By default they are text, so that whoever writes a
                 message cannot end it and begin another turn.
             think: switch the thoughts of a thinking model on or off; by default its chat template decides.
+            reuse: what a tapered prompt may take from earlier outputs that it continues. "filled": all of their tokens;
+                where a layer was skipped, it attends to keys and values that were filled in. "exact": only tokens that
+                every layer ran; the others are computed again, so the output is that of a cold start.
 
         Raises:
             RequestError: a prompt is empty or too long, or options contradict each other.
@@ -192,7 +198,7 @@ class LLM:
         """
         outputs: dict[int, Output] = {}
         alone = _is_prompt(prompts)
-        how: dict[str, Any] = {"raw": raw, "parse_special": parse_special, "think": think}
+        how: dict[str, Any] = {"raw": raw, "parse_special": parse_special, "think": think, "reuse": reuse}
         with self.stream(prompts, params, policy=policy, mode=mode, **how) as stream:
             for chunk in stream:
                 if chunk.output is not None:
@@ -209,6 +215,7 @@ class LLM:
         raw: bool = False,
         parse_special: bool = False,
         think: bool | None = None,
+        reuse: str = REUSE[0],
     ) -> Stream:
         """Complete as `generate` does, but return the chunks as they come, one for each token."""
         batch = _as_list(prompts)
@@ -224,7 +231,8 @@ class LLM:
             raise RequestError(f"there are {len(params)} params for {len(batch)} prompts", "give one for each, or one")
         encoded = [self.encode(prompt, raw, parse_special, think=think) for prompt in batch]
         chosen, eos_token_ids = self.resolve_policy(policy, mode), self.tokenizer.eos_token_ids
-        requests = [Request(ids, one, chosen, eos_token_ids) for ids, one in zip(encoded, params, strict=True)]
+        given = zip(encoded, params, strict=True)
+        requests = [Request(ids, one, chosen, eos_token_ids, reuse=reuse) for ids, one in given]
         return Stream(self.engine, self.tokenizer, requests)
 
     def encode(

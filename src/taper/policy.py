@@ -238,6 +238,11 @@ class DepthPolicy:
         return self.schedule.min_depth
 
     @property
+    def tapers(self) -> bool:
+        """Whether it skips a layer at some step; otherwise it is full depth."""
+        return self.min_depth < self.num_hidden_layers and self.schedule.alpha != 1
+
+    @property
     def label(self) -> str:
         """What to call it in a line of text: its name, or else its numbers."""
         numbers = (f"{key}={getattr(self.schedule, key)}" for key in (*CURVES[self.schedule.curve], "min_depth"))

@@ -25,7 +25,8 @@ class TokenBatch:
     """The tokens of one forward, deepest first; tokens of one slot in the order of their positions.
 
     Layer l runs on the first `num_active[l]` tokens. The rest pass through its adapter; without one, their hidden
-    states stay as they are. A token attends to the cells of its slot up to its own position, itself included.
+    states stay as they are. With `fill`, they still write keys and values: the layer's own projections of the hidden
+    state that enters it. A token attends to the cells of its slot up to its own position, itself included.
 
     Forwards of the same tokens that differ only from some layer on can share what comes before: the first one asks
     for its hidden states there (`output_hidden_states`), the others begin from them at `first_layer`. Keys and values
@@ -42,6 +43,7 @@ class TokenBatch:
     first_layer: int = 0  # above 0: begin from `hidden_states`
     hidden_states: np.ndarray | None = None  # float32 [N, hidden_size], what enters `first_layer`
     adapters: Adapters | None = None  # of the layers that tokens skip
+    fill: bool = False  # write keys and values in skipped layers too
 
 
 @dataclass(frozen=True)

@@ -116,15 +116,17 @@ class TorchBackend:
         one_depth = set(batch.num_active) <= {0, count}
         whole = batch.first_layer == 0 and not batch.output_hidden_states
         if self._use_graphs and whole and one_depth and len(runs) == count == len(rows):
-            skipped = batch.adapters if 0 in batch.num_active else None
-            return self._replay((batch.num_active, skipped, count, kv_length), inputs)[list(rows)], {}
+            skips = 0 in batch.num_active
+            key = batch.num_active, batch.adapters if skips else None, batch.fill and skips, count, kv_length
+            return self._replay(key, inputs)[list(rows)], {}
         if batch.hidden_states is None:
             x = self.embed(inputs[0])
         else:
             x = torch.tensor(batch.hidden_states).to(self.device, self.dtype)
         one_each = None if len(runs) == count else runs
         sharing, adapters = (batch.first_layer, batch.output_hidden_states), self._adapter_weights(batch.adapters)
-        hidden_states = self._decode(x, inputs, batch.num_active, adapters, one_each, kv_length, *sharing)
+        active = batch.num_active, batch.fill
+        hidden_states = self._decode(x, inputs, *active, adapters, one_each, kv_length, *sharing)
         return self.logits(x[self._upload(np.asarray(rows, np.int32))]), hidden_states
 
     def _kv_length(self, longest: int) -> int:
@@ -139,24 +141,25 @@ class TorchBackend:
     def _replay(self, key: tuple[Any, ...], inputs: Inputs) -> torch.Tensor:
         """Logits [count, vocab_size] of a step with one token a row.
 
-        `key` is what its graph depends on: (num_active, adapters, count, kv_length).
+        `key` is what its graph depends on: (num_active, adapters, fill, count, kv_length).
         """
         if key not in self._graphs:
-            self._graphs[key] = self._capture(key[0], self._adapter_weights(key[1]), key[-1], inputs)
+            num_active, adapters, fill, _, kv_length = key
+            self._graphs[key] = self._capture(num_active, fill, self._adapter_weights(adapters), kv_length, inputs)
             if len(self._graphs) > MAX_GRAPHS:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(key)
         return self._graphs[key](inputs)
 
     def _capture(
-        self, num_active: tuple[int, ...], adapters: AdapterWeights, kv_length: int, inputs: Inputs
+        self, num_active: tuple[int, ...], fill: bool, adapters: AdapterWeights, kv_length: int, inputs: Inputs
     ) -> Callable[[Inputs], torch.Tensor]:
         """Capture a step as a CUDA graph: a function from new inputs to logits, which its next call overwrites."""
         tokens, positions, slots = (tensor.clone() for tensor in inputs)  # the memory that the graph reads
 
         def step() -> torch.Tensor:
             x = self.embed(tokens)
-            self._decode(x, (tokens, positions, slots), num_active, adapters, None, kv_length)
+            self._decode(x, (tokens, positions, slots), num_active, fill, adapters, None, kv_length)
             return self.logits(x)
 
         side = torch.cuda.Stream()
@@ -181,6 +184,7 @@ class TorchBackend:
         x: torch.Tensor,
         inputs: Inputs,
         num_active: tuple[int, ...],
+        fill: bool,
         adapters: AdapterWeights,
         runs: tuple[tuple[int, int, int], ...] | None,
         kv_length: int,
@@ -198,15 +202,19 @@ class TorchBackend:
         for layer, n in enumerate((*num_active, 0)):
             if layer in output_hidden_states:
                 hidden_states[layer] = x.clone()
-            if layer < first_layer:
+            if not first_layer <= layer < len(num_active):
                 continue
+            written = len(x) if fill else n
+            if written:
+                h = self.attention_input(x[:written], layer)
+                k, v = self.keys_values(h, layer, rotations)
+                keys, values = self._cache[layer]  # [num_slots, key-value heads, context_length, head_dim]
+                keys[slots[:written], :, positions[:written]], values[slots[:written], :, positions[:written]] = k, v
             if n < len(x) and layer in adapters:
                 x[n:] = adapt(x[n:], *adapters[layer])
             if n == 0:
                 continue
-            q, k, v = self.project(x[:n], layer, rotations)
-            keys, values = self._cache[layer]  # [num_slots, key-value heads, context_length, head_dim]
-            keys[slots[:n], :, positions[:n]], values[slots[:n], :, positions[:n]] = k, v
+            q = self.queries(h[:n], layer, rotations)
             cached = keys[:, :, :kv_length], values[:, :, :kv_length]
             spec = self.config.layers[layer]
             attended = attend(q, *cached, visible[spec.window][:n], slots[:n], runs, spec.attention_scale)
@@ -221,25 +229,29 @@ class TorchBackend:
         """Cosines and sines at positions [N], for each kind of rotary embedding: [2, N, 1, dim / 2]."""
         return {rope: table[:, positions].unsqueeze(2) for rope, table in self._rotations.items()}
 
-    def project(
-        self, x: torch.Tensor, layer: int, rotations: Rotations
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What a layer attends with, from the first n hidden states x [n, hidden_size] of those that are rotated.
+    def attention_input(self, x: torch.Tensor, layer: int) -> torch.Tensor:
+        """What a layer's queries, keys and values are projections of: hidden states x [n, hidden_size], normed."""
+        return self._norm(x, f"layers.{layer}.pre_attention_norm")
 
-        Returns:
-            Queries [n, heads, head_dim], keys and values [n, key-value heads, head_dim].
-        """
-        spec, out = self.config.layers[layer], {}
-        h = self._norm(x, f"layers.{layer}.pre_attention_norm")
-        for name in "qkv":
-            bias = self._weights.get(f"layers.{layer}.{name}_bias")
-            projected = F.linear(h, self._weights[f"layers.{layer}.{name}_proj"], bias)
-            norm, whole = f"layers.{layer}.{name}_norm", spec.qk_norm == "whole"
-            heads = (self._norm(projected, norm) if whole else projected).unflatten(-1, (-1, self.config.head_dim))
-            out[name] = heads if whole else self._norm(heads, norm)
-            if spec.rope and name != "v":
-                out[name] = rotate(out[name], rotations[spec.rope][:, : len(x)], spec.rope.interleaved)
-        return out["q"], out["k"], out["v"]
+    def queries(self, h: torch.Tensor, layer: int, rotations: Rotations) -> torch.Tensor:
+        """Queries [n, heads, head_dim] of h, the `attention_input` of the first n tokens that are rotated."""
+        return self._rotated(self._heads(h, layer, "q"), layer, rotations)
+
+    def keys_values(self, h: torch.Tensor, layer: int, rotations: Rotations) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values, each [n, key-value heads, head_dim], of the first n tokens as in `queries`."""
+        return self._rotated(self._heads(h, layer, "k"), layer, rotations), self._heads(h, layer, "v")
+
+    def _heads(self, h: torch.Tensor, layer: int, name: str) -> torch.Tensor:
+        """One of q, k, v, before rotation: [n, heads, head_dim]."""
+        bias = self._weights.get(f"layers.{layer}.{name}_bias")
+        projected = F.linear(h, self._weights[f"layers.{layer}.{name}_proj"], bias)
+        norm, whole = f"layers.{layer}.{name}_norm", self.config.layers[layer].qk_norm == "whole"
+        heads = (self._norm(projected, norm) if whole else projected).unflatten(-1, (-1, self.config.head_dim))
+        return heads if whole else self._norm(heads, norm)
+
+    def _rotated(self, x: torch.Tensor, layer: int, rotations: Rotations) -> torch.Tensor:
+        rope = self.config.layers[layer].rope
+        return x if rope is None else rotate(x, rotations[rope][:, : len(x)], rope.interleaved)
 
     def finish_layer(self, x: torch.Tensor, attended: torch.Tensor, layer: int) -> torch.Tensor:
         """Hidden states [n, hidden_size] after a layer, from those before it and from attention's outputs."""

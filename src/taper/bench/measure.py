@@ -135,7 +135,7 @@ def step_ms_by_depth(
             tokens, positions, slots = (np.array([value], np.int32) for value in (1, position, 0))
             active = active_prefixes(tuple(skip_order), layers, [depth])
             started = time.perf_counter()
-            backend.forward(TokenBatch(tokens, positions, slots, active, greedy_rows=(0,)))
+            backend.forward(TokenBatch(tokens, positions, slots, active, greedy_rows=(0,), fill=True))
             times[depth].append((time.perf_counter() - started) * 1e3)
     return {depth: statistics.median(row[_WARM_UP_STEPS:]) for depth, row in times.items()}
 

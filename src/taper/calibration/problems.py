@@ -123,7 +123,7 @@ class WordProblemSet:
         """Solve some problems together under a policy."""
         params, tokenizer = SamplingParams(max_tokens=MAX_TOKENS), self._llm.tokenizer
         prompts, attempts = self.prompt_ids(indices).values(), []
-        requests = [Request(prompt, params, policy, tokenizer.eos_token_ids) for prompt in prompts]
+        requests = [Request(prompt, params, policy, tokenizer.eos_token_ids, reuse="exact") for prompt in prompts]
         for index, ids in zip(indices, self._llm.engine.complete(requests), strict=True):
             right = len(ids) < MAX_TOKENS and is_right(tokenizer.decode(ids), self._problems[index].answer)
             attempts.append(Attempt(right, ids))

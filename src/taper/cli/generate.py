@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import MODES, TaperError
+from ..errors import MODES, REUSE, TaperError
 from .common import INTERRUPTED, Command, load, model_options, say, with_options
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ def generate(prompt: str, compare: bool, as_json: bool, **options: Any) -> None:
 
 @click.command()
 @_options
+@click.option("--reuse", type=click.Choice(REUSE), default=REUSE[0], help="Of earlier turns: see docs/reliability.md.")
 def chat(**options: Any) -> None:
     """Chat over several turns. /reset starts over, /exit or Ctrl-D ends the chat."""
     params = _sampling(options)
@@ -98,8 +99,8 @@ def chat(**options: Any) -> None:
             messages.append({"role": "user", "content": line})
             try:
                 thinks = _thinks(llm, llm.encode(messages, think=options["think"]))
-                stream = llm.stream(messages, params, policy=policy, think=options["think"])
-                output, chunks = _follow(stream, thinks, echo=True)
+                how = {"think": options["think"], "reuse": options["reuse"]}
+                output, chunks = _follow(llm.stream(messages, params, policy=policy, **how), thinks, echo=True)
             except TaperError as error:
                 messages.pop()
                 say(f"{error}; /reset starts over")

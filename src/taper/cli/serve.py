@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from ..errors import TaperError
+from ..errors import REUSE, TaperError
 from .common import load, model_options, say
 
 _FULL = "full"
@@ -17,6 +17,7 @@ _FULL = "full"
 @model_options
 @click.option("--name", help="What clients call the model. Default: the model's name, or that of its file.")
 @click.option("--policy", "policies", multiple=True, metavar="NAME|FILE", help="Policies; the first is the default.")
+@click.option("--reuse", type=click.Choice(REUSE), default=REUSE[0], help="Of earlier turns: see docs/reliability.md.")
 @click.option("--host", default="127.0.0.1", help="Address to listen on.")
 @click.option("--port", type=int, default=8000, help="Port to listen on; 0: a free one.")
 @click.option("--api-key", envvar="TAPER_API_KEY", show_default=False, help="What clients must send. [$TAPER_API_KEY]")
@@ -28,7 +29,7 @@ _FULL = "full"
 @click.option("--max-body-bytes", type=int, default=4 << 20, help="Size of a request.")
 @click.option("--max-seconds", type=float, default=600.0, help="Time of a request, and of a shutdown.")
 @click.option("--log-prompts", is_flag=True, help="Write requests with their prompts to the log.")
-def serve(policies: tuple[str, ...], name: str | None, max_batch_size: int, **options: Any) -> None:
+def serve(policies: tuple[str, ...], name: str | None, max_batch_size: int, reuse: str, **options: Any) -> None:
     """Serve a model with OpenAI's API, and a page to try it."""
     try:
         from ..server.app import serve as run_server
@@ -46,7 +47,7 @@ def serve(policies: tuple[str, ...], name: str | None, max_batch_size: int, **op
         resolved = known.get(policy) or llm.resolve_policy(policy)
         chosen[policy if policy in known else resolved.name or Path(policy).stem] = resolved
     default = next(iter(chosen)) if chosen else llm.resolve_policy().name
-    served = ServedModel(name or _name(llm.model), llm, known | chosen, default, limits.max_n)
+    served = ServedModel(name or _name(llm.model), llm, known | chosen, default, limits.max_n, reuse)
     host, port = listener.getsockname()[:2]
     address = f"[{host}]" if ":" in host else host
     say(f"serving {served.name} at http://{address}:{port}/ with policy {default}; Ctrl-C stops it")

@@ -125,7 +125,8 @@ class TaperLM(LM):  # type: ignore[misc]  # the harness has no types
         if len(ids) > room - params.max_tokens:
             ids = ids[params.max_tokens - room :]
             self.num_truncated += 1
-        return Request(ids, params, policy, tokenizer.declared_eos_token_ids)
+        # Exact, so that no output depends on those before it.
+        return Request(ids, params, policy, tokenizer.declared_eos_token_ids, reuse="exact")
 
     def request_seed(self, instance: Instance, repeat: int) -> int:
         """The seed of one output: the same under every policy, and another one for each problem and repeat."""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from ..backends.torch import TorchBackend, adapt, visible_cells
+from ..backends.torch import Rotations, TorchBackend, adapt, visible_cells
 from ..calibration.replay import Reference
 from ..models.tensors import LoadedModel
 from ..policy import Adapters, DepthPolicy, active_prefixes
@@ -65,7 +65,7 @@ class Student:
         for layer in range(self.config.num_hidden_layers):
             if layer == self.first_layer:
                 hidden_states = x[prompt:]
-            q, k, v = self._backend.project(x, layer, rotations)
+            q, k, v = self._project(x, layer, rotations)
             if layer >= self.first_layer:
                 cache[layer] = (k[:prompt].half().cpu(), v[:prompt].half().cpu())
             x = self._backend.finish_layer(x, self._attend(q, k, v, layer), layer)
@@ -89,7 +89,7 @@ class Student:
         for layer in range(self.first_layer, self.config.num_hidden_layers):
             n, parts = num_active[layer], []
             if n:
-                q, k, v = self._backend.project(x[:n], layer, rotations)
+                q, k, v = self._project(x[:n], layer, rotations)
                 past_k, past_v = (self._put(past).float() for past in lesson.prompt_cache[layer])
                 attended = self._attend(q, torch.cat((past_k, k)), torch.cat((past_v, v)), layer)
                 parts.append(self._backend.finish_layer(x[:n], attended, layer))
@@ -114,6 +114,11 @@ class Student:
         p_rest, q_rest = ((1 - x.exp().sum(-1)).clamp_min(_TINY) for x in (p, q))
         kl = (p.exp() * (p - q)).sum(-1) + p_rest * (p_rest.log() - q_rest.log())
         return kl, logits.argmax(-1) == ids[:, 0]
+
+    def _project(self, x: torch.Tensor, layer: int, rotations: Rotations) -> tuple[torch.Tensor, ...]:
+        """Queries, keys and values of hidden states x [n, hidden_size] before a layer: each [n, heads, head_dim]."""
+        h = self._backend.attention_input(x, layer)
+        return self._backend.queries(h, layer, rotations), *self._backend.keys_values(h, layer, rotations)
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
         """Attention of the last tokens, q [n, heads, head_dim], over all: k, v [cells, key-value heads, head_dim]."""

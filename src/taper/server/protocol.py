@@ -119,6 +119,7 @@ class TaperFields(Strict):
     policy: str | None = None
     mode: Literal["full", "taper"] | None = None
     think: bool | None = None  # chats only
+    reuse: Literal["filled", "exact"] | None = None
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0

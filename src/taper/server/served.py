@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..engine import Request, TokenFilter
-from ..errors import RequestError, one_of, whole_number
+from ..errors import REUSE, RequestError, one_of, whole_number
 from ..llm import LLM
 from ..policy import DepthPolicy
 from ..sampling import SamplingParams
@@ -29,6 +29,7 @@ class ServedModel:
         policies: by name; "full" runs every layer.
         default_policy: the name of the one for requests that choose none.
         max_n: completions of a request, all prompts together.
+        reuse: what requests that do not say it take from earlier ones, one of `REUSE`.
     """
 
     name: str
@@ -36,6 +37,7 @@ class ServedModel:
     policies: dict[str, DepthPolicy]
     default_policy: str
     max_n: int
+    reuse: str = REUSE[0]
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
@@ -130,12 +132,13 @@ class ServedModel:
         self.check_name(body.model)
         n = whole_number("n", 1 if body.n is None else body.n, 1, self.max_n)
         policy, eos_token_ids = self._policy(body.taper), self.llm.tokenizer.eos_token_ids
+        rest = eos_token_ids, token_filter, body.taper.reuse or self.reuse
         requests = []
         for prompt in prompts:
             self.llm.engine.check_prompt(prompt)
             for choice in range(n):  # the same seed would give the same text n times
                 seed = None if params.seed is None else params.seed + choice
-                requests.append(Request(prompt, replace(params, seed=seed), policy, eos_token_ids, token_filter))
+                requests.append(Request(prompt, replace(params, seed=seed), policy, *rest))
         return requests
 
     def _policy(self, fields: protocol.TaperFields) -> DepthPolicy:
@@ -162,5 +165,5 @@ def _sampling_params(body: protocol.CompletionFields, max_tokens: int, logprobs:
         seed=body.seed,
         stop=body.stop or (),
         logprobs=logprobs,
-        **body.taper.model_dump(exclude={"policy", "mode", "think"}),
+        **body.taper.model_dump(exclude={"policy", "mode", "think", "reuse"}),
     )

@@ -87,6 +87,7 @@ class GgmlBackend:
 
     def forward(self, batch: TokenBatch) -> ForwardOutput:
         """Run the batch and write its keys and values."""
+        skips = min(batch.num_active) < len(batch.tokens)
         key = GraphKey(
             num_active=batch.num_active,
             runs=runs_by_slot(batch.slots),
@@ -94,7 +95,8 @@ class GgmlBackend:
             kv_length=self._model.cache.bucket(int(batch.positions.max()) + 1),
             first_layer=batch.first_layer,
             output_hidden_states=batch.output_hidden_states,
-            adapters=batch.adapters if min(batch.num_active) < len(batch.tokens) else None,
+            adapters=batch.adapters if skips else None,
+            fill=batch.fill and skips,
         )
         graph = self._graph(key)
         self._fill(graph, key, batch)

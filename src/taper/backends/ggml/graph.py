@@ -37,6 +37,7 @@ class GraphKey(NamedTuple):
     first_layer: int
     output_hidden_states: tuple[int, ...]
     adapters: Adapters | None
+    fill: bool
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class Graph:
             if layer in key.output_hidden_states:
                 # A copy, made before a later layer updates x in place.
                 hidden_states[layer] = self._output(ggml.ggml_dup(context, x))
-            if layer < layers and key.num_active[layer]:
+            if layer < layers and (key.fill or key.num_active[layer]):
                 x = self._layer(x, layer, key.num_active[layer])
             if layer in self._adapters and key.num_active[layer] < key.runs[-1][2]:
                 x = self._adapter(x, layer, key.num_active[layer])
@@ -143,12 +144,16 @@ class Graph:
         return ggml.ggml_mul(context, ggml.ggml_rms_norm(context, x, self._model.config.rms_norm_eps), weight)
 
     def _layer(self, x: Any, layer: int, active: int) -> Any:
-        """Run a layer on the first `active` tokens of x [hidden_size, tokens]."""
+        """Run a layer on the first `active` tokens of x [hidden_size, tokens]; to fill, the rest write their cells."""
         context, count = self._context.pointer, self._key.runs[-1][2]
-        prefix = x if active == count else ggml.ggml_view_2d(context, x, x.contents.ne[0], active, x.contents.nb[1], 0)
+        h = self._norm(x if self._key.fill else _rows(context, x, 0, active), f"layers.{layer}.pre_attention_norm")
+        self._write_cells(h, layer)
+        if not active:
+            return x
+        prefix = _rows(context, x, 0, active)
         # A part of x is updated in place: the rest keeps its value, and a token may re-enter at a later layer.
         add = ggml.ggml_add if active == count else ggml.ggml_add_inplace
-        attended = self._attention(self._norm(prefix, f"layers.{layer}.pre_attention_norm"), layer, active)
+        attended = self._attention(_rows(context, h, 0, active), layer)
         prefix = add(context, prefix, self._added(attended, f"layers.{layer}.post_attention_norm"))
         h = self._mlp(self._norm(prefix, f"layers.{layer}.pre_mlp_norm"), layer)
         prefix = add(context, prefix, self._added(h, f"layers.{layer}.post_mlp_norm"))
@@ -157,9 +162,9 @@ class Graph:
 
     def _adapter(self, x: Any, layer: int, active: int) -> Any:
         """Let the tokens of x [hidden_size, tokens] that skip a layer pass through its adapter."""
-        context, (size, count), row = self._context.pointer, x.contents.ne[:2], x.contents.nb[1]
+        context = self._context.pointer
         down, up = self._adapters[layer]
-        rest = ggml.ggml_view_2d(context, x, size, count - active, row, active * row) if active else x
+        rest = _rows(context, x, active, x.contents.ne[1])
         h = ggml.ggml_mul_mat(context, down, ggml.ggml_rms_norm(context, rest, ADAPTER_EPS))
         h = ggml.ggml_mul_mat(context, up, ggml.ggml_silu_inplace(context, h))
         if not active:
@@ -215,18 +220,22 @@ class Graph:
         inner = ggml.ggml_mul(context, gate, factor)
         return ggml.ggml_mul(context, ggml.ggml_mul(context, gate, ggml.ggml_sigmoid(context, inner)), up)
 
-    def _attention(self, h: Any, layer: int, active: int) -> Any:
-        """Write keys and values of the active tokens, then attend; returns [hidden_size, active]."""
-        context, config, length = self._context.pointer, self._model.config, self._key.kv_length
-        spec = config.layers[layer]
+    def _write_cells(self, h: Any, layer: int) -> None:
+        """Write keys and values of h [hidden_size, n], the first n tokens."""
+        context, config = self._context.pointer, self._model.config
         keys, values = self._model.cache[layer]
-        q = self._rotated(self._project(h, layer, "q", config.num_attention_heads, active), layer, active)
-        k = self._rotated(self._project(h, layer, "k", config.num_key_value_heads, active), layer, active)
-        v = self._project(h, layer, "v", config.num_key_value_heads, active)
-        cells = ggml.ggml_view_1d(context, self._inputs["cells"], active, 0)
+        k = self._rotated(self._project(h, layer, "k", config.num_key_value_heads), layer)
+        v = self._project(h, layer, "v", config.num_key_value_heads)
+        cells = ggml.ggml_view_1d(context, self._inputs["cells"], h.contents.ne[1], 0)
         for cache, new in ((keys, k), (values, v)):
-            flat = ggml.ggml_reshape_2d(context, new, config.num_key_value_heads * config.head_dim, active)
+            flat = ggml.ggml_reshape_2d(context, new, config.num_key_value_heads * config.head_dim, h.contents.ne[1])
             self._run(ggml.ggml_set_rows(context, cache, flat, cells))
+
+    def _attention(self, h: Any, layer: int) -> Any:
+        """Let the first tokens, h [hidden_size, active], attend; returns [hidden_size, active]."""
+        context, config, length = self._context.pointer, self._model.config, self._key.kv_length
+        spec, active = config.layers[layer], h.contents.ne[1]
+        q = self._rotated(self._project(h, layer, "q", config.num_attention_heads), layer)
         outputs, mask = None, self._inputs[self.windows[spec.window]]
         for slot, first, end in self._key.runs:
             if first >= active:
@@ -235,31 +244,40 @@ class Graph:
             q_rows = ggml.ggml_view_3d(
                 context, q, *q.contents.ne[:2], rows, *q.contents.nb[1:3], first * q.contents.nb[2]
             )
-            stride = mask.contents.nb[1]
-            mask_rows = ggml.ggml_view_2d(context, mask, length, rows, stride, first * stride)
-            cached = (self._model.cache.slot(context, tensor, slot, length) for tensor in (keys, values))
+            mask_rows = _rows(context, mask, first, first + rows)
+            cached = (self._model.cache.slot(context, tensor, slot, length) for tensor in self._model.cache[layer])
             queries = ggml.ggml_permute(context, q_rows, 0, 2, 1, 3)
             out = ggml.ggml_flash_attn_ext(context, queries, *cached, mask_rows, spec.attention_scale, 0.0, 0.0)
             outputs = out if outputs is None else ggml.ggml_concat(context, outputs, out, 2)
         outputs = ggml.ggml_reshape_2d(context, outputs, config.num_attention_heads * config.head_dim, active)
         return self._times(outputs, layer, "o_proj")
 
-    def _project(self, h: Any, layer: int, name: str, heads: int, active: int) -> Any:
-        """One of q, k, v as [head_dim, heads, active]."""
+    def _project(self, h: Any, layer: int, name: str, heads: int) -> Any:
+        """One of q, k, v of h [hidden_size, n] as [head_dim, heads, n]."""
         context, weights = self._context.pointer, self._model.weights
         whole, norm = self._model.config.layers[layer].qk_norm == "whole", f"layers.{layer}.{name}_norm"
         out = self._times(h, layer, f"{name}_proj")
         if (bias := weights.get(f"layers.{layer}.{name}_bias")) is not None:
             out = ggml.ggml_add(context, out, bias)
         out = self._norm(out, norm) if whole else out
-        out = ggml.ggml_reshape_3d(context, out, self._model.config.head_dim, heads, active)
+        out = ggml.ggml_reshape_3d(context, out, self._model.config.head_dim, heads, h.contents.ne[1])
         return out if whole else self._norm(out, norm)
 
-    def _rotated(self, x: Any, layer: int, active: int) -> Any:
+    def _rotated(self, x: Any, layer: int) -> Any:
+        """Heads of the first tokens, x [head_dim, heads, n], rotated by their positions."""
         context, rope = self._context.pointer, self._model.config.layers[layer].rope
         if rope is None:
             return x
         mode = _ROPE_NEIGHBOURS if rope.interleaved else _ROPE_HALVES
-        positions = ggml.ggml_view_1d(context, self._inputs["positions"], active, 0)
+        positions = ggml.ggml_view_1d(context, self._inputs["positions"], x.contents.ne[2], 0)
         factors, scaling = self._model.rope_factors[layer], (rope.theta, 1.0, 0.0, rope.attention_factor, 0.0, 0.0)
         return ggml.ggml_rope_ext(context, x, positions, factors, rope.dim, mode, 0, *scaling)
+
+
+def _rows(context: Any, x: Any, first: int, end: int) -> Any:
+    """Rows `first` to `end`, excluded, of x [width, rows]; x itself where these are all."""
+    width, count = x.contents.ne[:2]
+    if (first, end) == (0, count):
+        return x
+    row = x.contents.nb[1]
+    return ggml.ggml_view_2d(context, x, width, end - first, row, first * row)
