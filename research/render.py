@@ -23,14 +23,14 @@ from taper.models.download import DEFAULT_MODEL
 
 ROOT = Path(__file__).parent.parent
 RESULTS, PAGES, TEMPLATES = (ROOT / "research" / name for name in ("results", "pages", "templates"))
-SECTIONS = (ROOT / "README.md", ROOT / "docs" / "reliability.md", ROOT / "docs" / "vllm.md")
+SECTIONS = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("reliability", "serving", "vllm")))
 MARK = re.compile(r"(<!-- (\w+\.md\.j2): python research/render\.py -->\n).*?(<!-- end of \2 -->\n)", re.S)
 
 
 def load(folder: Path = RESULTS) -> dict[str, Any]:
     """The results by kind: `decode` is decode.json, and `methods` has methods-MODEL.json of each model by its name."""
     results: dict[str, Any] = {kind: {} for kind in ("bench", "calibration", "claims", "harness", "methods")}
-    results |= {kind: {} for kind in ("task_calibration", "task_signals")}
+    results |= {kind: {} for kind in ("session", "task_calibration", "task_signals")}
     for path in sorted(folder.glob("*.json")):
         kind, _, model = path.stem.partition("-")
         (results[kind] if model else results)[model or kind] = json.loads(path.read_text())
@@ -104,7 +104,7 @@ def rendered(folder: Path = RESULTS) -> dict[Path, str]:
     def text(template: str, **more: Any) -> str:
         return wrapped(jinja.get_template(template).render(results, **more))
 
-    pages = {PAGES / f"{name}.md": text(f"{name}.md.j2") for name in ("results", "fleets")}
+    pages = {PAGES / f"{name}.md": text(f"{name}.md.j2") for name in ("results", "fleets", "session")}
     for name, kind in {
         "paper": "claims",
         "methods": "methods",

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -54,14 +55,28 @@ class Reply:
         """The text of the first choice, streamed or not."""
         if not self.body.startswith(b"data:"):
             return str(_text(json.loads(self.body)["choices"][0]))
-        events = [part[6:] for part in self.body.split(b"\n\n") if part.startswith(_EVENT)]
-        return "".join(_text(json.loads(event)["choices"][0]) for event in events)
+        return "".join(_event_text(event) for event in self.events)
+
+    @cached_property
+    def events(self) -> list[dict[str, Any]]:
+        """The events of a stream."""
+        return [json.loads(part[6:]) for part in self.body.split(b"\n\n") if part.startswith(_EVENT)]
+
+    @property
+    def first_text_s(self) -> float:
+        """Seconds until the first event of a stream that has text; until the last event if none has."""
+        timed = zip(self.times, self.events, strict=False)  # text that looks like an event adds to the times
+        return next((moment for moment, event in timed if _event_text(event)), self.times[-1])
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """The usage that one of a stream's last events tells; empty without it."""
+        return next((event["usage"] for event in reversed(self.events) if event.get("usage")), {})
 
     @property
     def completion_tokens(self) -> int:
-        """Tokens of a stream, as the usage in one of its last events tells; 0 without usage."""
-        events = (json.loads(part[6:]) for part in reversed(self.body.split(b"\n\n")) if part.startswith(_EVENT))
-        return next((int(event["usage"]["completion_tokens"]) for event in events if event.get("usage")), 0)
+        """Tokens of a stream, by its usage; 0 without usage."""
+        return int(self.usage.get("completion_tokens", 0))
 
     @property
     def is_complete(self) -> bool:
@@ -69,6 +84,10 @@ class Reply:
         if self.body.startswith(b"data:"):
             return self.body.endswith(b"data: [DONE]\n\n") and b'data: {"error"' not in self.body
         return self.status == 200 and self.body.endswith(b"}")
+
+
+def _event_text(event: dict[str, Any]) -> str:
+    return _text(event["choices"][0]) if event.get("choices") else ""  # one has the usage and no choice
 
 
 def _text(choice: dict[str, Any]) -> str:

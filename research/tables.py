@@ -303,3 +303,38 @@ def commits(formats: Json) -> list[str]:
 def counted(matrices: Mapping[str, int]) -> str:
     """How many matrices are of each type."""
     return ", ".join(f"{count} {dtype}" for dtype, count in Counter(matrices).most_common())
+
+
+# Sessions
+
+
+def session_models(session: Mapping[str, Json], default_model: str) -> list[str]:
+    """The models that were measured, the default model first."""
+    return sorted(session, key=lambda model: (model != default_model, model))
+
+
+def session_cells(session: Mapping[str, Json], default_model: str, name: str) -> dict[str, Json]:
+    """A cell of each model that has it."""
+    cells = {model: session[model]["cells"] for model in session_models(session, default_model)}
+    return {model: own[name] for model, own in cells.items() if name in own}
+
+
+def session_rows(cell: Json, wanted: Iterable[str] = ()) -> dict[str, str]:
+    """The targets of a cell and their titles, without the policies that are not wanted; llama-server comes last."""
+    titles = {"full": "full depth", "llama_server": "llama-server"}
+    policies = [name for name in cell["seconds"] if name not in titles]
+    chosen = [name for name in policies if not wanted or name in wanted]
+    names = ["full", *chosen, *(["llama_server"] if "llama_server" in cell["seconds"] else [])]
+    return {name: titles.get(name, f"`{name}`") for name in names}
+
+
+def with_spread(values: Sequence[float] | None) -> str:
+    """A ratio with the least and the most of the rounds; a dash for None."""
+    return "–" if values is None else "{:.2f}x ({:.2f} to {:.2f})".format(*values)
+
+
+def session_title(name: str) -> str:
+    """What a cell was, from its name, such as "default 8"."""
+    sampling, clients = name.split()
+    asked = "the server's own sampling" if sampling == "default" else "greedy"
+    return f"{asked}, {'one client' if clients == '1' else f'{clients} clients at once'}"

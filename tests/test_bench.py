@@ -14,6 +14,7 @@ import formats
 import pytest
 from tiny import BACKENDS, make_backend
 
+import taper.engine
 from taper.bench.measure import (
     Clock,
     OutOfTimeError,
@@ -97,6 +98,20 @@ def test_a_run_computes_the_prompts_one_by_one_and_then_a_token_of_each_a_step(b
     policy = DepthPolicy.skipdecode(6, min_depth=2, span=4)
     measure(engine, policy, prompt_tokens=3, max_tokens=6, seed=3)
     assert [depth for _, depth in backend.forwards] == [policy.depth(step) for step in range(6)]
+
+
+def test_tokens_are_sampled_at_a_temperature_and_greedy_without_one(backend, monkeypatch):
+    temperatures, sample = [], taper.engine.sample
+    monkeypatch.setattr(
+        taper.engine,
+        "sample",
+        lambda logits, params, *more: (temperatures.append(params.temperature), sample(logits, params, *more))[1],
+    )
+    engine = Engine(backend)
+    measure(engine, FULL, max_tokens=5)
+    assert temperatures == []
+    assert measure(engine, FULL, max_tokens=5, temperature=0.8).tpot_s > 0
+    assert temperatures == [0.8] * 5
 
 
 def test_the_same_seed_finds_its_context_in_the_cache_and_another_does_not(backend):

@@ -20,7 +20,7 @@ from taper.backends import TokenBatch
 from taper.backends.torch import TorchBackend
 from taper.bench import measure as bandwidth
 from taper.bench import peers, run, target, torch_device
-from taper.bench.measure import Clock, OutOfTimeError
+from taper.bench.measure import Clock, OutOfTimeError, Speeds
 from taper.bench.target import SHAPES, TINY, BenchOptions
 from taper.cli import bench as command
 from taper.cli import cli
@@ -81,6 +81,7 @@ def test_every_phase_runs_as_on_a_gpu_and_is_shown(tmp_path, monkeypatch):
     full, tapered = outputs["rows"]
     assert (full["speedup"], full["ideal_speedup"], full["realised_fraction"]) == (1, 1, None)
     assert tapered["ideal_speedup"] == pytest.approx(full["mb_per_token"] / tapered["mb_per_token"], rel=1e-3)
+    assert all(row["sampled_tokens_per_s"] > 0 for row in outputs["rows"])
     realised = (tapered["speedup"] - 1) / (tapered["ideal_speedup"] - 1)
     assert tapered["realised_fraction"] == pytest.approx(realised, rel=1e-2, abs=1e-3)
     compared = result["phases"]["peers at 6"]
@@ -124,6 +125,26 @@ def test_another_program_is_compared_round_by_round(tiny_gguf, llama_bin, monkey
     assert row["tokens_per_s"] == pytest.approx(2666.7, rel=1e-3)  # the middle of the times
 
 
+def test_outputs_are_greedy_and_sampled_in_the_same_rounds(tiny_gguf, monkeypatch):
+    times, calls = {0.0: iter((1, 0.5, 0.25, 0.2)), 0.8: iter((1, 0.8, 0.4, 0.5))}, []  # the first warms up
+
+    def measure(engine, policy, *, max_tokens, temperature, clock):
+        calls.append((policy.min_depth, temperature))
+        assert max_tokens == 6
+        return Speeds(0, next(times[temperature]) if policy.min_depth == 6 else 0.1)
+
+    monkeypatch.setattr(run, "measure", measure)
+    options = BenchOptions(model=str(tiny_gguf), threads=1, **SHORT | {"rounds": 3})
+    opened = target.open_target(options)
+    full, tapered = run.Phases(opened, options, Clock(60)).outputs(6)["rows"]
+    assert (full["tokens_per_s"], full["sampled_tokens_per_s"]) == (4, 2)
+    assert (full["rounds"], tapered["sampled_tokens_per_s"]) == (3, 10)
+    assert tapered["speedup"] == 2.5  # greedy against greedy
+    depth = opened.policies["d3, alpha 0.998"].min_depth
+    assert calls == [(6, 0.0), (6, 0.8), (depth, 0.0), (depth, 0.8)] * 4
+    assert command._SAMPLED[0] == f"at {run.TEMPERATURE}\n/s"
+
+
 def test_policies_are_those_given(tmp_path):
     policy, files = DepthPolicy.static(6, 3, [1, 2, 3]), [str(tmp_path / name) for name in ("a.json", "b.json")]
     for file, name in zip(files, ("", "full"), strict=True):
@@ -135,11 +156,12 @@ def test_policies_are_those_given(tmp_path):
 def test_tables_fit_a_terminal_of_80_columns_and_are_whole_without_one(monkeypatch):
     name = "a policy whose name is much longer than what fits into a column of a terminal"
     row = {"policy": name, "mean_depth": 19.25, "tpot_ms": 123.456, "tokens_per_s": 1234.5, "gb_per_s": 123.4}
+    row |= {"sampled_tokens_per_s": 1111.5}
     row |= {"bandwidth_used": 0.5, "speedup": 1.25, "ideal_speedup": 1.5, "realised_fraction": None, "rounds": 15}
     conditions = {"model": "m[1]", "gpu": None, "machine": "CPU", "backend": "ggml", "date": "d", "batch": 1}
     phases = {"outputs of 9": {"output_tokens": 9, "rows": [row]}}
     result = {"conditions": conditions, "phases": phases, "dropped": [], "failed": {}}
-    numbers = ["19.2", "123.46", "1234.5", "123.4", "50", "1.25", "1.50", "-", "15"]
+    numbers = ["19.2", "123.46", "1234.5", "1111.5", "123.4", "50", "1.25", "1.50", "-", "15"]
     lines = as_text(result, width=80).splitlines()
     assert max(map(len, lines)) <= 80
     assert any(line.split()[-len(numbers) :] == numbers for line in lines)

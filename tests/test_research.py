@@ -8,6 +8,7 @@ import importlib.util
 import json
 import re
 import shutil
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import numpy as np
 import pictures
 import pytest
 import render
+import session
 import tables
 import task_options
 import task_signals
@@ -25,6 +27,7 @@ import torch
 import unnested
 import word_problems
 from eval_data import write_data
+from server_process import Reply
 from tiny import TinyModel, random_prompt, reference_ids
 
 from taper import LLM, DepthPolicy
@@ -249,6 +252,169 @@ def test_a_rotating_rule_runs_layers_again_and_misses_their_keys(tiny_llama, ans
         )
     assert missing == written
     assert filled != written
+
+
+# Sessions
+
+
+def session_run(seconds: float, *first_tokens: float) -> session.Run:
+    return session.Run(seconds, list(first_tokens), [25.0, 26.0, 26.0, 29.0])
+
+
+RUNS = {
+    "full": [session_run(s, 0.5, 0.1, 0.2, 0.3) for s in (10, 20, 16)],
+    "balanced": [session_run(s, 0.5, 0.2, 0.4, 0.2) for s in (8, 10, 20)],
+    "llama_server": [session_run(s, 0.5, 0.1, 0.1, 0.1) for s in (9, 22, 16)],
+}
+
+
+def test_ratios_of_sessions_are_medians_over_rounds_with_their_spread():
+    cell = session.summary(RUNS, tokens=512)
+    assert cell["seconds"] == {"full": 16, "balanced": 10, "llama_server": 16}
+    assert cell["tokens_per_second"]["balanced"] == 51.2
+    assert cell["over_full"] == {"balanced": [1.25, 0.8, 2], "llama_server": [1, 0.9091, 1.111]}
+    assert cell["over_llama_server"] == {"full": [1, 0.9, 1.1], "balanced": [1.125, 0.8, 2.2]}
+    assert cell["first_token_s"]["balanced"] == [0.5, 0.2, 0.4, 0.2]
+    assert cell["later_first_token_s"] == {"full": 0.2, "balanced": 0.2, "llama_server": 0.1}
+    assert cell["later_first_token_over_full"]["llama_server"] == [0.5, 0.5, 0.5]
+    assert cell["new_prompt_tokens"]["full"] == [25, 26, 26, 29]
+    assert "over_llama_server" not in session.summary({"full": RUNS["full"]}, tokens=512)
+
+
+def test_checks_of_sessions_are_those_of_the_model_and_of_what_was_measured():
+    cells = {"default 1": session.summary(RUNS, tokens=512)}
+    waits = "default 1: balanced waits at most 1.2x as long as full depth"
+    assert session.checks(session.DEFAULT_MODEL, cells) == {
+        "default 1: full at least 0.97x llama-server": True,
+        "default 1: balanced at least 1.03x llama-server": True,
+        waits: True,
+    }
+    cells["default 1"]["over_llama_server"]["balanced"][0] = 1.04
+    cells["default 1"]["later_first_token_over_full"]["balanced"][0] = 1.3
+    passed = session.checks("qwen2.5-coder-1.5b-instruct", cells)
+    assert passed["default 1: balanced at least 1.05x llama-server"] is passed[waits] is False
+    assert session.checks("other", cells) == {waits: False}
+
+
+def test_a_session_takes_as_long_as_its_slowest_client():
+    quick, slow = [session.Turn(0.1, 1, 9), session.Turn(0.2, 1, 5)], [session.Turn(0.3, 2, 9), session.Turn(0.2, 2, 7)]
+    assert session.run_of([quick, slow]) == session.Run(4, [0.2, 0.2], [9, 6])
+
+
+def streamed(tokens: int, asked: Sequence[dict], cached: int = 0) -> Reply:
+    """What a server might reply: the role alone, a token a second, and the usage."""
+    deltas = [{"role": "assistant", "content": None}, *({"content": f" {len(asked)}.{n}"} for n in range(tokens))]
+    events = [{"choices": [{"delta": delta}], "usage": None} for delta in deltas]
+    usage = {"prompt_tokens": 100, "completion_tokens": tokens, "prompt_tokens_details": {"cached_tokens": cached}}
+    body = "".join(f"data: {json.dumps(event)}\n\n" for event in [*events, {"choices": [], "usage": usage}])
+    return Reply(200, f"{body}data: [DONE]\n\n".encode(), [float(n) for n in range(tokens + 2)])
+
+
+@pytest.mark.parametrize("tokens", [3, 2])
+def test_a_client_says_again_what_was_said_and_counts_tokens(tokens, monkeypatch):
+    bodies = []
+
+    async def post(port, path, body):
+        bodies.append(json.loads(json.dumps(body)))
+        return streamed(tokens, body["messages"], cached=60)
+
+    monkeypatch.setattr(session, "post", post)
+    target, numbers = session.Target(1, {"ignore_eos": True}), iter(range(7, 100))
+    run = session.sessions(target, 1, session.SAMPLING["default"], 3, numbers)
+    if tokens < 3:
+        with pytest.raises(RuntimeError, match="2 tokens, not 3"):
+            run()
+        return
+    assert run() == session.Run(16, [1.0] * 4, [40] * 4)
+    first, second, *_ = bodies
+    assert "temperature" not in first
+    assert (first["ignore_eos"], first["max_tokens"], first["stream"]) == (True, 3, True)
+    assert first["messages"] == [{"role": "user", "content": session.numbered(session.CONVERSATIONS[0], 7)[0]}]
+    assert second["messages"][1:] == [
+        {"role": "assistant", "content": " 1.0 1.1 1.2"},
+        {"role": "user", "content": session.CONVERSATIONS[0][1]},
+    ]
+    run()
+    assert bodies[4]["messages"][0]["content"] == session.numbered(session.CONVERSATIONS[1], 8)[0]
+
+
+def test_no_session_repeats_the_text_of_another():
+    assert {len(conversation) for conversation in session.CONVERSATIONS} == {4}
+    assert len(set(session.CONVERSATIONS)) == len(session.CONVERSATIONS) >= 12
+    one, other = (session.numbered(session.CONVERSATIONS[0], number)[0] for number in (10_000, 10_001))
+    assert len(one) == len(other)
+    assert one.index("10000") < 30
+
+
+@pytest.fixture
+def session_arguments(tiny_gguf, tmp_path, monkeypatch) -> list[str]:
+    """Short conversations with a tiny model; no llama.cpp of this machine takes part."""
+    monkeypatch.setattr(session, "CONVERSATIONS", (("one", "two", "three", "four"),))
+    monkeypatch.setattr(session, "CONTEXT", 256)
+    monkeypatch.setattr(shutil, "which", lambda name, path=None: None)
+    return [f"--model={tiny_gguf}", "--threads=1", "--rounds=1", "--tokens=4", f"--out={tmp_path / 'session.json'}"]
+
+
+def test_sessions_are_measured_cell_by_cell(session_arguments, tmp_path, capsys):
+    for more in (["--clients=1", "--only=greedy"], ["--clients=2", "--only=default"]):
+        with pytest.raises(SystemExit) as stop:
+            session.main([*session_arguments, *more])
+        assert stop.value.code == 0
+    result = json.loads((tmp_path / "session.json").read_text())
+    assert list(result["cells"]) == ["greedy 1", "default 2"]
+    cell = result["cells"]["default 2"]
+    assert cell["conditions"]["batch"] == 2
+    assert len(cell["first_token_s"]["full"]) == 4
+    assert cell["tokens_per_second"]["full"] == pytest.approx(2 * 4 * 4 / cell["seconds"]["full"], rel=1e-2)
+    with pytest.raises(SystemExit):
+        session.main([*session_arguments, f"--llama-bin={tmp_path}"])
+    assert "no program llama-server in" in capsys.readouterr().err
+    (tmp_path / "session.json").write_text('{"model": "other", "cells": {}}')
+    with pytest.raises(SystemExit):
+        session.main(session_arguments)
+    assert "has results of another model" in capsys.readouterr().err
+
+
+def test_sessions_that_are_interrupted_keep_the_finished_cells(session_arguments, tmp_path, monkeypatch):
+    finished = iter([True])
+
+    def alternate(runs, rounds):
+        if not next(finished, False):
+            raise KeyboardInterrupt
+        return {name: [run()] for name, run in runs.items()}
+
+    monkeypatch.setattr(session, "alternate", alternate)
+    with pytest.raises(KeyboardInterrupt):
+        session.main([*session_arguments, "--clients=1"])
+    assert list(json.loads((tmp_path / "session.json").read_text())["cells"]) == ["default 1"]
+
+
+def test_sessions_have_a_page_and_a_table(tmp_path):
+    results = Path(shutil.copytree(render.RESULTS, tmp_path / "results"))
+    for path in results.glob("session-*"):
+        path.unlink()
+    empty = {path.name: page for path, page in render.rendered(results).items()}
+    assert "No model has been measured yet." in empty["session.md"]
+    assert "over llama-server" not in empty["serving.md"]
+    about = json.loads((results / "decode.json").read_text())["conditions"] | {"turns": 4, "llama_server": "version: 1"}
+    cells = {name: {"conditions": about} | session.summary(RUNS, 512) for name in ("default 1", "greedy 8")}
+    for model in ("other-1.5b", render.DEFAULT_MODEL):
+        result = {"model": model, "cells": cells, "passed": session.checks(model, cells)}
+        (results / f"session-{model}.json").write_text(json.dumps(result))
+    pages = {path.relative_to(render.ROOT).as_posix(): page for path, page in render.rendered(results).items()}
+    for name in ("README.md", "docs/serving.md"):
+        assert f"| {render.DEFAULT_MODEL} | full depth | 16.0 | 1.00x (0.90 to 1.10) | 0.20 |" in pages[name]
+        assert (
+            "|  | `balanced` | 10.0 | 1.12x (0.80 to 2.20) | 0.20 |\n|  | llama-server | 16.0 |  | 0.10 |"
+            in pages[name]
+        )
+        assert pages[name].index("| other-1.5b |") > pages[name].index(f"| {render.DEFAULT_MODEL} | full depth | 16.0")
+    page = pages["research/pages/session.md"]
+    assert page.count("the server's own sampling, one client") == page.count("greedy, 8 clients at once") == 2
+    assert (
+        "| `balanced` | 10.0 | 51.2 | 1.25x (0.80 to 2.00) | 1.12x (0.80 to 2.20) | 0.50 | 0.20 | 0.40 | 0.20 |" in page
+    )
+    assert "| default 1: full at least 0.97x llama-server | yes |" in page
 
 
 # Verdicts and pages

@@ -63,9 +63,10 @@ def measure(
     max_tokens: int = 1,
     batch: int = 1,
     seed: int = 0,
+    temperature: float = 0.0,
     clock: Clock = UNLIMITED,
 ) -> Speeds:
-    """Time the greedy completion of `batch` random prompts side by side: until all have their first token, and a step.
+    """Time the completion of `batch` random prompts side by side: until all have their first token, and a step.
 
     To measure decoding after some context, give a prompt of that length. The same seed gives the same prompts, which a
     second run finds in the key-value cache, so that only its decoding is timed. To time prompts, give each run its own
@@ -78,13 +79,14 @@ def measure(
         max_tokens: of each sequence; 1 measures the prompt alone.
         batch: the number of sequences.
         seed: of the prompts.
+        temperature: 0 for greedy.
         clock: the time budget.
 
     Raises:
         OutOfTimeError: the budget ended first.
         RequestError: prompt and output do not fit into the context.
     """
-    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, ignore_eos=True)
     prompts = [random_prompt(engine, prompt_tokens, seed, row) for row in range(batch)]
     started = time.perf_counter()
     sequences = [engine.add(Request(prompt, params, policy)) for prompt in prompts]

@@ -40,6 +40,7 @@ from .target import BenchOptions, Target, open_target
 
 FORMAT_VERSION = 1
 STEPS = 48  # at each depth
+TEMPERATURE = 0.8  # of outputs that are sampled
 _PACKAGES = ("taper-llm", "numpy", "ggml-python", "torch", "triton", "transformers")
 _DEPTHS = (1.0, 7 / 8, 3 / 4, 5 / 8, 1 / 2)  # of all layers
 _MIN_IDEAL = 1.05  # speedup; below it, a realised fraction is noise
@@ -104,7 +105,8 @@ def _conditions(target: Target, options: BenchOptions) -> Json:
         "threads": target.threads,
         "versions": versions,
         "batch": 1,
-        "decoding": "greedy, from a prompt of one token, sampling included",
+        "decoding": "greedy, from a prompt of one token, the choice of tokens included; "
+        f"outputs of each length also at temperature {TEMPERATURE}",
         "statistic": f"median of up to {options.rounds} alternated rounds after a warm-up",
         "num_hidden_layers": target.config.num_hidden_layers,
         "policies": {name: policy.label for name, policy in target.policies.items()},
@@ -181,16 +183,22 @@ class Phases:
         return {"rows": rows}
 
     def outputs(self, length: int) -> Json:
-        """Outputs of one length under each policy."""
+        """Outputs of one length under each policy, greedy and sampled in turn."""
         policies, sizes = self._target.policies, self._target.backend.weight_bytes
-        runs = {name: partial(self._tpot_s, policy, length) for name, policy in policies.items()}
-        results = alternate(runs, self._options.rounds)
+        runs = {
+            (name, temperature): partial(self._tpot_s, policy, length, temperature)
+            for name, policy in policies.items()
+            for temperature in (0.0, TEMPERATURE)
+        }
+        times = alternate(runs, self._options.rounds)
+        results, sampled = ({name: times[name, t] for name in policies} for t in (0.0, TEMPERATURE))
         read = {name: mean_step_bytes(sizes, policy, length) for name, policy in policies.items()}
         rows = []
         for name, policy in policies.items():
             tpot, speedup = statistics.median(results[name]), _median_ratio(results["full"], results[name])
             row = {"policy": name, "mean_depth": policy.mean_depth(length), "tpot_ms": tpot * 1e3}
-            row |= {"tokens_per_s": 1 / tpot, **self._memory(read[name], tpot)}
+            row |= {"tokens_per_s": 1 / tpot, "sampled_tokens_per_s": 1 / statistics.median(sampled[name])}
+            row |= self._memory(read[name], tpot)
             rows.append(row | _gain(speedup, read["full"] / read[name]) | {"rounds": len(results[name])})
         return {"output_tokens": length, "rows": rows}
 
@@ -251,9 +259,9 @@ class Phases:
         seed = next(self._seeds)
         return measure(self._engine, policy, prompt_tokens=length, seed=seed, clock=self._clock).ttft_s
 
-    def _tpot_s(self, policy: DepthPolicy, length: int) -> float:
+    def _tpot_s(self, policy: DepthPolicy, length: int, temperature: float = 0.0) -> float:
         """Time an output from a prompt of one token."""
-        return measure(self._engine, policy, max_tokens=length, clock=self._clock).tpot_s
+        return measure(self._engine, policy, max_tokens=length, temperature=temperature, clock=self._clock).tpot_s
 
     def _memory(self, num_bytes: float, seconds: float) -> Json:
         """Bytes of weights that a token reads, and the bandwidth that follows from its time."""

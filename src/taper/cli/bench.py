@@ -32,7 +32,11 @@ _GAIN: tuple[Column, ...] = (
 )
 _DEPTH = (("layers", "depth", 1, "d"), ("step\nms", "step_ms", 1, ".2f"), *_MEMORY, *_GAIN)
 _PROMPTS = (("prompt", "prompt_tokens", 1, "d"), _TTFT, _TOKENS, _ROUNDS)
-_OUTPUTS = (("policy", "policy", 1, "s"), ("mean\ndepth", "mean_depth", 1, ".1f"), *_SPEED, *_MEMORY, *_GAIN, _ROUNDS)
+_SAMPLED: Column = ("at 0.8\n/s", "sampled_tokens_per_s", 1, ".1f")  # run.TEMPERATURE, whose import would be slow
+_OUTPUTS = (
+    *(("policy", "policy", 1, "s"), ("mean\ndepth", "mean_depth", 1, ".1f")),
+    *(*_SPEED, _SAMPLED, *_MEMORY, *_GAIN, _ROUNDS),
+)
 _PEERS = (("program", "name", 1, "s"), _TTFT, *_SPEED, _ROUNDS)
 
 
@@ -135,7 +139,7 @@ def _table(columns: Sequence[Column], rows: Iterable[Json]) -> Table:
     """Rows of results, text to the left and numbers to the right; "-" for no value."""
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False, collapse_padding=True)
     for header, _, _, form in columns:
         table.add_column(header, justify="left" if form == "s" else "right")
     for row in rows:
