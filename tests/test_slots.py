@@ -110,6 +110,21 @@ def test_a_conversation_stays_in_its_slot_while_others_take_the_one_released_lon
     assert sizes == [1]
 
 
+def test_a_conversation_that_comes_back_in_other_tokens_takes_its_own_slot(tiny_llama):
+    """Text does not always give the sampled tokens again; the slot of another conversation must not suffer for it."""
+    engine, sizes = counting("ggml", tiny_llama, num_slots=2)
+    prompts = [random_prompt(40 + i, 50) for i in range(2)]
+    for prompt in prompts:
+        engine.complete([request(0, prompt=prompt, tokens=9)])
+    changed = [*prompts[1], 3, 3, 3, 4]
+    engine.complete([request(0, prompt=changed, tokens=1)])
+    assert engine.slots.kept[0][:50] == prompts[0]
+    assert engine.slots.kept[1] == changed
+    sizes.clear()
+    engine.complete([request(0, prompt=[*prompts[0], 3], tokens=1)])
+    assert sizes == [1]
+
+
 # What else a request may bring
 
 

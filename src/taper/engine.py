@@ -482,14 +482,16 @@ class Slots:
     def take(self, sequence: Sequence) -> None:
         """Give a sequence a free slot, and keep the prefix of its prompt that the slot holds.
 
-        Prefer a slot whose whole content is a prefix of the prompt, else the least recently used.
+        Prefer a slot that loses nothing, then one that loses no more than it shares, such as a conversation whose last
+        output comes back in other tokens, then the least recently used.
         """
         prompt = sequence.request.prompt_ids
         free = [slot for slot, owner in enumerate(self.sequences) if owner is None]
         shared = {slot: common_prefix(self._held(slot, sequence.request), prompt) for slot in free}
 
         def cost(slot: int) -> tuple[int, int]:
-            return (1, self._released[slot]) if shared[slot] < len(self.kept[slot]) else (0, -shared[slot])
+            lost = len(self.kept[slot]) - shared[slot]
+            return (2, self._released[slot]) if lost > shared[slot] else (bool(lost), -shared[slot])
 
         slot = min(free, key=cost)
         # The last token runs in any case: its logits predict the first token of the completion.
