@@ -19,9 +19,10 @@ from vllm.sequence import IntermediateTensors
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from ..errors import ModelError
-from ..policy import ADAPTER_EPS, Adapters, DepthPolicy
+from ..policy import ADAPTER_EPS, Adapters
 from . import check_vllm_version
-from .plan import ActiveTokens, Plan
+from .options import RequestOptions
+from .plan import ActiveTokens, PassingTokens, Plan
 
 check_vllm_version()
 
@@ -30,7 +31,10 @@ BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
 
 
 class DepthDecay:
-    """Mixed into a vLLM decoder (`LlamaModel` and the like): each layer runs the tokens that retain it."""
+    """Mixed into a vLLM decoder (`LlamaModel` and the like): each layer runs the tokens that retain it.
+
+    The others pass by, through an adapter if there is one, and may leave their keys and values.
+    """
 
     def forward(
         self: Any,
@@ -48,13 +52,21 @@ class DepthDecay:
             hidden_states = torch.zeros_like(residual)
         else:
             hidden_states, residual = intermediate_tensors["hidden_states"], intermediate_tensors["residual"]
-        for layers, active, adapted in tapered.plan.layer_ranges:
-            for adapters, indices in adapted:
-                rows = torch.from_numpy(indices).to(residual.device, non_blocking=True)
-                delta = _adapt(
-                    residual[rows] + hidden_states[rows], layers, tapered.adapter_weights(adapters, residual)
-                )
-                hidden_states.index_add_(0, rows, delta)
+        for layers, active, passing in tapered.plan.layer_ranges:
+            # First, as the tokens that run a layer may read what was written for others of the same batch.
+            for tokens in passing:
+                rows, passing_positions, slots = tapered.place(tokens)
+                weights = tapered.adapter_weights(tokens.adapters, residual)
+                x, delta = residual[rows] + hidden_states[rows], None
+                for layer in layers:
+                    state = x if delta is None else x + delta
+                    if tokens.fills:
+                        _fill(self.layers[layer], passing_positions, state, slots)
+                    if layer in weights:
+                        change = _adapt(state, *weights[layer])
+                        delta = change if delta is None else delta + change
+                if delta is not None:
+                    hidden_states.index_add_(0, rows, delta)
             if not len(active.rows):
                 continue
             modules = self.layers[layers.start : layers.stop]
@@ -81,15 +93,36 @@ def _run(
     return hidden_states, residual
 
 
-def _adapt(x: torch.Tensor, layers: range, weights: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """What the adapters of some layers add to hidden states [rows, hidden_size] (`policy.Adapters`)."""
-    delta = torch.zeros_like(x)
-    for layer in layers:
-        if layer in weights:
-            down, up = weights[layer]
-            h = F.linear(F.rms_norm(x + delta, (x.shape[-1],), eps=ADAPTER_EPS), down)
-            delta = delta + F.linear(F.silu(h), up)
-    return delta
+def _adapt(x: torch.Tensor, down: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """What an adapter adds to hidden states [rows, hidden_size] (`policy.Adapters`)."""
+    return F.linear(F.silu(F.linear(F.rms_norm(x, (x.shape[-1],), eps=ADAPTER_EPS), down)), up)
+
+
+def _fill(layer: Any, positions: torch.Tensor, x: torch.Tensor, slots: torch.Tensor) -> None:
+    """Write the keys and values of hidden states that pass a layer by, as the layer itself would.
+
+    Args:
+        layer: one of vLLM's decoder layers.
+        positions: [rows]
+        x: [rows, hidden_size]
+        slots: [rows] where each token is in the key-value cache.
+    """
+    attention, cache = layer.self_attn, layer.self_attn.attn
+    q_size, kv_size = attention.q_size, attention.kv_size
+    projection, h = attention.qkv_proj, layer.input_layernorm(x)
+    if len(projection.weight) == q_size + 2 * kv_size:
+        bias = None if projection.bias is None else projection.bias[q_size:]
+        kv = F.linear(h, projection.weight[q_size:], bias)
+    else:
+        # On a CPU, vLLM packs the weights, and only the whole projection can be computed.
+        kv = projection(h)[0][:, q_size:]
+    keys, values = kv.view(len(x), 2, -1, attention.head_dim).unbind(1)  # [rows, num_kv_heads, head_dim] each
+    if hasattr(attention, "k_norm"):
+        keys = attention.k_norm(keys)
+    # Queries and keys are rotated alike, and the keys alone are given.
+    keys, _ = attention.rotary_emb(positions, keys.reshape(len(x), kv_size))
+    keys = keys.view_as(values)
+    cache.impl.do_kv_cache_update(cache, keys, values, cache.kv_cache, slots)
 
 
 class DepthDecayForCausalLM:
@@ -139,7 +172,7 @@ class TaperQwen3ForCausalLM(DepthDecayForCausalLM, Qwen3ForCausalLM):
 class Batch(NamedTuple):
     """The requests of a forward, and where vLLM's runner has their tokens, keys and values."""
 
-    policies: Sequence[DepthPolicy]  # of each request, in the order of their tokens
+    requests: Sequence[RequestOptions]  # in the order of their tokens
     first_positions: np.ndarray  # [requests]; this and the next two on the host
     num_tokens: np.ndarray  # [requests]
     prompt_lengths: np.ndarray  # [requests]
@@ -159,9 +192,22 @@ class TaperedForward:
         self.plan = plan
         self._batch, self._weights = batch, weights
         self._built: dict[int, tuple[torch.Tensor, CommonAttentionMetadata, Any]] = {}
+        self._placed: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
-    def adapter_weights(self, adapters: Adapters, like: torch.Tensor) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    def place(self, tokens: PassingTokens) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The rows of these tokens in the batch, their positions and their slots in the cache, each [tokens]."""
+        if id(tokens) not in self._placed:
+            batch = self._batch
+            rows = torch.from_numpy(tokens.rows).to(batch.positions.device, non_blocking=True)
+            self._placed[id(tokens)] = rows, batch.positions[rows], batch.slot_mapping[rows]
+        return self._placed[id(tokens)]
+
+    def adapter_weights(
+        self, adapters: Adapters | None, like: torch.Tensor
+    ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """Adapters by layer, of the type and on the device of hidden states; put there when they are first needed."""
+        if adapters is None:
+            return {}
         weights = self._weights.get(adapters)
         if weights is None:
             pairs = adapters.layers.items()
