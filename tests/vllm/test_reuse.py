@@ -230,6 +230,20 @@ def test_prompts_reuse_what_aborted_requests_left(tapered, tiny):
         assert again == conversation.answer(second.prompt, policy_of(second), 30, cached)
 
 
+def test_a_request_with_streamed_input_runs_every_layer(tapered):
+    from vllm.v1.request import Request as SchedulerRequest
+    from vllm.v1.request import RequestStatus
+
+    (request,) = requests(["early"], 1, seed=31)
+    params = request.sampling_params()
+    streamed = SchedulerRequest("streamed", request.prompt, params, None, resumable=True)
+    tapered.scheduler.add_request(streamed)
+    assert streamed.sampling_params.extra_args == {"taper_policy": "full"}
+    assert params.extra_args == {"taper_policy": "early"}, "the caller's own is as it was"
+    assert streamed.cache_salt is None
+    tapered.scheduler.finish_requests("streamed", RequestStatus.FINISHED_ABORTED)
+
+
 def test_a_prompt_reuses_a_block_that_is_filled_in_the_same_step(tapered, tiny):
     vllm, chance = tapered.llm.llm_engine, random.Random(29)
     (first,) = requests(["headless"], 1, seed=29, max_tokens=60, shortest=20, longest=20)

@@ -55,18 +55,7 @@ class DepthDecay:
         for layers, active, passing in tapered.plan.layer_ranges:
             # First, as the tokens that run a layer may read what was written for others of the same batch.
             for tokens in passing:
-                rows, passing_positions, slots = tapered.place(tokens)
-                weights = tapered.adapter_weights(tokens.adapters, residual)
-                x, delta = residual[rows] + hidden_states[rows], None
-                for layer in layers:
-                    state = x if delta is None else x + delta
-                    if tokens.fills:
-                        _fill(self.layers[layer], passing_positions, state, slots)
-                    if layer in weights:
-                        change = _adapt(state, *weights[layer])
-                        delta = change if delta is None else delta + change
-                if delta is not None:
-                    hidden_states.index_add_(0, rows, delta)
+                _pass_by(self.layers, layers, tokens, tapered, hidden_states, residual)
             if not len(active.rows):
                 continue
             modules = self.layers[layers.start : layers.stop]
@@ -91,6 +80,29 @@ def _run(
     for layer in layers:
         hidden_states, residual = layer(positions, hidden_states, residual)
     return hidden_states, residual
+
+
+def _pass_by(
+    modules: Any,
+    layers: range,
+    tokens: PassingTokens,
+    tapered: TaperedForward,
+    hidden_states: torch.Tensor,
+    residual: torch.Tensor,
+) -> None:
+    """Fill and adapt for tokens that skip some layers; changes `hidden_states` [tokens, hidden_size] in place."""
+    rows, positions, slots = tapered.place(tokens)
+    weights = tapered.adapter_weights(tokens.adapters, residual)
+    x, delta = residual[rows] + hidden_states[rows], None
+    for layer in layers:
+        state = x if delta is None else x + delta
+        if tokens.fills:
+            _fill(modules[layer], positions, state, slots)
+        if layer in weights:
+            change = _adapt(state, *weights[layer])
+            delta = change if delta is None else delta + change
+    if delta is not None:
+        hidden_states.index_add_(0, rows, delta)
 
 
 def _adapt(x: torch.Tensor, down: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -119,9 +131,8 @@ def _fill(layer: Any, positions: torch.Tensor, x: torch.Tensor, slots: torch.Ten
     keys, values = kv.view(len(x), 2, -1, attention.head_dim).unbind(1)  # [rows, num_kv_heads, head_dim] each
     if hasattr(attention, "k_norm"):
         keys = attention.k_norm(keys)
-    # Queries and keys are rotated alike, and the keys alone are given.
-    keys, _ = attention.rotary_emb(positions, keys.reshape(len(x), kv_size))
-    keys = keys.view_as(values)
+    no_queries = h.new_zeros(len(x), attention.head_dim)  # of one head, as some kinds of rotary embedding need any
+    keys = attention.rotary_emb(positions, no_queries, keys.reshape(len(x), kv_size))[1].view_as(values)
     cache.impl.do_kv_cache_update(cache, keys, values, cache.kv_cache, slots)
 
 
