@@ -87,17 +87,20 @@ def test_later_turns_reuse_filled_blocks_and_equal_the_reference(architecture, e
     check_turns(engine, model, requests(POLICIES, len(POLICIES), seed=20, max_tokens=50), turns=3)
 
 
+@pytest.mark.parametrize("plain", [True, False])
 @pytest.mark.parametrize("architecture", ["Llama", "Qwen2", "Qwen3"])
-def test_without_packed_weights_keys_and_values_alone_are_projected(architecture, engines, tmp_path):
+def test_keys_and_values_come_from_plain_weights_or_from_the_whole_projection(architecture, plain, engines, tmp_path):
     model = tiny_model(tmp_path, architecture)
     engine = engines(tmp_path, POLICIES, architecture)
     worker = engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     # vLLM's CPU kernels keep packed copies, and no plain weights as on a GPU.
     for layer, reference in zip(worker.get_model().model.layers, model.model.layers, strict=True):
-        attention = reference.self_attn
-        weights = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
-        assert not len(layer.self_attn.qkv_proj.weight)
-        layer.self_attn.qkv_proj.weight = torch.nn.Parameter(torch.cat(weights), requires_grad=False)
+        own, attention = layer.self_attn, reference.self_attn
+        assert not len(own.qkv_proj.weight)
+        del own.taper_kv_proj
+        if plain:
+            weights = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
+            own.qkv_proj.weight = torch.nn.Parameter(torch.cat(weights), requires_grad=False)
     check_turns(engine, model, requests(POLICIES, len(POLICIES), seed=30, max_tokens=50), turns=2)
 
 

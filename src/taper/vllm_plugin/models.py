@@ -11,10 +11,12 @@ import torch
 import torch.nn.functional as F
 from vllm.distributed import get_pp_group
 from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+from vllm.platforms import current_platform
 from vllm.sequence import IntermediateTensors
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
@@ -125,8 +127,9 @@ def _fill(layer: Any, positions: torch.Tensor, x: torch.Tensor, slots: torch.Ten
     if len(projection.weight) == q_size + 2 * kv_size:
         bias = None if projection.bias is None else projection.bias[q_size:]
         kv = F.linear(h, projection.weight[q_size:], bias)
+    elif (packed := getattr(attention, "taper_kv_proj", None)) is not None:
+        kv = packed(h)
     else:
-        # On a CPU, vLLM packs the weights, and only the whole projection can be computed.
         kv = projection(h)[0][:, q_size:]
     keys, values = kv.view(len(x), 2, -1, attention.head_dim).unbind(1)  # [rows, num_kv_heads, head_dim] each
     if hasattr(attention, "k_norm"):
@@ -134,6 +137,21 @@ def _fill(layer: Any, positions: torch.Tensor, x: torch.Tensor, slots: torch.Ten
     no_queries = h.new_zeros(len(x), attention.head_dim)  # of one head, as some kinds of rotary embedding need any
     keys = attention.rotary_emb(positions, no_queries, keys.reshape(len(x), kv_size))[1].view_as(values)
     cache.impl.do_kv_cache_update(cache, keys, values, cache.kv_cache, slots)
+
+
+class PackedKeysAndValues:
+    """The projection to keys and values, for CPUs: vLLM packs `qkv_proj` there, so no part of it can be computed."""
+
+    def __init__(self, qkv_proj: Any, q_size: int) -> None:
+        self.weight = torch.nn.Parameter(qkv_proj.weight[q_size:].clone(), requires_grad=False)
+        self.bias = None if qkv_proj.bias is None else qkv_proj.bias[q_size:].clone()
+        self.cpu_linear: Any = None  # vLLM sets it
+        dispatch_cpu_unquantized_gemm(self, remove_weight=True)
+
+    def __call__(self, h: torch.Tensor) -> torch.Tensor:
+        """Keys and values side by side, [rows, 2 * kv_size]."""
+        kv: torch.Tensor = self.cpu_linear(h, self.weight, self.bias)
+        return kv
 
 
 class DepthDecayForCausalLM:
@@ -144,6 +162,16 @@ class DepthDecayForCausalLM:
         # Not every model lets a subclass choose its decoder's class, so vLLM builds the decoder and its class changes.
         decoder_class = type(self.model)
         self.model.__class__ = type(f"Taper{decoder_class.__name__}", (DepthDecay, decoder_class), {})
+        self._packs = current_platform.is_cpu() and vllm_config.cache_config.enable_prefix_caching
+
+    def load_weights(self: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        """As usual; on a CPU, weights of keys and values are packed on their own too, for `_fill`."""
+        loaded = super().load_weights(weights)  # type: ignore[misc]
+        if self._packs:
+            for layer in self.model.layers[self.model.start_layer : self.model.end_layer]:
+                attention = layer.self_attn
+                attention.taper_kv_proj = PackedKeysAndValues(attention.qkv_proj, attention.q_size)
+        return loaded
 
     def forward(
         self: Any,
