@@ -57,7 +57,7 @@ HEAVY = {
     "llguidance": {"server/grammars.py", "server/schema_worker.py"},
     "lm_eval": {f"evals/{name}.py" for name in ("__main__", "harness", "tasks")},
     "datasets": {"evals/tasks.py"},
-    "vllm": {*(f"vllm_plugin/{name}.py" for name in ("__init__", "config", "models", "runner"))},
+    "vllm": {*(f"vllm_plugin/{name}.py" for name in ("__init__", "config", "models", "runner", "scheduler"))},
 }
 
 

@@ -19,7 +19,7 @@ from taper import DepthPolicy
 from taper.errors import PolicyError, RequestError
 from taper.policy import Adapters, ModelIdentity, Schedule
 from taper.vllm_plugin.metrics import counters, watch
-from taper.vllm_plugin.options import PluginOptions
+from taper.vllm_plugin.options import PluginOptions, RequestOptions
 from taper.vllm_plugin.plan import Planner, RequestTokens
 
 LAYERS = 7
@@ -75,25 +75,37 @@ def test_each_token_runs_the_layers_that_its_policy_retains(batch, first, count)
         assert (a.active is b.active) == np.array_equal(a.active.counts, b.active.counts)
 
 
-@given(st.lists(requests, min_size=1, max_size=6), st.lists(st.sampled_from([None, 0, 1]), min_size=6, max_size=6))
-def test_each_token_that_skips_a_layer_passes_through_the_adapters_of_its_policy(batch, chosen):
+@given(
+    st.lists(requests, min_size=1, max_size=6),
+    st.lists(st.tuples(st.sampled_from([None, 0, 1]), st.booleans()), min_size=6, max_size=6),
+)
+def test_each_token_that_skips_a_layer_passes_through_the_adapters_of_its_policy_and_is_filled_if_asked(batch, chosen):
     sets = [Adapters({}), Adapters({})]
     batch = [
-        request if number is None else request._replace(policy=replace(request.policy, adapters=sets[number]))
-        for request, number in zip(batch, chosen, strict=False)
+        request._replace(policy=replace(request.policy, adapters=None if number is None else sets[number]), fills=fills)
+        for request, (number, fills) in zip(batch, chosen, strict=False)
     ]
-    passed = {adapters: set() for adapters in sets}
-    for layers, _, adapted in Planner(LAYERS, range(LAYERS)).plan(batch).layer_ranges:
-        for adapters, rows in adapted:
-            passed[adapters] |= {(row, layer) for row in rows.tolist() for layer in layers}
-    expected, row = {adapters: set() for adapters in sets}, 0
+    passed, filled = {adapters: set() for adapters in sets}, set()
+    for layers, _, passing in Planner(LAYERS, range(LAYERS)).plan(batch).layer_ranges:
+        for rows, adapters, fills in passing:
+            cells = {(row, layer) for row in rows.tolist() for layer in layers}
+            if adapters is not None:
+                passed[adapters] |= cells
+            if fills:
+                assert not filled & cells, "a cell written twice"
+                filled |= cells
+    expected, expected_fills, row = {adapters: set() for adapters in sets}, set(), 0
     for request in batch:
         for offset in range(request.num_tokens):
+            skipped = set(range(LAYERS)) - retained(request, request.first_position + offset)
+            cells = {(row, layer) for layer in skipped}
             if request.policy.adapters is not None:
-                skipped = set(range(LAYERS)) - retained(request, request.first_position + offset)
-                expected[request.policy.adapters] |= {(row, layer) for layer in skipped}
+                expected[request.policy.adapters] |= cells
+            if request.fills:
+                expected_fills |= cells
             row += 1
     assert passed == expected
+    assert filled == expected_fills
 
 
 @given(st.lists(st.lists(requests, min_size=1, max_size=3), min_size=2, max_size=5))
@@ -157,12 +169,32 @@ def test_options_know_default_names_and_alpha(tmp_path):
         {"taper_alpha": float("nan")},
         {"taper_alpha": 0.9, "taper_policy": "full"},
         {"taper_depth": 3},
+        {"taper_reuse": "none"},
+        {"taper_reuse": True},
+        {"taper_reuse": ["exact"]},
     ],
 )
 def test_wrong_requests_are_rejected(extra):
     options = PluginOptions.read({"policies": {"early": data(DepthPolicy.early_exit(LAYERS, 4))}}, MODEL)
     with pytest.raises(RequestError):
-        options.policy(extra)
+        options.request(extra)
+    assert options.admitted(extra) == RequestOptions(DepthPolicy.full(LAYERS), "exact")
+
+
+def test_only_requests_that_taper_and_allow_it_fill():
+    policies = {"early": DepthPolicy.early_exit(LAYERS, 4), "all": DepthPolicy.d3(LAYERS, 1, skip_order=[3, 4])}
+    options = PluginOptions.read({"policies": {name: data(policy) for name, policy in policies.items()}}, MODEL)
+    for extra, tapers, fills in [
+        (None, False, False),
+        ({"taper_policy": "early"}, True, True),
+        ({"taper_policy": "early", "taper_reuse": "filled"}, True, True),
+        ({"taper_policy": "early", "taper_reuse": "exact"}, True, False),
+        ({"taper_policy": "early", "taper_alpha": 1}, False, False),
+        ({"taper_policy": "all", "taper_reuse": "filled"}, False, False),
+        ({"taper_policy": "all", "taper_alpha": 0.999}, True, True),
+    ]:
+        request = options.request(extra)
+        assert (request.tapers, request.fills) == (tapers, fills)
 
 
 @pytest.mark.parametrize(

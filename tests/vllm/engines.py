@@ -18,6 +18,7 @@ from taper import DepthPolicy
 from taper.models.policies import save_policy
 
 LAYERS = 6
+BLOCK_SIZE = 32
 
 
 @dataclass
@@ -27,6 +28,7 @@ class Request:
     prompt: list[int]
     max_tokens: int = 64
     extra_args: dict[str, Any] | None = None
+    cache_salt: str | None = None
 
     def sampling_params(self) -> Any:
         """Its options, in vLLM's form."""
@@ -65,11 +67,18 @@ class Engine:
 
     def generate(self, requests: list[Request]) -> list[list[int]]:
         """Ids of the completions, with all requests admitted at once."""
+        return [ids for ids, _ in self.generate_counted(requests)]
+
+    def generate_counted(self, requests: list[Request]) -> list[tuple[list[int], int]]:
+        """The same, each with the number of prompt tokens whose keys and values were reused."""
         from vllm import TokensPrompt
 
         prompts = [TokensPrompt(prompt_token_ids=request.prompt) for request in requests]
+        for prompt, request in zip(prompts, requests, strict=True):
+            if request.cache_salt is not None:
+                prompt["cache_salt"] = request.cache_salt
         outputs = self.llm.generate(prompts, [request.sampling_params() for request in requests], use_tqdm=False)
-        return [list(output.outputs[0].token_ids) for output in outputs]
+        return [(list(output.outputs[0].token_ids), output.num_cached_tokens) for output in outputs]
 
     def alone(self, requests: list[Request]) -> list[list[int]]:
         """Ids of the completions, one request after the other."""
@@ -100,11 +109,10 @@ def arguments(folder: Path, policies: dict[str, DepthPolicy] | None, architectur
         "model": str(folder),
         "dtype": "float32",
         "enforce_eager": True,
-        "enable_prefix_caching": False,
         "skip_tokenizer_init": True,
         "max_model_len": 1024,
         "max_num_seqs": 32,
-        "block_size": 32,
+        "block_size": BLOCK_SIZE,
         "seed": 0,
     }
     if policies is None:

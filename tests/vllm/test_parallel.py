@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks and two pipeline stages give the ids of one process.
+"""Two tensor-parallel ranks and two pipeline stages give the ids of one process, in later turns too.
 
 As such engines spawn workers, each runs in a program of its own, which is this file:
 
@@ -14,15 +14,27 @@ import sys
 from pathlib import Path
 
 import pytest
-from engines import Engine, requests, tiny_policies
+from engines import Engine, Request, requests, tiny_policies
 
 POLICIES = tiny_policies()
 REQUESTS = requests(POLICIES, len(POLICIES), seed=10, max_tokens=40)
 
 
+def two_turns(engine: Engine) -> list[list[int]]:
+    """Ids of all completions; the second turn reuses filled blocks of the first."""
+    first = engine.generate(REQUESTS)
+    pairs = zip(REQUESTS, first, strict=True)
+    second = engine.generate_counted(
+        [Request(each.prompt + ids + each.prompt, 30, each.extra_args) for each, ids in pairs]
+    )
+    reused = [cached > len(each.prompt) for each, (_, cached) in zip(REQUESTS, second, strict=True)]
+    assert sum(reused) > len(REQUESTS) // 2
+    return first + [ids for ids, _ in second]
+
+
 @pytest.fixture(scope="module")
 def expected(engines, tiny_folder):
-    return engines(tiny_folder, POLICIES).generate(REQUESTS)
+    return two_turns(engines(tiny_folder, POLICIES))
 
 
 @pytest.mark.parametrize("kind", ["tensor_parallel_size", "pipeline_parallel_size"])
@@ -41,5 +53,5 @@ def test_two_processes_give_the_ids_of_one(tiny_folder, tmp_path, expected, kind
 if __name__ == "__main__":
     folder, file, options = sys.argv[1:]
     engine = Engine(Path(folder), POLICIES, **json.loads(options))
-    Path(file).write_text(json.dumps(engine.generate(REQUESTS)))
+    Path(file).write_text(json.dumps(two_turns(engine)))
     engine.llm.llm_engine.engine_core.shutdown()

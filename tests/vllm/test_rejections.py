@@ -21,12 +21,12 @@ def configure(folder, **more):
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
-        ({"enable_prefix_caching": True}, "prefix caching.*lack the keys and values"),
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative decoding"),
         ({"enable_lora": True}, "LoRA"),
         ({"enable_dbo": True}, "DBO"),
         ({"decode_context_parallel_size": 2, "tensor_parallel_size": 2}, "DCP"),
         ({"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}, "KV connector"),
+        ({"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}, "scheduler class"),
         ({"hf_overrides": {"architectures": ["TaperLlamaForCausalLM"], "sliding_window": 64}}, "sliding-window"),
         ({"enable_prompt_embeds": True}, "prompt embeddings"),
         ({"kv_cache_dtype": "fp8"}, "quantised caches"),

@@ -70,11 +70,12 @@ def test_policies_by_request_errors_and_metrics(server):
     assert len(early) == 21
     assert complete(server, vllm_xargs={"taper_policy": "full"}) != early
     assert complete(server, vllm_xargs={"taper_alpha": 1}) == complete(server, vllm_xargs={"taper_policy": "full"})
-    with pytest.raises(urllib.error.HTTPError) as rejected:
-        complete(server, vllm_xargs={"taper_policy": "unknown"})
-    assert rejected.value.code == 400
-    assert "taper_policy is 'unknown'" in rejected.value.read().decode()
-    assert complete(server, vllm_xargs={"taper_policy": "early"}) == early
+    for key in ("taper_policy", "taper_reuse"):
+        with pytest.raises(urllib.error.HTTPError) as rejected:
+            complete(server, vllm_xargs={key: "unknown"})
+        assert rejected.value.code == 400
+        assert f"{key} is 'unknown'" in rejected.value.read().decode()
+    assert complete(server, vllm_xargs={"taper_policy": "early", "taper_reuse": "exact"}) == early
     metrics = dict(line.rsplit(" ", 1) for line in get(server, "/metrics").splitlines() if line.startswith("taper_"))
     names = ("completion_tokens_total", "layers_run_total", "layers_skipped_total", "mean_depth")
     tokens, run, skipped, depth = (float(metrics[f'taper_{name}{{engine="0"}}']) for name in names)

@@ -48,9 +48,10 @@ def test_the_v2_state_builds_the_v1_forwards(engine, batches, monkeypatch):
     mixed = 0
     for seen, plan in batches:
         mixed += len(plan.layer_ranges) > 1
-        names = [f"request {number}" for number in range(len(seen.policies))]
-        for number, (name, policy) in enumerate(zip(names, seen.policies, strict=True)):
-            params = SimpleNamespace(extra_args={"taper_policy": name_of[policy.schedule, policy.skip_order]})
+        names = [f"request {number}" for number in range(len(seen.requests))]
+        for number, (name, (policy, reuse)) in enumerate(zip(names, seen.requests, strict=True)):
+            extra_args = {"taper_policy": name_of[policy.schedule, policy.skip_order], "taper_reuse": reuse}
+            params = SimpleNamespace(extra_args=extra_args)
             prompt = [0] * int(seen.prompt_lengths[number])
             state.add_request(number, SimpleNamespace(req_id=name, sampling_params=params, prompt_token_ids=prompt))
         batch = SimpleNamespace(
@@ -65,6 +66,10 @@ def test_the_v2_state_builds_the_v1_forwards(engine, batches, monkeypatch):
         assert [own.layers for own in ours.layer_ranges] == [theirs.layers for theirs in plan.layer_ranges]
         for own, theirs in zip(ours.layer_ranges, plan.layer_ranges, strict=True):
             np.testing.assert_array_equal(own.active.rows, theirs.active.rows)
+            for tokens, same_tokens in zip(own.passing, theirs.passing, strict=True):
+                np.testing.assert_array_equal(tokens.rows, same_tokens.rows)
+                assert tokens.fills
+                assert same_tokens.fills
         assert (ours.completion_tokens, ours.layers_run) == (plan.completion_tokens, plan.layers_run)
         for name in names:
             state.remove_request(name)

@@ -4,6 +4,7 @@ The way in is `register`, which vLLM calls through the entry point `vllm.general
 
 - options.py: the policies of a server and of its requests, and the flags that pass them to vLLM.
 - config.py: rejects engines and requests that would be wrong.
+- scheduler.py: which requests reuse which cached blocks.
 - runner.py: turns a batch into the forward that the model runs, in either of vLLM's two model runners.
 - plan.py: which tokens of a batch run which layers.
 - models.py: vLLM's models with another loop over their layers, and the attention metadata for it.

@@ -22,7 +22,7 @@ class TaperConfig(VerifyAndUpdateConfig):
 
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
-        """Reject features with which depth decay would not be exact; set policies, worker and request check.
+        """Reject features with which depth decay would not be exact; set policies, worker, scheduler, request check.
 
         Raises:
             ModelError: a rejected feature is on.
@@ -39,6 +39,7 @@ class TaperConfig(VerifyAndUpdateConfig):
             model.enforce_eager = True
         if not vllm_config.use_v2_model_runner:
             vllm_config.parallel_config.worker_cls = f"{__package__}.runner.Worker"
+        vllm_config.scheduler_config.scheduler_cls = f"{__package__}.scheduler.make_scheduler"
         RequestCheck.options = options
         model.logits_processors = [*(model.logits_processors or ()), f"{RequestCheck.__module__}:RequestCheck"]
         names = ", ".join(sorted(options.named))
@@ -49,16 +50,15 @@ def rejected_features(vllm_config: Any) -> list[tuple[bool, str, str]]:
     """For each feature that is rejected: whether it is on, its name and the reason."""
     config, model, cache = vllm_config, vllm_config.model_config, vllm_config.cache_config
     parallel, attention = config.parallel_config, limited_attention(model.hf_text_config)
-    prefixes = "prefix caching (--no-enable-prefix-caching turns it off)"
     splits_context = parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1
     quantises_cache = cache.cache_dtype not in ("auto", "float32", "float16", "bfloat16")
     return [
-        (cache.enable_prefix_caching, prefixes, "blocks of a completion lack the keys and values of skipped layers"),
         (config.speculative_config is not None, "speculative decoding", "rejected drafts would move later steps"),
         (config.lora_config is not None, "LoRA", "its kernels expect the whole batch, but a layer runs only some rows"),
         (parallel.use_ubatching, "dual batch overlap (DBO)", "it splits a batch, which has to be planned as a whole"),
         (splits_context, "context parallelism (DCP, PCP)", "it splits the keys and values of a sequence over ranks"),
-        (config.kv_transfer_config is not None, "a KV connector", "blocks lack the keys and values of skipped layers"),
+        (config.kv_transfer_config is not None, "a KV connector", "it may find filled blocks by their token ids alone"),
+        (config.scheduler_config.scheduler_cls is not None, "a scheduler class of your own", "Taper sets its own"),
         (model.quantization is not None, f"{model.quantization} weights", "quantised weights are not tested yet"),
         (quantises_cache, f"a {cache.cache_dtype} key-value cache", "quantised caches are not tested yet"),
         (bool(attention), f"{attention} attention", "every layer must attend to the whole context"),
@@ -78,11 +78,11 @@ class RequestCheck(LogitsProcessor, LogitsProcessorV2):
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
-        """Reject a request whose policy is wrong; called once, before the request is admitted."""
+        """Reject a request whose options are wrong; called once, before the request is admitted."""
         if cls.options is None:
             return
         try:
-            cls.options.policy(sampling_params.extra_args)
+            cls.options.request(sampling_params.extra_args)
         except TaperError as error:
             raise VLLMValidationError(str(error)) from None
 

@@ -11,17 +11,20 @@ import torch
 import torch.nn.functional as F
 from vllm.distributed import get_pp_group
 from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+from vllm.platforms import current_platform
 from vllm.sequence import IntermediateTensors
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from ..errors import ModelError
-from ..policy import ADAPTER_EPS, Adapters, DepthPolicy
+from ..policy import ADAPTER_EPS, Adapters
 from . import check_vllm_version
-from .plan import ActiveTokens, Plan
+from .options import RequestOptions
+from .plan import ActiveTokens, PassingTokens, Plan
 
 check_vllm_version()
 
@@ -30,7 +33,10 @@ BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
 
 
 class DepthDecay:
-    """Mixed into a vLLM decoder (`LlamaModel` and the like): each layer runs the tokens that retain it."""
+    """Mixed into a vLLM decoder (`LlamaModel` and the like): each layer runs the tokens that retain it.
+
+    The others pass by, through an adapter if there is one, and may leave their keys and values.
+    """
 
     def forward(
         self: Any,
@@ -48,13 +54,10 @@ class DepthDecay:
             hidden_states = torch.zeros_like(residual)
         else:
             hidden_states, residual = intermediate_tensors["hidden_states"], intermediate_tensors["residual"]
-        for layers, active, adapted in tapered.plan.layer_ranges:
-            for adapters, indices in adapted:
-                rows = torch.from_numpy(indices).to(residual.device, non_blocking=True)
-                delta = _adapt(
-                    residual[rows] + hidden_states[rows], layers, tapered.adapter_weights(adapters, residual)
-                )
-                hidden_states.index_add_(0, rows, delta)
+        for layers, active, passing in tapered.plan.layer_ranges:
+            # First, as the tokens that run a layer may read what was written for others of the same batch.
+            for tokens in passing:
+                _pass_by(self.layers, layers, tokens, tapered, hidden_states, residual)
             if not len(active.rows):
                 continue
             modules = self.layers[layers.start : layers.stop]
@@ -81,15 +84,74 @@ def _run(
     return hidden_states, residual
 
 
-def _adapt(x: torch.Tensor, layers: range, weights: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """What the adapters of some layers add to hidden states [rows, hidden_size] (`policy.Adapters`)."""
-    delta = torch.zeros_like(x)
+def _pass_by(
+    modules: Any,
+    layers: range,
+    tokens: PassingTokens,
+    tapered: TaperedForward,
+    hidden_states: torch.Tensor,
+    residual: torch.Tensor,
+) -> None:
+    """Fill and adapt for tokens that skip some layers; changes `hidden_states` [tokens, hidden_size] in place."""
+    rows, positions, slots = tapered.place(tokens)
+    weights = tapered.adapter_weights(tokens.adapters, residual)
+    x, delta = residual[rows] + hidden_states[rows], None
     for layer in layers:
+        state = x if delta is None else x + delta
+        if tokens.fills:
+            _fill(modules[layer], positions, state, slots)
         if layer in weights:
-            down, up = weights[layer]
-            h = F.linear(F.rms_norm(x + delta, (x.shape[-1],), eps=ADAPTER_EPS), down)
-            delta = delta + F.linear(F.silu(h), up)
-    return delta
+            change = _adapt(state, *weights[layer])
+            delta = change if delta is None else delta + change
+    if delta is not None:
+        hidden_states.index_add_(0, rows, delta)
+
+
+def _adapt(x: torch.Tensor, down: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """What an adapter adds to hidden states [rows, hidden_size] (`policy.Adapters`)."""
+    return F.linear(F.silu(F.linear(F.rms_norm(x, (x.shape[-1],), eps=ADAPTER_EPS), down)), up)
+
+
+def _fill(layer: Any, positions: torch.Tensor, x: torch.Tensor, slots: torch.Tensor) -> None:
+    """Write the keys and values of hidden states that pass a layer by, as the layer itself would.
+
+    Args:
+        layer: one of vLLM's decoder layers.
+        positions: [rows]
+        x: [rows, hidden_size]
+        slots: [rows] where each token is in the key-value cache.
+    """
+    attention, cache = layer.self_attn, layer.self_attn.attn
+    q_size, kv_size = attention.q_size, attention.kv_size
+    projection, h = attention.qkv_proj, layer.input_layernorm(x)
+    if len(projection.weight) == q_size + 2 * kv_size:
+        bias = None if projection.bias is None else projection.bias[q_size:]
+        kv = F.linear(h, projection.weight[q_size:], bias)
+    elif (packed := getattr(attention, "taper_kv_proj", None)) is not None:
+        kv = packed(h)
+    else:
+        kv = projection(h)[0][:, q_size:]
+    keys, values = kv.view(len(x), 2, -1, attention.head_dim).unbind(1)  # [rows, num_kv_heads, head_dim] each
+    if hasattr(attention, "k_norm"):
+        keys = attention.k_norm(keys)
+    no_queries = h.new_zeros(len(x), attention.head_dim)  # of one head, as some kinds of rotary embedding need any
+    keys = attention.rotary_emb(positions, no_queries, keys.reshape(len(x), kv_size))[1].view_as(values)
+    cache.impl.do_kv_cache_update(cache, keys, values, cache.kv_cache, slots)
+
+
+class PackedKeysAndValues:
+    """The projection to keys and values, for CPUs: vLLM packs `qkv_proj` there, so no part of it can be computed."""
+
+    def __init__(self, qkv_proj: Any, q_size: int) -> None:
+        self.weight = torch.nn.Parameter(qkv_proj.weight[q_size:].clone(), requires_grad=False)
+        self.bias = None if qkv_proj.bias is None else qkv_proj.bias[q_size:].clone()
+        self.cpu_linear: Any = None  # vLLM sets it
+        dispatch_cpu_unquantized_gemm(self, remove_weight=True)
+
+    def __call__(self, h: torch.Tensor) -> torch.Tensor:
+        """Keys and values side by side, [rows, 2 * kv_size]."""
+        kv: torch.Tensor = self.cpu_linear(h, self.weight, self.bias)
+        return kv
 
 
 class DepthDecayForCausalLM:
@@ -100,6 +162,16 @@ class DepthDecayForCausalLM:
         # Not every model lets a subclass choose its decoder's class, so vLLM builds the decoder and its class changes.
         decoder_class = type(self.model)
         self.model.__class__ = type(f"Taper{decoder_class.__name__}", (DepthDecay, decoder_class), {})
+        self._packs = current_platform.is_cpu() and vllm_config.cache_config.enable_prefix_caching
+
+    def load_weights(self: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        """As usual; on a CPU, weights of keys and values are packed on their own too, for `_fill`."""
+        loaded = super().load_weights(weights)  # type: ignore[misc]
+        if self._packs:
+            for layer in self.model.layers[self.model.start_layer : self.model.end_layer]:
+                attention = layer.self_attn
+                attention.taper_kv_proj = PackedKeysAndValues(attention.qkv_proj, attention.q_size)
+        return loaded
 
     def forward(
         self: Any,
@@ -139,7 +211,7 @@ class TaperQwen3ForCausalLM(DepthDecayForCausalLM, Qwen3ForCausalLM):
 class Batch(NamedTuple):
     """The requests of a forward, and where vLLM's runner has their tokens, keys and values."""
 
-    policies: Sequence[DepthPolicy]  # of each request, in the order of their tokens
+    requests: Sequence[RequestOptions]  # in the order of their tokens
     first_positions: np.ndarray  # [requests]; this and the next two on the host
     num_tokens: np.ndarray  # [requests]
     prompt_lengths: np.ndarray  # [requests]
@@ -159,9 +231,22 @@ class TaperedForward:
         self.plan = plan
         self._batch, self._weights = batch, weights
         self._built: dict[int, tuple[torch.Tensor, CommonAttentionMetadata, Any]] = {}
+        self._placed: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
-    def adapter_weights(self, adapters: Adapters, like: torch.Tensor) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    def place(self, tokens: PassingTokens) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The rows of these tokens in the batch, their positions and their slots in the cache, each [tokens]."""
+        if id(tokens) not in self._placed:
+            batch = self._batch
+            rows = torch.from_numpy(tokens.rows).to(batch.positions.device, non_blocking=True)
+            self._placed[id(tokens)] = rows, batch.positions[rows], batch.slot_mapping[rows]
+        return self._placed[id(tokens)]
+
+    def adapter_weights(
+        self, adapters: Adapters | None, like: torch.Tensor
+    ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """Adapters by layer, of the type and on the device of hidden states; put there when they are first needed."""
+        if adapters is None:
+            return {}
         weights = self._weights.get(adapters)
         if weights is None:
             pairs = adapters.layers.items()

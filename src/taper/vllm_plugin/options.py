@@ -3,28 +3,51 @@
 A server's options are `additional_config["taper"]`, an object with two optional keys: `policies`, policies by name,
 and `policy`, the default: one of these names, a policy file or a policy's JSON object. Without it every layer runs.
 
-A request's options are two scalars: `taper_policy`, one of these names, "default" or "full", and `taper_alpha`, which
-means what `--alpha` means on the command line: `DepthPolicy.with_alpha`.
+A request's options are three scalars: `taper_policy`, one of these names, "default" or "full"; `taper_alpha`, which
+means what `--alpha` means on the command line: `DepthPolicy.with_alpha`; and `taper_reuse`, "filled" or "exact".
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..errors import PolicyError, RequestError, number
+from ..errors import PolicyError, RequestError, TaperError, number
 from ..models.policies import load_policy
 from ..policy import DepthPolicy
 from . import ARCHITECTURES
 
+logger = logging.getLogger("vllm.taper")
+
 FULL, DEFAULT = "full", "default"
 _KEYS = ("policy", "policies")
-_REQUEST_KEYS = ("taper_policy", "taper_alpha")
+_REQUEST_KEYS = ("taper_policy", "taper_alpha", "taper_reuse")
+FILLED, EXACT = "filled", "exact"
+# A step that no completion reaches: depth never rises, so a policy that runs every layer here always does.
+_LAST_STEP = 2**40
 
 _with_alpha = lru_cache(maxsize=256)(DepthPolicy.with_alpha)
+
+
+class RequestOptions(NamedTuple):
+    """What a request asks for. `reuse`: which cached keys and values its prompt may use, "filled" or "exact"."""
+
+    policy: DepthPolicy
+    reuse: str
+
+    @property
+    def tapers(self) -> bool:
+        """Whether any of its tokens may skip a layer."""
+        return self.policy.depth(_LAST_STEP) < self.policy.num_hidden_layers
+
+    @property
+    def fills(self) -> bool:
+        """Whether its tokens leave keys and values in the layers that they skip, for later prompts to reuse."""
+        return self.reuse == FILLED and self.tapers
 
 
 @dataclass(frozen=True)
@@ -68,6 +91,25 @@ class PluginOptions:
         """Plain data from which `read` makes the same options, without provenance; names files with adapters only."""
         policies = {name: _plain(policy) for name, policy in self.named.items() if name != FULL}
         return {"policy": _plain(self.default), "policies": policies}
+
+    def request(self, extra_args: Mapping[str, Any] | None) -> RequestOptions:
+        """The options of a request.
+
+        Raises:
+            RequestError: an unknown name, key or value, or an alpha that is out of range or does nothing.
+        """
+        reuse = (extra_args or {}).get("taper_reuse")
+        if reuse not in (None, FILLED, EXACT):
+            raise RequestError(f"taper_reuse is {reuse!r}", f"use {FILLED!r} or {EXACT!r}")
+        return RequestOptions(self.policy(extra_args), reuse or FILLED)
+
+    def admitted(self, extra_args: Mapping[str, Any] | None) -> RequestOptions:
+        """The same; a request that got past the check at admission with wrong options runs every layer."""
+        try:
+            return self.request(extra_args)
+        except TaperError as error:
+            logger.error("A request runs at full depth: %s", error)
+            return RequestOptions(self.named[FULL], EXACT)
 
     def policy(self, extra_args: Mapping[str, Any] | None) -> DepthPolicy:
         """The policy that a request asks for: the same object each time.
@@ -129,7 +171,7 @@ def vllm_args(
         "--additional-config": {"taper": config},
     }
     words = [word for flag, data in settings.items() for word in (flag, json.dumps(data, separators=(",", ":")))]
-    return [*words, "--no-enable-prefix-caching", "--enforce-eager"]
+    return [*words, "--enforce-eager"]
 
 
 def _plain(policy: DepthPolicy) -> Any:

@@ -23,6 +23,7 @@ class RequestTokens(NamedTuple):
     first_position: int
     num_tokens: int
     prompt_length: int
+    fills: bool = False  # whether its tokens leave keys and values in the layers that they skip
 
     def depths(self) -> list[int]:
         """The depths of those past the prompt, which are the last ones; prompt tokens run every layer."""
@@ -39,12 +40,20 @@ class ActiveTokens(NamedTuple):
     whole_batch: bool
 
 
+class PassingTokens(NamedTuple):
+    """Tokens that skip a layer, and for which something is done there all the same."""
+
+    rows: np.ndarray  # [tokens] indices into the batch's tokens
+    adapters: Adapters | None  # what they pass through
+    fills: bool  # whether the layer writes their keys and values
+
+
 class LayerRange(NamedTuple):
-    """Consecutive layers that the same tokens run, and the tokens that pass through adapters instead."""
+    """Consecutive layers that the same tokens run, and other tokens that pass by in the same way."""
 
     layers: range
     active: ActiveTokens
-    adapted: tuple[tuple[Adapters, np.ndarray], ...]  # with each set of adapters, indices into the batch's tokens
+    passing: tuple[PassingTokens, ...]
 
 
 class Plan(NamedTuple):
@@ -71,7 +80,7 @@ class Planner:
     def plan(self, requests: Sequence[RequestTokens]) -> Plan:
         """Plan a forward over these requests, whose tokens are in the batch in this order."""
         depths = [request.depths() for request in requests]
-        key = [(each.policy.skip_order, each.policy.adapters, each.num_tokens) for each in requests], depths
+        key = [(each.policy.skip_order, each.policy.adapters, each.num_tokens, each.fills) for each in requests], depths
         if key != self._key:
             self._key, self._layer_ranges = key, self._find_layer_ranges(requests, depths)
         completion_tokens, layers_run = sum(map(len, depths)), sum(map(sum, depths))
@@ -89,12 +98,12 @@ class Planner:
             counts[index] = request.num_tokens - len(request_depths) + runs_layer.sum(axis=0)
         columns = [column.tobytes() for column in counts.T]
         active = {column: _active_tokens(np.frombuffer(column, np.int64), num_tokens) for column in set(columns)}
+        passing = {column: _passing_tokens(requests, active[column], num_tokens) for column in active}
         ranges = []
         for column, group in groupby(zip(self._layers, columns, strict=True), key=itemgetter(1)):
             layers = [layer for layer, _ in group]
-            adapted = _adapted_tokens(requests, active[column], num_tokens)
-            if len(active[column].rows) or adapted:
-                ranges.append(LayerRange(range(layers[0], layers[-1] + 1), active[column], adapted))
+            if len(active[column].rows) or passing[column]:
+                ranges.append(LayerRange(range(layers[0], layers[-1] + 1), active[column], passing[column]))
         return tuple(ranges)
 
 
@@ -105,12 +114,13 @@ def _active_tokens(counts: np.ndarray, num_tokens: np.ndarray) -> ActiveTokens:
     return ActiveTokens(counts, np.flatnonzero(counts), rows, bool((counts == num_tokens).all()))
 
 
-def _adapted_tokens(
+def _passing_tokens(
     requests: Sequence[RequestTokens], active: ActiveTokens, num_tokens: np.ndarray
-) -> tuple[tuple[Adapters, np.ndarray], ...]:
-    rows: dict[Adapters, list[int]] = {}
+) -> tuple[PassingTokens, ...]:
+    rows: dict[tuple[Adapters | None, bool], list[int]] = {}
     ends = np.cumsum(num_tokens)
     for request, count, end in zip(requests, active.counts.tolist(), ends.tolist(), strict=True):
-        if request.policy.adapters is not None and count < request.num_tokens:
-            rows.setdefault(request.policy.adapters, []).extend(range(end - request.num_tokens + count, end))
-    return tuple((adapters, np.array(indices)) for adapters, indices in rows.items())
+        kind = request.policy.adapters, request.fills
+        if kind != (None, False) and count < request.num_tokens:
+            rows.setdefault(kind, []).extend(range(end - request.num_tokens + count, end))
+    return tuple(PassingTokens(np.array(indices), *kind) for kind, indices in rows.items())

@@ -19,11 +19,10 @@ from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from ..errors import TaperError
-from ..policy import Adapters, DepthPolicy
+from ..policy import Adapters
 from .metrics import counters
 from .models import Batch, TaperedForward, only_attention_group
-from .options import FULL, PluginOptions
+from .options import PluginOptions, RequestOptions
 from .plan import Planner, RequestTokens
 
 if TYPE_CHECKING or not current_platform.is_cpu():
@@ -43,6 +42,8 @@ class ForwardBuilder:
     def __init__(self, vllm_config: Any, decoder: Any) -> None:
         model, config = vllm_config.model_config.hf_text_config, vllm_config.additional_config
         self._options = PluginOptions.read(config["taper"], model)
+        # Without prefix caching no later prompt reads what skipped layers would write.
+        self._caches_prefixes = bool(vllm_config.cache_config.enable_prefix_caching)
         self._adapter_weights: WeakKeyDictionary[Adapters, Any] = WeakKeyDictionary()
         self._planner = Planner(model.num_hidden_layers, range(decoder.start_layer, decoder.end_layer))
         self._counters: np.ndarray | None = None
@@ -53,18 +54,16 @@ class ForwardBuilder:
             except OSError as error:
                 logger.warning("The depths of this engine will be missing at /metrics: %s", error)
 
-    def policy(self, sampling_params: Any) -> DepthPolicy:
-        """The policy of a request; a request that got past the check at admission with a wrong one runs every layer."""
-        try:
-            return self._options.policy(sampling_params and sampling_params.extra_args)
-        except TaperError as error:
-            logger.error("A request runs at full depth: %s", error)
-            return self._options.named[FULL]
+    def request(self, sampling_params: Any) -> RequestOptions:
+        """The options of a request that was admitted."""
+        return self._options.admitted(sampling_params and sampling_params.extra_args)
 
     def build(self, batch: Batch) -> TaperedForward:
         """The forward of a batch."""
         numbers = (batch.first_positions.tolist(), batch.num_tokens.tolist(), batch.prompt_lengths.tolist())
-        plan = self._planner.plan(list(map(RequestTokens, batch.policies, *numbers)))
+        policies = [request.policy for request in batch.requests]
+        fills = [self._caches_prefixes and request.fills for request in batch.requests]
+        plan = self._planner.plan(list(map(RequestTokens, policies, *numbers, fills)))
         if self._counters is not None and plan.completion_tokens:
             self._counters += (plan.completion_tokens, plan.layers_run)
         return TaperedForward(plan, batch, self._adapter_weights)
@@ -84,7 +83,7 @@ class DepthDecayRunner:
         group = only_attention_group(self.attn_groups)
         state, num_requests = self.input_batch, self.input_batch.num_reqs
         batch = Batch(
-            policies=[self.taper_builder.policy(self.requests[request].sampling_params) for request in state.req_ids],
+            requests=[self.taper_builder.request(self.requests[name].sampling_params) for name in state.req_ids],
             first_positions=state.num_computed_tokens_cpu[:num_requests],
             num_tokens=np.diff(self.query_start_loc.np[: num_requests + 1]),
             prompt_lengths=state.num_prompt_tokens[:num_requests],
@@ -115,19 +114,19 @@ class Worker(PlatformWorker):
 
 
 class TaperModelState(DefaultModelState):
-    """V2's default state, plus the policy and prompt length of each request, and the forward of the next batch."""
+    """V2's default state, plus the options and prompt length of each request, and the forward of the next batch."""
 
     def __init__(self, vllm_config: Any, model: Any, encoder_cache: Any, device: Any) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
         self._builder = ForwardBuilder(vllm_config, model.model)
-        self._requests: dict[str, tuple[DepthPolicy, int]] = {}
+        self._requests: dict[str, tuple[RequestOptions, int]] = {}
         self._tapered: TaperedForward | None = None
 
     def add_request(self, req_index: int, new_req_data: Any) -> None:
         """Remember a request; one that resumes after preemption is added again, with the same prompt."""
         super().add_request(req_index, new_req_data)
-        policy = self._builder.policy(new_req_data.sampling_params)
-        self._requests[new_req_data.req_id] = (policy, len(new_req_data.prompt_token_ids))
+        options = self._builder.request(new_req_data.sampling_params)
+        self._requests[new_req_data.req_id] = (options, len(new_req_data.prompt_token_ids))
 
     def remove_request(self, req_id: str) -> None:
         """Forget a request that has ended or was preempted."""
@@ -151,7 +150,7 @@ class TaperModelState(DefaultModelState):
             requests = [self._requests[request] for request in input_batch.req_ids]
             group = only_attention_group(attn_groups)
             batch = Batch(
-                policies=[policy for policy, _ in requests],
+                requests=[options for options, _ in requests],
                 first_positions=input_batch.num_computed_tokens_np[: len(requests)],
                 num_tokens=input_batch.num_scheduled_tokens[: len(requests)],
                 prompt_lengths=np.array([length for _, length in requests]),
