@@ -114,7 +114,10 @@ def completions(
         key |= {"temperature": temperature} if temperature else {}
         params = [SamplingParams(max_tokens, temperature, seed=first + i) for i in range(len(batch))]
         eos_token_ids = llm.tokenizer.eos_token_ids
-        requests = [Request(prompt, one, policy, eos_token_ids, reuse="exact") for prompt, one in zip(batch, params, strict=True)]
+        requests = [
+            Request(prompt, one, policy, eos_token_ids, reuse="exact")
+            for prompt, one in zip(batch, params, strict=True)
+        ]
         outputs = store.remember(key, partial(llm.engine.complete, requests))
         references += [Reference(prompt, tuple(ids)) for prompt, ids in zip(batch, outputs, strict=True)]
         tick()
