@@ -369,6 +369,11 @@ def active_prefixes(skip_order: tuple[int, ...], num_hidden_layers: int, depths:
 
     The tokens share `skip_order` and come deepest first, so by nesting those that run a layer are the first ones.
     """
+    return _active_prefixes(skip_order, num_hidden_layers, tuple(depths))
+
+
+@lru_cache(maxsize=256)  # depths seldom change from one step to the next
+def _active_prefixes(skip_order: tuple[int, ...], num_hidden_layers: int, depths: tuple[int, ...]) -> tuple[int, ...]:
     assert all(a >= b for a, b in pairwise(depths)), "tokens must be sorted deepest first"
     falling = [-depth for depth in depths]
     return tuple(bisect_right(falling, -least) for least in least_depths(skip_order, num_hidden_layers))

@@ -7,6 +7,7 @@ kept; a forward then sets its inputs and computes. Knows neither policies nor te
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import os
 import signal
@@ -133,12 +134,11 @@ class GgmlBackend:
         cache, inputs = self._model.cache, graph.inputs
         inputs["positions"][:] = batch.positions
         inputs["cells"][:] = cache.cells(batch.slots, batch.positions)
-        positions, cells = batch.positions[:, None], np.arange(key.kv_length)
         for window, name in graph.windows.items():
-            visible = cells <= positions
-            if window is not None:
-                visible &= cells > positions - window
-            inputs[name][:] = np.where(visible, np.float16(0), np.float16(-np.inf))
+            mask = inputs[name]
+            mask[:] = -np.inf
+            for row, end in zip(mask, (batch.positions + 1).tolist(), strict=True):
+                row[0 if window is None else max(0, end - window) : end] = 0
         if batch.first_layer:
             inputs["hidden_states"][:] = batch.hidden_states
         else:
@@ -171,8 +171,9 @@ class GgmlBackend:
 
 def _greedy(logits: np.ndarray) -> np.ndarray:
     """The argmax of each row, -1 where its logit is not a finite number: int64 [rows]."""
-    ids: np.ndarray = logits.argmax(-1)  # the first NaN, if there is one
-    return np.where(np.isfinite(logits[np.arange(len(ids)), ids]), ids, -1)
+    ids = [int(row.argmax()) for row in logits]  # the first NaN, if there is one
+    finite = [math.isfinite(row[token_id]) for row, token_id in zip(logits, ids, strict=True)]
+    return np.where(finite, np.array(ids, np.int64), -1)
 
 
 class InterruptibleCompute:
