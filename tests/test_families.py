@@ -21,6 +21,7 @@ from tiny import (
     policies,
     random_prompt,
     reference_ids,
+    reference_turns,
     write_gguf,
 )
 
@@ -88,14 +89,19 @@ def test_gguf_equals_transformers(family, kind, tmp_path):
 @BACKENDS
 def test_a_prompt_alone_equals_a_batch_and_a_second_turn_a_cold_start(family, kind):
     loaded, policy = family.tiny.load(), family.policies["d3 late"]
-    warm, cold = (Engine(make_backend(kind, loaded, **family.options)) for _ in range(2))
-    said = complete(warm, PROMPTS[:1], [policy], 20)[0]
+    warm, cold, filled = (Engine(make_backend(kind, loaded, **family.options)) for _ in range(3))
+    said = complete(warm, PROMPTS[:1], [policy], 20, reuse="exact")[0]
     assert said == family.expected("d3 late")[0][:20]
     second = [*PROMPTS[0], *said, *random_prompt(9, 5)]
-    assert complete(warm, [second], [policy], 20) == complete(cold, [second], [policy], 20)
+    exact = complete(warm, [second], [policy], 20, reuse="exact")
+    assert exact == complete(cold, [second], [policy], 20, reuse="exact")
+    # With filled keys and values, it equals the reference implementation's second turn.
+    assert complete(filled, PROMPTS[:1], [policy], 20)[0] == said
+    turns = reference_turns(family.tiny, [PROMPTS[0], second[len(PROMPTS[0]) + len(said) :]], policy, 20)
+    assert complete(filled, [second], [policy], 20)[0] == turns[1]
 
 
-@pytest.mark.parametrize(("architecture", "nodes"), [("llama", 170), ("qwen2", 185), ("qwen3", 190)])
+@pytest.mark.parametrize(("architecture", "nodes"), [("llama", 165), ("qwen2", 180), ("qwen3", 185)])
 def test_what_other_families_need_costs_these_no_operation(tmp_path, architecture, nodes):
     backend = make_backend("ggml", make_tiny(tmp_path, architecture).load())
     backend.forward(one_slot(backend, [5], (0,)))

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import BACKENDS, make_backend, policies, random_prompt, with_adapters
-from transformers import DynamicCache
+from tiny import BACKENDS, make_backend, policies, random_prompt, reference_turns, with_adapters
 
 import taper.hf
 from taper.backends.torch import adapt
@@ -82,23 +81,7 @@ def naive_after(model, policy: DepthPolicy, said: list[int]) -> list[int]:
 def test_the_reference_implementation_equals_a_loop_without_any_cache(tiny_llama, adapters):
     for name, policy in policies(6).items():
         policy = with_adapters(policy, 64) if adapters else policy
-        cache, ids, completions = DynamicCache(), [], []
-        for turn in TURNS:
-            ids += turn
-            given = torch.tensor([ids])
-            out = tiny_llama.hf.generate(
-                given,
-                attention_mask=torch.ones_like(given),
-                past_key_values=cache,
-                max_new_tokens=TOKENS,
-                min_new_tokens=TOKENS,
-                do_sample=False,
-                custom_generate=taper.hf.custom_generate(policy),
-            )[0].tolist()
-            assert {layer.get_seq_length() for layer in cache.layers} == {len(out) - 1}
-            completions.append(out[len(ids) :])
-            ids = out
-        assert completions == naive(tiny_llama.hf, policy), name
+        assert reference_turns(tiny_llama, TURNS, policy, TOKENS) == naive(tiny_llama.hf, policy), name
 
 
 @BACKENDS

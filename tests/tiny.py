@@ -329,6 +329,30 @@ def reference_ids(tiny: TinyModel, prompt: list[int], policy: DepthPolicy | None
     return out[0, len(prompt) :].tolist()
 
 
+def reference_turns(tiny: TinyModel, turns, policy: DepthPolicy, tokens: int = TOKENS) -> list[list[int]]:
+    """The reference implementation's completions of a conversation, in one cache."""
+    from transformers import DynamicCache
+
+    from taper import hf
+
+    cache, ids, completions = DynamicCache(), [], []
+    for turn in turns:
+        given = torch.tensor([[*ids, *turn]])
+        out = tiny.hf.generate(
+            given,
+            attention_mask=torch.ones_like(given),
+            past_key_values=cache,
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
+            do_sample=False,
+            custom_generate=hf.custom_generate(policy),
+        )
+        ids = out[0].tolist()
+        assert {layer.get_seq_length() for layer in cache.layers} == {len(ids) - 1}
+        completions.append(ids[given.shape[1] :])
+    return completions
+
+
 def policies(layers: int) -> dict[str, DepthPolicy]:
     """Each curve, scattered skip orders, short and long plateaus."""
     last, least = layers - 1, max(2, layers - 4)
