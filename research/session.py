@@ -277,7 +277,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="the file of results; it grows")
     options = parser.parse_args(arguments)
     path = find_model(options.model)
-    config = load_model(path).config
+    loaded = load_model(path)
+    config = loaded.config
+    # No end of an output: Taper's `ignore_eos` goes on after one, which the next turn's text cannot show.
+    endless = {"logit_bias": {str(token_id): -100 for token_id in loaded.tokenizer.eos_token_ids}}
     program = shutil.which("llama-server", path=options.llama_bin and str(options.llama_bin))
     if options.llama_bin and not program:
         parser.error(f"no program llama-server in {options.llama_bin}")
@@ -295,11 +298,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 ports[server] = free_port()
                 host = ["--host", "127.0.0.1", "--port", str(ports[server])]
                 stack.enter_context(serving([*command, *host], ports[server]))
-            targets = {
-                name: Target(ports["taper"], {"taper": own | {"ignore_eos": True}}) for name, own in fields.items()
-            }
+            targets = {name: Target(ports["taper"], {"taper": own} | endless) for name, own in fields.items()}
             if program:
-                targets[LLAMA_SERVER] = Target(ports[LLAMA_SERVER], {"ignore_eos": True})
+                targets[LLAMA_SERVER] = Target(ports[LLAMA_SERVER], endless)
             for sampling in [options.only] if options.only else SAMPLING:
                 print(f"{sampling} {clients} ...", file=sys.stderr)
                 runs = alternate(

@@ -161,7 +161,7 @@ def _answer(model: PreTrainedModel, study: Study, prompt: tuple[int, ...], polic
         do_sample=False,
         eos_token_id=sorted(study.llm.tokenizer.eos_token_ids) or None,
         pad_token_id=0,
-        custom_generate=taper.hf.custom_generate(policy),
+        custom_generate=taper.hf.custom_generate(policy, reuse="exact"),
     )
     return Reference(prompt, tuple(written[0, len(prompt) :].tolist()))
 

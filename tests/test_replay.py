@@ -10,9 +10,10 @@ from tiny import BACKENDS, FAMILIES, make_backend, make_tiny, one_slot, policies
 
 from taper.calibration import replay as replay_module
 from taper.calibration.replay import Reference, Replay, Scores
-from taper.engine import Engine
+from taper.engine import Engine, Request
 from taper.errors import RequestError
 from taper.policy import DepthPolicy
+from taper.sampling import SamplingParams
 
 
 def references(count: int = 3, length: int = 30) -> list[Reference]:
@@ -174,3 +175,38 @@ def test_completions_that_do_not_fit_are_rejected(tiny_llama):
     for completion in ((), tuple(random_prompt(1, 600))):
         with pytest.raises(RequestError):
             Replay(engine, [Reference((1, 2), completion)])
+
+
+@BACKENDS
+@pytest.mark.parametrize("adapters", [False, True])
+def test_a_completion_after_a_tapered_output_equals_one_token_at_a_time(tiny_llama, kind, adapters, monkeypatch):
+    monkeypatch.setattr(replay_module, "WINDOW", 7)
+    first = Reference(tuple(random_prompt(90, 11)), tuple(random_prompt(91, 25)))
+    prompt_ids = (*first.prompt_ids, *first.completion_ids, *random_prompt(92, 9))
+    second = Reference(prompt_ids, tuple(random_prompt(93, 12)))
+    engine = Engine(make_backend(kind, tiny_llama.load(), num_slots=2))
+    replay, by_hand = Replay(engine, [second]), make_backend(kind, tiny_llama.load())
+    for policy in policies(6).values():
+        policy = with_adapters(policy, 64, scale=0.5) if adapters else policy
+        by_hand.forward(one_slot(by_hand, first.prompt_ids, ()))
+        for step, token in enumerate(first.completion_ids[:-1], 1):
+            batch = one_slot(by_hand, [token], (), start=len(first.prompt_ids) + step - 1)
+            num_active = tuple(int(layer in policy.retained_layers(step)) for layer in range(6))
+            by_hand.forward(replace(batch, num_active=num_active, adapters=policy.adapters, fill=True))
+        begin = len(first.prompt_ids) + len(first.completion_ids) - 1
+        rest = [*second.prompt_ids, *second.completion_ids][begin:-1]
+        rows = tuple(range(len(rest) - len(second.completion_ids), len(rest)))
+        filled = log_softmax(by_hand.forward(one_slot(by_hand, rest, rows, start=begin)).logits)
+        exact = log_softmax(step_by_step(Engine(make_backend(kind, tiny_llama.load())), second, DepthPolicy.full(6)))
+        scores = replay.after_tapered(0, policy, first)
+        steps, tokens = np.arange(12), np.array(second.completion_ids)
+        np.testing.assert_allclose(scores.nll, -filled[steps, tokens], atol=1e-3)
+        np.testing.assert_allclose(scores.nll_full, -exact[steps, tokens], atol=1e-3)
+        np.testing.assert_array_equal(scores.agreement, filled.argmax(-1) == exact.argmax(-1))
+        kl = (np.exp(exact) * (exact - filled)).sum(-1)  # over all of the vocabulary, which is smaller than `TOP`
+        np.testing.assert_allclose(scores.kl, kl, atol=1e-4)
+        assert kl.max() > 1e-3
+        assert engine.num_free_slots == 2
+        kept = engine.complete([Request(prompt_ids, SamplingParams(max_tokens=4), DepthPolicy.full(6))])
+        cold = Engine(make_backend(kind, tiny_llama.load()))
+        assert kept == cold.complete([Request(prompt_ids, SamplingParams(max_tokens=4), DepthPolicy.full(6))])

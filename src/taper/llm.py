@@ -550,8 +550,8 @@ class _StopStrings:
 
     def push(self, text: str) -> str:
         """The text that is certain not to belong to a stop string; none after one has come."""
-        if self.complete:
-            return ""
+        if self.complete or not self._stops:
+            return "" if self.complete else text
         self._held += text
         places = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
         if places:

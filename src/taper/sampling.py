@@ -168,7 +168,8 @@ def token_weights(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
     """
     with np.errstate(over="ignore"):  # to -inf, whose weight is 0
         scaled = logits - logits.max()
-        scaled /= max(params.temperature, _MIN_TEMPERATURE)
+        if params.temperature != 1:
+            scaled /= max(params.temperature, _MIN_TEMPERATURE)
     weights: np.ndarray = np.exp(scaled, out=scaled)
     if 0 < params.top_k < len(logits):
         weights *= _largest(logits, params.top_k)
@@ -220,7 +221,7 @@ def _from(values: np.ndarray, least: float, count: int) -> np.ndarray:
 
 def _draw(weights: np.ndarray, number: float) -> int:
     """The token at which the weights, summed up, pass the share `number` of their sum, from [0, 1)."""
-    sums = np.add.reduceat(weights, np.arange(0, len(weights), _FEW), dtype=np.float64).cumsum()
+    sums = np.add.reduceat(weights, np.arange(0, len(weights), _FEW)).cumsum(dtype=np.float64)
     point = min(number * sums[-1], np.nextafter(sums[-1], 0))
     block = int(np.searchsorted(sums, point, side="right"))  # the first whose sum is above: it has a weight
     point -= sums[block - 1] if block else 0.0

@@ -130,6 +130,48 @@ class Replay:
                     values[place] = np.where(skips, new, values[place])
         return scores
 
+    def after_tapered(self, index: int, policy: DepthPolicy, first: Reference) -> Scores:
+        """What it costs a completion at full depth that an earlier output in its prompt was tapered.
+
+        The keys and values of layers that the earlier output skipped are filled, as in a conversation.
+
+        Args:
+            index: of the completion.
+            policy: the one that the earlier output ran under.
+            first: the earlier prompt and output, with which the prompt of the completion begins.
+        """
+        self._prepare(index)
+        reference, full, layers = self.references[index], self._full[index], self._num_hidden_layers
+        begin, count = len(first.prompt_ids), len(first.completion_ids) - 1  # its last token is part of the next prompt
+        tapered = [policy.depth(step) for step in range(1, count + 1)]
+        rest = [layers] * (len(reference.prompt_ids) - 1 - begin - count)
+        sequence, parts = self._held[index], []
+        # The slot must offer nobody what is overwritten from here on.
+        sequence.num_computed_tokens = sequence.num_exact_tokens = begin
+        try:
+            for start, depths in ((begin, tapered), (begin + count, rest)):
+                for place in range(0, len(depths), WINDOW):
+                    part = depths[place : place + WINDOW]
+                    positions = np.arange(start + place, start + place + len(part), dtype=np.int32)
+                    self.engine.forward(
+                        TokenBatch(
+                            tokens=np.array(reference.prompt_ids, np.int32)[positions],
+                            positions=positions,
+                            slots=np.full(len(part), sequence.slot, np.int32),
+                            num_active=active_prefixes(policy.skip_order, layers, part),
+                            adapters=policy.adapters,
+                            fill=True,
+                        )
+                    )
+            for window in self._windows(index, first_step=0):
+                logits = self.engine.forward(self._batch(index, self._full_depth, window, logits=True)).logits
+                parts.append(_compare(logits, full, reference, window.start))
+        finally:
+            self.engine.abort(self._held.pop(index))
+        steps = np.arange(len(full.nll))
+        kl, agreement, nll = np.concatenate(parts, axis=1)
+        return Scores(np.full(len(steps), index), steps, np.full(len(steps), layers), kl, agreement, nll, full.nll)
+
     def block_influence(self) -> np.ndarray:
         """1 - mean cosine of the input and output of each layer at full depth (ShortGPT, arXiv 2403.03853): [L]."""
         every, sums, count = tuple(range(self._num_hidden_layers + 1)), np.zeros(self._num_hidden_layers), 0

@@ -174,27 +174,26 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._ids: list[int] = []
-        self._anchor = 0  # decoding starts here, one piece of text before the text that is held back
-        self._done = 0  # tokens whose text was returned
-        self._prefix = ""  # text of the tokens from anchor to done
+        self._ids: list[int] = []  # those of the last piece of text, and of the text that is held back
+        self._done = 0  # how many of them had their text returned
+        self._prefix = ""  # the text of these
 
     def push(self, token_id: int) -> str:
         """The text that this token completes; may be empty."""
         self._ids.append(token_id)
-        text = self._tokenizer.decode(self._ids[self._anchor :])
+        text = self._tokenizer.decode(self._ids)
         if text.endswith("\ufffd") or len(text) <= len(self._prefix):
             return ""
         return self._emit(text)
 
     def flush(self) -> str:
         """The text that is held back at the end of an output."""
-        return self._emit(self._tokenizer.decode(self._ids[self._anchor :]))
+        return self._emit(self._tokenizer.decode(self._ids))
 
     def _emit(self, text: str) -> str:
         new = text[len(self._prefix) :]
-        self._anchor, self._done = self._done, len(self._ids)
-        self._prefix = self._tokenizer.decode(self._ids[self._anchor :])
+        self._ids = self._ids[self._done :]
+        self._done, self._prefix = len(self._ids), self._tokenizer.decode(self._ids)
         return new
 
 
