@@ -244,7 +244,7 @@ def test_a_rotating_rule_runs_layers_again_and_misses_their_keys(tiny_llama, ans
     assert [len(layers) for layers in retained] == [POLICY.depth(step) for step in range(30)]
     assert any(later - earlier for earlier, later in pairwise(retained))
     prompt, model = list(answers[0].prompt_ids), unnested.load_f32(tiny_llama.folder)
-    written = reference_ids(TinyModel(model, tiny_llama.folder), prompt, rotating, tokens=20)
+    written = reference_ids(TinyModel(model, tiny_llama.folder), prompt, rotating, tokens=20, reuse="exact")
     with torch.no_grad():
         missing, filled = (
             unnested.forward(model, [*prompt, *written], len(prompt), rotating, how)[-20:].argmax(-1).tolist()

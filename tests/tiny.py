@@ -318,11 +318,13 @@ def complete(engine: Engine, prompts, policies, tokens: int = TOKENS, **options)
     return engine.complete(Request(prompt, params, policy, **options) for prompt, policy in given)
 
 
-def reference_ids(tiny: TinyModel, prompt: list[int], policy: DepthPolicy | None, tokens: int = TOKENS) -> list[int]:
+def reference_ids(
+    tiny: TinyModel, prompt: list[int], policy: DepthPolicy | None, tokens: int = TOKENS, reuse: str = "filled"
+) -> list[int]:
     """The reference implementation's greedy completion; without a policy, plain transformers."""
     from taper import hf
 
-    custom = {} if policy is None else {"custom_generate": hf.custom_generate(policy)}
+    custom = {} if policy is None else {"custom_generate": hf.custom_generate(policy, reuse)}
     ids = torch.tensor([prompt])
     mask = torch.ones_like(ids)
     out = tiny.hf.generate(ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False, **custom)
