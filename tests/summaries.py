@@ -47,6 +47,7 @@ def summary(layers: int = 6, *, tapers: bool = True, agreement: float = 0.953) -
             length=PolicyAndFull(around(83.2), around(91.7)),
             repetition=PolicyAndFull(around(0.123), around(0.118)),
         ),
+        next_output=LossEstimate(around(0.0211), Estimate(0.951, 0.942, 0.96), around(0.31)),
         problems=SolvedProblems(around(0.41), around(0.44), Estimate(-0.03, -0.08, 0.02), 64),
         model=CalibratedModel("tiny", "ab" * 32, layers),
         prompts=PromptCounts(21, 22, "cd" * 32),

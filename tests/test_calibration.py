@@ -22,8 +22,8 @@ from taper import LLM, calibrate
 from taper.calibration import search
 from taper.calibration.clock import CostModel
 from taper.calibration.problems import MAX_TOKENS, Attempt, WordProblemSet, builtin_problems, word_problems
-from taper.calibration.prompts import builtin_prompts, encode_prompts, read_prompts
-from taper.calibration.replay import Reference, Scores
+from taper.calibration.prompts import FOLLOW_UP, builtin_prompts, encode_prompts, next_prompts, read_prompts
+from taper.calibration.replay import Reference, Replay, Scores
 from taper.calibration.search import LossTable, fit_quality, fit_speed, power_curves, power_curves_of_speed
 from taper.calibration.statistics import Estimate, LossEstimate, free_running, over_steps, ratio_estimate
 from taper.calibration.store import Measurements, Store, current_conditions, open_store, skipping
@@ -595,6 +595,23 @@ def test_the_shortest_outputs_calibrate_too(llm, tokens):
     result = calibrate(llm, prompts_of(8), max_kl=50.0, answer_tokens=tokens)
     assert not result.met
     assert result.summary.held_out.tapered_steps is None
+
+
+def test_the_next_output_after_a_tapered_one_is_measured(llm):
+    """A prompt goes on with the output of the policy and a follow-up; full depth itself would cost nothing there."""
+    references = [Reference((5, 6, 7), (8, 9, 10)), Reference((5, 6), (2,)), Reference((7,), (3,) * 100)]
+    room = llm.engine.backend.context_length
+    (first, prompt), (long, longer) = next_prompts(llm, references, room - 300)
+    assert (first, long) == (references[0], references[2])
+    assert prompt[: len(first.prompt_ids) + 3] == (5, 6, 7, 8, 9, 10)
+    assert llm.tokenizer.decode(prompt[6:]).count(FOLLOW_UP) == 1
+    assert [first for first, _ in next_prompts(llm, references, room - len(longer))] == [references[0]]
+    replay = Replay(llm.engine, [Reference(prompt, tuple(range(20, 40)))])
+    layers = llm.config.num_hidden_layers
+    nothing = replay.after_tapered(0, DepthPolicy.full(layers), first)
+    assert nothing.kl.max() < 1e-6
+    assert replay.after_tapered(0, DepthPolicy.early_exit(layers, 2), first).kl.max() > 1e-4
+    replay.close()
 
 
 def test_no_prompt_is_both_searched_on_and_held_out(llm):

@@ -100,6 +100,8 @@ def test_page_says_what_was_found():
     budget += ["at 5 % (4 to 6 %) of the tapered steps", "mean KL at most 0.06 nats. Found: 0.0523 nats"]
     held_out = ["21 prompts", "22 held-out", "0.052 (0.047 to 0.058)", "0.042 (0.038 to 0.046)", "95 (94 to 96)"]
     held_out += ["1.2 (1.1 to 1.4)", "0.99 (0.89 to 1.09)"]
+    held_out.append("has a KL of 0.021 (0.019 to 0.023) nats")
+    held_out.append("agrees at 95.1 (94.2 to 96.0) % of its steps")
     own = ["0.81 (0.73 to 0.89)", "0.74 (0.67 to 0.82)", "83 (75 to 92)", "92 (83 to 101)", "12 (11 to 14)"]
     conditions = ["tiny, llama, f32, 6 layers", "ab" * 32, "cd" * 32, "seed 7", "2026-02-03", "A processor, 2 cores"]
     conditions += ["2 threads, ggml, f32", "Taper 0.1.0, Python 3.12.1, ggml-python 0.0.1"]

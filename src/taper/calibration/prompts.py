@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from importlib import resources
 from pathlib import Path
@@ -21,6 +22,8 @@ from .store import Store, Tick, numbers
 
 BATCH = 16  # outputs generated at a time, and stored together
 MIN_PROMPTS = 8  # half for the search, half held out
+FOLLOW_UP = "Explain the most important part of that in more detail."
+_PLACE = "OUTPUT"  # of an output, in a conversation that is rendered to see what follows it
 MAX_LINE = 100_000  # characters
 MAX_FILE_BYTES = 1 << 28
 
@@ -120,6 +123,33 @@ def completions(
         references += [Reference(prompt, tuple(ids)) for prompt, ids in zip(batch, outputs, strict=True)]
         tick()
     return references
+
+
+def next_prompts(llm: LLM, references: Sequence[Reference], max_tokens: int) -> list[tuple[Reference, tuple[int, ...]]]:
+    """Conversations that go on: each prompt with its output, stop id left out, and a prompt that begins with both.
+
+    Those that leave no room for an output of `max_tokens` tokens in the context are left out.
+    """
+    follow_up, room = _follow_up(llm), llm.engine.backend.context_length - max_tokens
+    going_on = []
+    for reference in references:
+        ids = reference.completion_ids
+        ids = ids[:-1] if ids[-1] in llm.tokenizer.eos_token_ids else ids
+        prompt = (*reference.prompt_ids, *ids, *follow_up)
+        if len(ids) > 1 and len(prompt) < room:
+            going_on.append((Reference(reference.prompt_ids, ids), prompt))
+    return going_on
+
+
+def _follow_up(llm: LLM) -> list[int]:
+    """What a chat template writes between an output and the next one; plain text without a template."""
+    text = f"\n\n{FOLLOW_UP}\n\n"
+    if llm.tokenizer.chat_template:
+        turns = [("user", FOLLOW_UP), ("assistant", _PLACE), ("user", FOLLOW_UP)]
+        with suppress(RequestError):  # a template for one turn
+            text = llm.tokenizer.render([{"role": role, "content": content} for role, content in turns])
+            text = text.rpartition(_PLACE)[2]
+    return llm.tokenizer.encode(text, add_special_tokens=False)
 
 
 def split(references: Sequence[Reference]) -> tuple[Sequence[Reference], Sequence[Reference]]:

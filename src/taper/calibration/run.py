@@ -19,8 +19,8 @@ from ..models.download import content_hash
 from ..policy import DepthPolicy
 from .clock import CostModel, TimedRuns, measure_cost, measure_speedup
 from .problems import Problems, word_problems
-from .prompts import BATCH, builtin_prompts, completions, encode_prompts, split
-from .replay import Reference, Scores
+from .prompts import BATCH, builtin_prompts, completions, encode_prompts, next_prompts, split
+from .replay import Reference, Replay, Scores
 from .search import (
     COLLAPSED,
     COMPLETIONS,
@@ -35,9 +35,9 @@ from .search import (
     layer_importance,
     layers_to_skip,
 )
-from .statistics import free_running, loss_by_step, over_steps
-from .store import Measurements, Tick, current_conditions, digest, open_store, skipping
-from .summary import Budget, CalibratedModel, CalibrationSummary, Frontier, PromptCounts, Speedup, Validation
+from .statistics import Estimate, LossEstimate, free_running, loss_by_step, over_steps
+from .store import Measurements, Tick, current_conditions, digest, numbers, open_store, skipping
+from .summary import Budget, CalibratedModel, CalibrationSummary, Frontier, PromptCounts, Speedup, Validation, to_plain
 
 REFERENCE_TOKENS = 128  # most tokens of an output, if no length is planned for
 MAX_PROMPTS = 256
@@ -308,7 +308,29 @@ class Calibrator:
         own = self.complete("outputs of the policy", [r.prompt_ids for r in held_out], policy, max_tokens)
         own_scores = self._scores("outputs of the policy at full depth", own, self.full)
         solved = None if problems is None else problems.validate(policy, partial(self.ticks, "word problems"))
-        return Validation(over_steps(scores), free_running(own, own_scores, held_out, scores), problems=solved), scores
+        free = free_running(own, own_scores, held_out, scores)
+        after = self._next_outputs(own, policy, max_tokens)
+        return Validation(over_steps(scores), free, problems=solved, next_output=after), scores
+
+    def _next_outputs(self, own: Sequence[Reference], policy: DepthPolicy, max_tokens: int) -> LossEstimate | None:
+        """What it costs outputs at full depth that the policy's own come before them, keys and values filled."""
+        going_on = next_prompts(self.llm, own, max_tokens)
+        if not going_on:
+            return None
+        outputs = self.complete("next outputs at full depth", [prompt for _, prompt in going_on], self.full, max_tokens)
+        tick = self.ticks("next outputs after tapered ones", len(outputs))
+
+        def measured() -> Any:
+            with closing(Replay(self.llm.engine, outputs)) as replay:
+                scores = []
+                for index, (first, _) in enumerate(going_on):
+                    scores.append(replay.after_tapered(index, policy, first))
+                    tick()
+            return to_plain(over_steps(Scores.joined(scores)).all_steps)
+
+        key = {"after outputs of": numbers(policy), "next outputs": [vars(output) for output in outputs]}
+        losses = self.store.remember(key, measured)
+        return LossEstimate(**{name: Estimate(*values) for name, values in losses.items()})
 
     def complete(
         self,

@@ -131,6 +131,9 @@ class Validation:
     free_running: FreeRunning  # the policy's own outputs to those prompts
     # On held-out word problems; None where the model solves too few at full depth.
     problems: SolvedProblems | None = field(default=None, kw_only=True)
+    # On the next output at full depth after one of the policy's own, whose skipped layers have filled keys and values;
+    # None where the context is too short for two.
+    next_output: LossEstimate | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)

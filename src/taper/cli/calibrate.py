@@ -184,6 +184,10 @@ def _print(result: Calibration) -> None:
     )
     rows = [(title, interval(p.policy, factor), interval(p.full, factor)) for title, p, factor in pairs if p]
     print_table(("its own outputs", "policy", "full depth"), rows)
+    if (after := summary.next_output) is not None:
+        click.echo()
+        title = "the next output, at full depth, after a tapered one"
+        print_table((title, "KL, nats", "agreement, %"), [("", interval(after.kl), interval(after.agreement, 100))])
     notes = remarks(summary)
     if summary.problems is None:
         notes.insert(0, "No word problems: full depth solves too few of them, or the context is too short.")
