@@ -51,15 +51,20 @@ def main() -> None:
     parser.add_argument("--conversations", type=int, default=48)
     parser.add_argument("--tokens", type=int, default=128, help="of each answer; default %(default)s")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, required=True, help="the file of results; policies that it has stay")
     options = parser.parse_args()
     llm = LLM(options.model, context=1024, threads=options.threads, max_batch_size=16)
-    about = conditions(llm.path) | {"threads": options.threads, "answer_tokens": options.tokens}
+    about = {
+        name: value for name, value in conditions(llm.path).items() if name not in ("batch", "rounds", "statistic")
+    }
+    about |= {"threads": options.threads, "answer_tokens": options.tokens, "follow_up": FOLLOW_UP}
     prompts = [tuple(llm.encode(prompt)) for prompt in builtin_prompts()[: options.conversations]]
-    result: dict[str, Any] = {"conditions": about | {"follow_up": FOLLOW_UP}, "policies": {}}
+    result: dict[str, Any] = {"conditions": about, "policies": {}}
+    if options.out.exists():
+        result = json.loads(options.out.read_text())
     for name, policy in llm.shipped_policies().items():
-        result["policies"][name] = score(llm, policy, prompts, options.tokens)
-        if options.out:
+        if name not in result["policies"]:
+            result["policies"][name] = score(llm, policy, prompts, options.tokens)
             write(options.out, result)
     print(json.dumps(result, indent=1))
 
