@@ -20,7 +20,7 @@ from taper.server.limits import Limits, listen
 
 CHAT = "/v1/chat/completions"
 TOOL = {"type": "function", "function": {"name": "f"}}
-LONG = {"max_tokens": 900}
+LONG = {"max_tokens": 900, "taper": {"ignore_eos": True}}
 
 
 @pytest.fixture(scope="module")
