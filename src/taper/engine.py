@@ -450,7 +450,7 @@ class Engine:
         return output
 
     def _finish(self, sequence: Sequence, reason: str) -> None:
-        """End a sequence and free its slot, which goes on holding its leading tokens that every layer has."""
+        """End a sequence and free its slot, which goes on holding the tokens that can be used again."""
         sequence.finish_reason = reason
         self._unfinished.pop(sequence.id, None)
         self.slots.release(sequence)

@@ -80,6 +80,20 @@ class Engine:
         outputs = self.llm.generate(prompts, [request.sampling_params() for request in requests], use_tqdm=False)
         return [(list(output.outputs[0].token_ids), output.num_cached_tokens) for output in outputs]
 
+    def generate_aborting(self, requests: list[Request], abort_at: dict[int, int]) -> list[list[int]]:
+        """Ids of the completions; those of the requests in `abort_at` end once they have so many."""
+        vllm = self.llm.llm_engine
+        completions: list[list[int]] = [[] for _ in requests]
+        for number, request in enumerate(requests):
+            vllm.add_request(str(number), {"prompt_token_ids": request.prompt}, request.sampling_params())
+        while vllm.has_unfinished_requests():
+            for output in vllm.step():
+                number = int(output.request_id)
+                completions[number] = list(output.outputs[0].token_ids)
+                if number in abort_at and len(completions[number]) >= abort_at[number] and not output.finished:
+                    vllm.abort_request([output.request_id])
+        return completions
+
     def alone(self, requests: list[Request]) -> list[list[int]]:
         """Ids of the completions, one request after the other."""
         return [self.generate([request])[0] for request in requests]

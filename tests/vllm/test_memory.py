@@ -65,16 +65,7 @@ def test_two_hundred_requests_some_aborted_give_what_each_gives_alone_and_leak_n
     for request in batch:
         request.max_tokens = chance.randint(1, 80)
     abort_at = {number: chance.randint(1, 40) for number in chance.sample(range(200), 50)}
-    vllm = tight.llm.llm_engine
-    ended: list[list[int]] = [[] for _ in batch]
-    for number, request in enumerate(batch):
-        vllm.add_request(str(number), {"prompt_token_ids": request.prompt}, request.sampling_params())
-    while vllm.has_unfinished_requests():
-        for output in vllm.step():
-            number = int(output.request_id)
-            ended[number] = list(output.outputs[0].token_ids)
-            if len(ended[number]) >= abort_at.get(number, 1000) and not output.finished:
-                vllm.abort_request([output.request_id])
+    ended = tight.generate_aborting(batch, abort_at)
     for number, (request, ids) in enumerate(zip(batch, roomy.alone(batch), strict=True)):
         assert ended[number] == ids[: min(request.max_tokens, abort_at.get(number, 1000))]
     assert tight.free_blocks == 39

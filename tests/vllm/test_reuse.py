@@ -212,18 +212,9 @@ def test_exact_turns_with_preemption_equal_a_cold_start(tight, tiny):
 
 
 def test_prompts_reuse_what_aborted_requests_left(tapered, tiny):
-    vllm, chance = tapered.llm.llm_engine, random.Random(28)
+    chance = random.Random(28)
     batch = requests(POLICIES, len(POLICIES), seed=28, max_tokens=200)
-    stop_at = [chance.randint(40, 90) for _ in batch]
-    ended: list[list[int]] = [[] for _ in batch]
-    for number, request in enumerate(batch):
-        vllm.add_request(str(number), {"prompt_token_ids": request.prompt}, request.sampling_params())
-    while vllm.has_unfinished_requests():
-        for output in vllm.step():
-            number = int(output.request_id)
-            ended[number] = list(output.outputs[0].token_ids)
-            if len(ended[number]) >= stop_at[number]:
-                vllm.abort_request([output.request_id])
+    ended = tapered.generate_aborting(batch, {number: chance.randint(40, 90) for number in range(len(batch))})
     for request, ids in zip(batch, ended, strict=True):
         conversation = Conversation(tiny[1])
         assert conversation.answer(request.prompt, policy_of(request), len(ids)) == ids

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from ..errors import PolicyError, RequestError, TaperError, number
+from ..errors import REUSE, PolicyError, RequestError, TaperError, number
 from ..models.policies import load_policy
 from ..policy import DepthPolicy
 from . import ARCHITECTURES
@@ -26,9 +26,7 @@ logger = logging.getLogger("vllm.taper")
 FULL, DEFAULT = "full", "default"
 _KEYS = ("policy", "policies")
 _REQUEST_KEYS = ("taper_policy", "taper_alpha", "taper_reuse")
-FILLED, EXACT = "filled", "exact"
-# A step that no completion reaches: depth never rises, so a policy that runs every layer here always does.
-_LAST_STEP = 2**40
+FILLED, EXACT = REUSE
 
 _with_alpha = lru_cache(maxsize=256)(DepthPolicy.with_alpha)
 
@@ -42,7 +40,7 @@ class RequestOptions(NamedTuple):
     @property
     def tapers(self) -> bool:
         """Whether any of its tokens may skip a layer."""
-        return self.policy.depth(_LAST_STEP) < self.policy.num_hidden_layers
+        return self.policy.tapers
 
     @property
     def fills(self) -> bool:
