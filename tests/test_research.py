@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import claims
+import fill_cost
 import harness
 import methods
 import numpy as np
@@ -28,9 +29,12 @@ import unnested
 import word_problems
 from eval_data import write_data
 from server_process import Reply
-from tiny import TinyModel, random_prompt, reference_ids
+from tiny import TinyModel, make_backend, random_prompt, reference_ids
 
 from taper import LLM, DepthPolicy
+from taper.backends import TokenBatch
+from taper.backends.ggml import GgmlBackend
+from taper.bench.target import TINY
 from taper.calibration import clock as cost
 from taper.calibration.problems import builtin_problems
 from taper.calibration.replay import Reference, Replay
@@ -252,6 +256,36 @@ def test_a_rotating_rule_runs_layers_again_and_misses_their_keys(tiny_llama, ans
         )
     assert missing == written
     assert filled != written
+
+
+# Filling
+
+
+def test_the_cost_of_filling_is_that_of_steps_at_the_least_depth(tiny_llama, monkeypatch):
+    seconds = iter([9, 9] * 4 + [1, 2, 2, 4, 1, 3])  # of pairs; each begins where the last one ended
+    seen = []
+
+    def step_s(backend, num_active, position, fill):
+        seen.append((sum(num_active), fill))
+        return next(seconds)
+
+    monkeypatch.setattr(fill_cost, "step_s", step_s)
+    backend = make_backend("ggml", tiny_llama.load(), context_length=512)
+    row = fill_cost.cost(backend, POLICY, steps=3)
+    assert {depth for depth, _ in seen} == {POLICY.min_depth} == {row["depth"]}
+    assert sum(fill for _, fill in seen) == len(seen) / 2
+    assert [fill for _, fill in seen[-6:]] == [False, True, True, False, False, True]
+    assert row["added"] == 1.0  # of 2 to 1, 2 to 4 and 3 to 1
+
+
+def test_random_weights_of_a_shape_give_finite_logits():
+    shape = TINY
+    backend = GgmlBackend(shape, fill_cost.random_tensors(shape), context_length=512, threads=1)
+    positions = np.arange(8, dtype=np.int32)
+    batch = TokenBatch(positions, positions, positions * 0, (8,) * shape.num_hidden_layers, logits_rows=(7,))
+    logits = backend.forward(batch).logits[0]
+    assert np.isfinite(logits).all()
+    assert logits.std() > 0.01
 
 
 # Sessions

@@ -152,13 +152,12 @@ def make_tiny(folder: Path, architecture: str = "llama", *, tied: bool = True, l
     """Build, randomise and save a tiny model: hidden 64, 4 heads to 2, unless `more` says otherwise."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "num_key_value_heads": 2}
     config = AutoConfig.for_model(
         MODEL_TYPES.get(architecture, architecture),
         vocab_size=VOCAB_SIZE,
         num_hidden_layers=layers,
         num_attention_heads=4,
-        num_key_value_heads=2,
         max_position_embeddings=1024,
         tie_word_embeddings=tied,
         bos_token_id=None,

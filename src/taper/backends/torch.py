@@ -20,6 +20,7 @@ from ..models.config import Experts, ModelConfig, Rope
 from ..models.tensors import Tensor
 from ..policy import ADAPTER_EPS, Adapters
 from . import ForwardOutput, TokenBatch, runs_by_slot
+from .passing import PassingStates
 
 FIRST_BUCKET = 256  # cells that attention reads; doubled until a step's positions fit
 MAX_GRAPHS = 512
@@ -64,6 +65,9 @@ class TorchBackend:
         self.weight_bytes = {name: weight.nbytes for name, weight in self._weights.items()}
         cache = (config.num_hidden_layers, 2, num_slots, config.num_key_value_heads, context_length, config.head_dim)
         self._cache = torch.zeros(cache, dtype=self.dtype, device=self.device)
+        self._passing: PassingStates[torch.Tensor] | None = None
+        if PassingStates.fit(config):
+            self._passing = PassingStates(config, num_slots, context_length)
         ropes = {spec.rope for spec in config.layers if spec.rope}
         self._rotations = {rope: rotation_table(rope, context_length, device) for rope in ropes}
         self._windows = {spec.window for spec in config.layers}
@@ -80,7 +84,11 @@ class TorchBackend:
     def forward(self, batch: TokenBatch) -> ForwardOutput:
         """Run the batch and write its keys and values."""
         with torch.inference_mode():
+            if self._passing is not None:
+                self._passing.fill(batch, self._states, self._write_cells)
             logits, hidden_states = self._forward(batch)
+            if self._passing is not None:
+                self._passing.note(batch)
             wanted = len(batch.logits_rows)
             highest, ids = logits[wanted:].max(-1)  # a NaN, if there is one
             greedy = torch.where(highest.isfinite(), ids, -1)
@@ -104,7 +112,22 @@ class TorchBackend:
     def copy(self, source: int, target: int, first: int, end: int) -> None:
         """Copy keys and values from one slot to another."""
         with torch.inference_mode():
+            if self._passing is not None:
+                self._passing.finish(self._write_cells)
+                self._passing.copy(source, target, first, end)
             self._cache[:, :, target, :, first:end] = self._cache[:, :, source, :, first:end]
+
+    def _states(self, layer: int, slot: int, positions: np.ndarray) -> torch.Tensor:
+        """What a layer's keys hold at these positions of a slot: [n, hidden_size], a copy."""
+        return self._cache[layer, 0, slot][:, self._upload(positions)].transpose(0, 1).flatten(1)
+
+    def _write_cells(self, layer: int, slot: int, positions: np.ndarray, states: torch.Tensor) -> None:
+        """Write the keys and values of a layer for the inputs of its attention [n, hidden_size]."""
+        places = self._upload(positions)
+        for cells, new in zip(
+            self._cache[layer, :, slot], self.keys_values(states, layer, self.rotations(places)), strict=True
+        ):
+            cells[:, places] = new.transpose(0, 1)
 
     def _forward(self, batch: TokenBatch) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """Logits [rows, vocab_size], greedy rows last, and hidden states by layer, on the device."""
@@ -204,12 +227,17 @@ class TorchBackend:
                 hidden_states[layer] = x.clone()
             if not first_layer <= layer < len(num_active):
                 continue
-            written = len(x) if fill else n
+            keys, values = self._cache[layer]  # [num_slots, key-value heads, context_length, head_dim]
+            filled = len(x) if fill else n
+            written = n if self._passing is not None else filled
+            if filled:
+                h = self.attention_input(x[:filled], layer)
             if written:
-                h = self.attention_input(x[:written], layer)
-                k, v = self.keys_values(h, layer, rotations)
-                keys, values = self._cache[layer]  # [num_slots, key-value heads, context_length, head_dim]
+                k, v = self.keys_values(h[:written], layer, rotations)
                 keys[slots[:written], :, positions[:written]], values[slots[:written], :, positions[:written]] = k, v
+            if written < filled:
+                states = h[written:].unflatten(1, (-1, self.config.head_dim))
+                keys[slots[written:], :, positions[written:]] = states
             if n < len(x) and layer in adapters:
                 x[n:] = adapt(x[n:], *adapters[layer])
             if n == 0:

@@ -29,6 +29,7 @@ from ...models.config import LayerSpec, ModelConfig
 from ...models.tensors import Tensor
 from ...policy import Adapters
 from .. import ForwardOutput, TokenBatch, available_threads, runs_by_slot
+from ..passing import PassingStates
 from .cache import KeyValueCache
 from .graph import Graph, GraphKey, Model
 from .tensors import TensorContext
@@ -67,7 +68,11 @@ class GgmlBackend:
         self.config = replace(config, quantization=weights.quantization) if dtype in QUANTISED_DTYPES else config
         self.weight_bytes = weights.num_bytes
         cache = KeyValueCache(config, num_slots, context_length, "f32" if weights.beyond_f16 else kv_dtype)
-        self._model = Model(config, weights, cache, rope_factors, exact=weights.quantization == "F32")
+        self._passing: PassingStates[np.ndarray] | None = None
+        if PassingStates.fit(config):
+            self._passing = PassingStates(config, num_slots, context_length)
+        exact, keeps_states = weights.quantization == "F32", self._passing is not None
+        self._model = Model(config, weights, cache, rope_factors, exact, keeps_states)
         self._graphs: OrderedDict[GraphKey, Graph] = OrderedDict()
         self._adapters: WeakKeyDictionary[Adapters, AdapterTensors] = WeakKeyDictionary()  # those in use
         self._backend = ggml.ggml_backend_cpu_init()
@@ -88,6 +93,8 @@ class GgmlBackend:
 
     def forward(self, batch: TokenBatch) -> ForwardOutput:
         """Run the batch and write its keys and values."""
+        if self._passing is not None:
+            self._passing.fill(batch, self._model.cache.states, self._write_cells)
         skips = min(batch.num_active) < len(batch.tokens)
         key = GraphKey(
             num_active=batch.num_active,
@@ -104,6 +111,8 @@ class GgmlBackend:
         if not self._compute.compute(graph.pointer):  # interrupted by a signal whose handler returned: run to the end
             self._fill(graph, key, batch)
             self._compute.compute(graph.pointer, interruptible=False)
+        if self._passing is not None:
+            self._passing.note(batch)
         wanted = len(batch.logits_rows)
         return ForwardOutput(
             logits=graph.logits[:wanted].copy(),
@@ -113,6 +122,9 @@ class GgmlBackend:
 
     def copy(self, source: int, target: int, first: int, end: int) -> None:
         """Copy keys and values from one slot to another."""
+        if self._passing is not None:
+            self._passing.finish(self._write_cells)
+            self._passing.copy(source, target, first, end)
         self._model.cache.copy(source, target, first, end)
 
     def close(self) -> None:
@@ -145,6 +157,15 @@ class GgmlBackend:
             inputs["tokens"][:] = batch.tokens
         if key.num_outputs:
             inputs["rows"][:] = (*batch.logits_rows, *batch.greedy_rows)
+
+    def _write_cells(self, layer: int, slot: int, positions: np.ndarray, states: np.ndarray) -> None:
+        """Write the keys and values of a layer for the inputs of its attention, float32 [n, hidden_size]."""
+        none, count = (0,) * self.config.num_hidden_layers, len(positions)
+        key = GraphKey(none, ((slot, 0, count),), 0, 0, layer, (), None, fill=True, only_cells=True)
+        graph = self._graph(key)
+        graph.inputs["positions"][:], graph.inputs["hidden_states"][:] = positions, states
+        graph.inputs["cells"][:] = self._model.cache.cells(np.full(count, slot), positions)
+        self._compute.compute(graph.pointer, interruptible=False)
 
     def _graph(self, key: GraphKey) -> Graph:
         if key in self._graphs:

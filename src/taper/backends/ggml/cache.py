@@ -44,6 +44,11 @@ class KeyValueCache:
         cells: np.ndarray = slots.astype(np.int64) * self._context_length + positions
         return cells
 
+    def states(self, layer: int, slot: int, positions: np.ndarray) -> np.ndarray:
+        """What a layer's keys hold at these positions of a slot: float32 [n, heads * head_dim], a copy."""
+        states: np.ndarray = self._cells[layer, 0, slot * self._context_length + positions].astype(np.float32)
+        return states
+
     def copy(self, source: int, target: int, first: int, end: int) -> None:
         """Copy cells of a slot to another: positions `first` to `end`, excluded."""
         a, b = source * self._context_length, target * self._context_length

@@ -28,7 +28,10 @@ _GELU_B = 0.044715 * _GELU_A
 
 
 class GraphKey(NamedTuple):
-    """What a prepared graph depends on; `runs` are (slot, first token, end) of tokens in a row of one slot."""
+    """What a prepared graph depends on; `runs` are (slot, first token, end) of tokens in a row of one slot.
+
+    With `only_cells` it writes the keys and values of `first_layer`, from the inputs of its attention, and no more.
+    """
 
     num_active: tuple[int, ...]
     runs: tuple[tuple[int, int, int], ...]
@@ -38,6 +41,7 @@ class GraphKey(NamedTuple):
     output_hidden_states: tuple[int, ...]
     adapters: Adapters | None
     fill: bool
+    only_cells: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ class Model:
     cache: KeyValueCache
     rope_factors: tuple[Any, ...]  # of each layer: a tensor, or None
     exact: bool  # computes in f32 throughout; ggml's own gelu looks it up in a table of f16
+    keeps_states: bool  # to fill, skipped layers leave the inputs of their attention in the place of keys
 
 
 class Graph:
@@ -108,7 +113,10 @@ class Graph:
         else:
             x = ggml.ggml_get_rows(context, weights["embed_tokens"], self._inputs["tokens"])
             x = self._scaled(x, self._model.config.embedding_scale)
-        hidden_states = {}
+        hidden_states: dict[int, Any] = {}
+        if key.only_cells:
+            self._write_cells(x, key.first_layer)
+            return None, hidden_states
         layers = self._model.config.num_hidden_layers
         for layer in range(key.first_layer, layers + 1):
             if layer in key.output_hidden_states:
@@ -147,7 +155,11 @@ class Graph:
         """Run a layer on the first `active` tokens of x [hidden_size, tokens]; to fill, the rest write their cells."""
         context, count = self._context.pointer, self._key.runs[-1][2]
         h = self._norm(x if self._key.fill else _rows(context, x, 0, active), f"layers.{layer}.pre_attention_norm")
-        self._write_cells(h, layer)
+        written = active if self._model.keeps_states else h.contents.ne[1]
+        if written:
+            self._write_cells(_rows(context, h, 0, written), layer)
+        if written < h.contents.ne[1]:
+            self._write_states(_rows(context, h, written, count), layer, written)
         if not active:
             return x
         prefix = _rows(context, x, 0, active)
@@ -230,6 +242,12 @@ class Graph:
         for cache, new in ((keys, k), (values, v)):
             flat = ggml.ggml_reshape_2d(context, new, config.num_key_value_heads * config.head_dim, h.contents.ne[1])
             self._run(ggml.ggml_set_rows(context, cache, flat, cells))
+
+    def _write_states(self, h: Any, layer: int, first: int) -> None:
+        """Leave h [hidden_size, n], the tokens from `first` on, in the place of their keys."""
+        context, cells = self._context.pointer, self._inputs["cells"]
+        part = ggml.ggml_view_1d(context, cells, h.contents.ne[1], first * cells.contents.nb[0])
+        self._run(ggml.ggml_set_rows(context, self._model.cache[layer][0], h, part))
 
     def _attention(self, h: Any, layer: int) -> Any:
         """Let the first tokens, h [hidden_size, active], attend; returns [hidden_size, active]."""
