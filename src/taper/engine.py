@@ -50,7 +50,8 @@ class Request:
 
     `eos_token_ids` are the model's own; `params` may add to them. `token_filter` makes the filter of its completion.
     `reuse`, one of `REUSE`, says what it may take from earlier requests: "filled" also keys and values of layers that
-    they skipped, if its own policy skips layers; "exact" only what full depth computed.
+    they skipped, if its own policy skips layers; "exact" only what full depth computed. `text_goes_on` is for whoever
+    decodes the completion: its text goes on from that of the prompt.
     """
 
     prompt_ids: Tokens
@@ -59,6 +60,7 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     token_filter: Callable[[], TokenFilter] | None = None
     reuse: str = REUSE[0]
+    text_goes_on: bool = False
 
     @property
     def takes_filled(self) -> bool:

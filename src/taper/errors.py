@@ -15,12 +15,16 @@ _ESCAPES = re.compile(r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|(?:\x1b\]|\x9d)[^\x07\x
 
 
 class TaperError(Exception):
-    """A mistake the user can mend: the offending value and the rule it breaks; then a hint what to do about it."""
+    """A mistake the user can mend: the offending value and the rule it breaks; then a hint what to do about it.
 
-    def __init__(self, message: str, hint: str = "") -> None:
+    `param` names the parameter that has the value, where it is one.
+    """
+
+    def __init__(self, message: str, hint: str = "", param: str = "") -> None:
         super().__init__(message)
         self.message = message
         self.hint = hint
+        self.param = param
 
     def __str__(self) -> str:
         message, hint = printable(self.message), printable(self.hint)
@@ -70,7 +74,7 @@ def whole_number(
         if low <= converted and (high is None or converted <= high):
             return converted
     rule = f"of at least {low}" if high is None else f"from {low} to {high}"
-    raise error(f"{name} is {shown(value)}; it must be a whole number {rule}")
+    raise error(f"{name} is {shown(value)}; it must be a whole number {rule}", param=name)
 
 
 def number(
@@ -93,7 +97,7 @@ def number(
             if (low < converted if above else low <= converted) and (converted < high if below else converted <= high):
                 return converted
     interval = f"{'(' if above else '['}{low:g}, {high:g}{')' if below else ']'}"
-    raise error(f"{name} is {shown(value)}; it must be a number in {interval}")
+    raise error(f"{name} is {shown(value)}; it must be a number in {interval}", param=name)
 
 
 def flag(name: str, value: Any) -> bool:
@@ -104,20 +108,20 @@ def flag(name: str, value: Any) -> bool:
     """
     if type(value).__name__ in ("bool", "bool_"):  # Python's or numpy's
         return bool(value)
-    raise RequestError(f"{name} is {shown(value)}; it must be True or False")
+    raise RequestError(f"{name} is {shown(value)}; it must be True or False", param=name)
 
 
 def one_of(name: str, value: Any, choices: Collection[str], error: type[TaperError] = RequestError) -> str:
     """`value`; raises `error` if it is not one of the choices."""
     if isinstance(value, str) and value in choices:
         return value
-    raise error(f"{name} is {shown(value)}; it must be one of {', '.join(choices)}")
+    raise error(f"{name} is {shown(value)}; it must be one of {', '.join(choices)}", param=name)
 
 
 def as_tuple(name: str, values: Any, error: type[TaperError] = RequestError) -> tuple[Any, ...]:
     """`values` as a tuple; raises `error` if they are text or cannot be listed."""
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
-        raise error(f"{name} is {shown(values)}; it must be a list")
+        raise error(f"{name} is {shown(values)}; it must be a list", param=name)
     return tuple(values)
 
 

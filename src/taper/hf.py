@@ -42,7 +42,8 @@ def custom_generate(policy: DepthPolicy, reuse: str = REUSE[0]) -> Callable[...,
 
     Raises (from `generate`):
         RequestError: attention that is neither full nor of a sliding window, shared keys and values, beams, assistants,
-            a static cache or none, one that has dropped tokens, `inputs_embeds`.
+            a static cache or none, one that has dropped tokens, `inputs_embeds`; `stop_strings`, whose tokenizer
+            transformers loses on the way: `StopStringCriteria` among the `stopping_criteria` does what they would.
         PolicyError: the policy was made for another model, or skips layer 0, from which transformers reads lengths.
     """
 
@@ -54,8 +55,14 @@ def custom_generate(policy: DepthPolicy, reuse: str = REUSE[0]) -> Callable[...,
         logits_processor: Any,
         stopping_criteria: Any,
         generation_config: Any,
+        stop_strings: Any = None,
         **model_kwargs: Any,
     ) -> Any:
+        if stop_strings is not None:
+            raise RequestError(
+                "transformers passes no tokenizer on to a custom_generate, which stop_strings need",
+                "give stopping_criteria=StoppingCriteriaList([StopStringCriteria(tokenizer, stop_strings)]) instead",
+            )
         # transformers hands these two to its own loops only; its frame is the one place to find them.
         caller = sys._getframe(1).f_locals
         cache: Any = model_kwargs.get("past_key_values")

@@ -231,8 +231,11 @@ class LLM:
             raise RequestError(f"there are {len(params)} params for {len(batch)} prompts", "give one for each, or one")
         encoded = [self.encode(prompt, raw, parse_special, think=think) for prompt in batch]
         chosen, eos_token_ids = self.resolve_policy(policy, mode), self.tokenizer.eos_token_ids
-        given = zip(encoded, params, strict=True)
-        requests = [Request(ids, one, chosen, eos_token_ids, reuse=reuse) for ids, one in given]
+        goes_on = raw or not self.tokenizer.chat_template
+        requests = [
+            Request(ids, one, chosen, eos_token_ids, reuse=reuse, text_goes_on=goes_on)
+            for ids, one in zip(encoded, params, strict=True)
+        ]
         return Stream(self.engine, self.tokenizer, requests)
 
     def encode(
@@ -242,36 +245,53 @@ class LLM:
         parse_special: bool = False,
         tools: Sequence[dict[str, Any]] = (),
         think: bool | None = None,
+        **ending: bool | None,
     ) -> list[int]:
         """Token ids of a prompt: messages, or text as one user message if the model has a chat template.
 
         `tools` are functions that the model may call, for its chat template, in the form of OpenAI's API. `think`
-        switches the thoughts of a thinking model on or off; by default its template decides.
+        switches the thoughts of a thinking model on or off; by default its template decides. `ending` may hold
+        `add_generation_prompt` and `continue_final_message`, see `Tokenizer.render`.
 
         Raises:
             RequestError: it is empty, not messages, not valid Unicode, or does not fit into the context.
         """
+        ids = self.tokenize(prompt, raw, parse_special, tools, think, **ending)
+        self.engine.check_prompt(ids)
+        return ids
+
+    def tokenize(
+        self,
+        prompt: Prompt,
+        raw: bool = False,
+        parse_special: bool = False,
+        tools: Sequence[dict[str, Any]] = (),
+        think: bool | None = None,
+        **ending: bool | None,
+    ) -> list[int]:
+        """The same ids, although the context may have no room for them, or there are none.
+
+        Raises:
+            RequestError: it is not messages, not valid Unicode, or so long that reading it would take minutes.
+        """
         if not isinstance(prompt, str | Mapping | list | tuple):
             raise RequestError(f"a prompt is {shown(prompt)}; it must be text or messages")
-        if not (prompt.strip() if isinstance(prompt, str) else prompt):
-            raise RequestError("the prompt is empty", "give some text")
         raw, parse_special = flag("raw", raw), flag("parse_special", parse_special)
         think = None if think is None else flag("think", think)
         if isinstance(prompt, str) and (raw or not self.tokenizer.chat_template):
             if think is not None:
                 raise RequestError("think does nothing without a chat template", "leave it out")
             self._check_length(len(prompt))
-            ids = self.tokenizer.encode(prompt)
-        elif raw:
+            return self.tokenizer.encode(prompt)
+        if raw:
             raise RequestError("raw goes with text, not with messages")
-        else:
-            messages = _messages({"role": "user", "content": prompt} if isinstance(prompt, str) else prompt)
-            rest = [{key: message[key] for key in message if key not in ("role", "content")} for message in messages]
-            texts = [*(message["content"] for message in messages), *texts_of([*rest, *tools])]
-            self._check_length(sum(map(len, texts)))
-            ids = self.tokenizer.encode_messages(messages, parse_special, tools, think)
-        self.engine.check_prompt(ids)
-        return ids
+        if not (prompt.strip() if isinstance(prompt, str) else prompt):
+            raise RequestError("the prompt is empty", "give some text")
+        messages = _messages({"role": "user", "content": prompt} if isinstance(prompt, str) else prompt)
+        rest = [{key: message[key] for key in message if key not in ("role", "content")} for message in messages]
+        texts = [*(message["content"] for message in messages), *texts_of([*rest, *tools])]
+        self._check_length(sum(map(len, texts)))
+        return self.tokenizer.encode_messages(messages, parse_special, tools, think=think, **ending)
 
     def _check_length(self, characters: int) -> None:
         """Reject at once what would take the tokenizer minutes and cannot fit."""
@@ -378,6 +398,11 @@ class Stream(Iterator[Chunk]):
         """Whether all outputs have finished; their last chunks may not be delivered yet."""
         return not self._unfinished
 
+    @property
+    def num_unfinished(self) -> int:
+        """Outputs that have not finished."""
+        return len(self._unfinished)
+
     def abort(self) -> list[Chunk]:
         """End every output that has not finished with what there is, as "abort"; the chunks that are left."""
         self.close()
@@ -431,7 +456,7 @@ class OutputBuilder:
         self._first = 0  # how many were made before these
         self._has_failed = False
         self._texts: list[str] = []  # of all chunks
-        self._text, self._stops = TextStream(tokenizer), _StopStrings(sequence.request.params.stop)
+        self._begin_text()
         self._times: tuple[float, float] | None = None  # seconds from the call to the first and the last token
         self._is_whole = True  # False while a chunk is made
 
@@ -507,9 +532,14 @@ class OutputBuilder:
     def _recover(self) -> None:
         """Return to the last chunk, after an interrupt while one was being made."""
         if not self._is_whole:
-            self._text, self._stops = TextStream(self._tokenizer), _StopStrings(self.sequence.request.params.stop)
+            self._begin_text()
             self._texts = [self._text_of(step) for step in self.sequence.outputs[: self.num_taken]]
             self._is_whole = True
+
+    def _begin_text(self) -> None:
+        request = self.sequence.request
+        self._text = TextStream(self._tokenizer, request.prompt_ids if request.text_goes_on else ())
+        self._stops = _StopStrings(request.params.stop)
 
     def _text_of(self, step: StepOutput) -> str:
         """The text that became certain with a token; the stop token is no part of the completion."""
@@ -593,7 +623,8 @@ def _messages(prompt: Any) -> list[Message]:
         texts = [message.get(key) for key in ("role", "content")] if isinstance(message, Mapping) else [None]
         if not all(isinstance(text, str) for text in texts):
             raise RequestError(f"{shown(message)} is not a message", 'a message is {"role": "user", "content": "..."}')
-    if not (messages[-1]["content"].strip() or messages[-1].get("tool_calls")):
+    last = messages[-1]  # a tool may well have nothing to say
+    if not (last["content"].strip() or last.get("tool_calls") or last["role"] == "tool"):
         raise RequestError("the last message is empty", "give some text")
     return [dict(message) for message in messages]
 

@@ -19,6 +19,7 @@ import numpy as np
 from ..engine import Request
 from ..errors import RequestError
 from ..llm import LLM
+from ..models.files import text_lines
 from ..policy import DepthPolicy
 from ..sampling import SamplingParams
 from .prompts import BATCH
@@ -152,7 +153,7 @@ def word_problems(llm: LLM, store: Store) -> Problems | None:
 def builtin_problems() -> list[list[WordProblem]]:
     """The problems that come with Taper, by level: of one step, two steps and several steps."""
     text = resources.files(__package__).joinpath("problems.jsonl").read_text(encoding="utf-8")
-    problems = [WordProblem(**json.loads(line)) for line in text.splitlines()]
+    problems = [WordProblem(**json.loads(line)) for line in text_lines(text)]
     return [[problem for problem in problems if problem.steps == steps] for steps in (1, 2, 3)]
 
 

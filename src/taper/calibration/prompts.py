@@ -15,6 +15,7 @@ import numpy as np
 from ..engine import Request
 from ..errors import RequestError
 from ..llm import LLM, Prompt
+from ..models.files import decode_text, text_lines
 from ..policy import DepthPolicy
 from ..sampling import SamplingParams
 from .replay import Reference
@@ -26,16 +27,17 @@ FOLLOW_UP = "Explain the most important part of that in more detail."
 _PLACE = "OUTPUT"  # of an output, in a conversation that is rendered to see what follows it
 MAX_LINE = 100_000  # characters
 MAX_FILE_BYTES = 1 << 28
+_BLANK = " \t\r"
 
 
 def builtin_prompts() -> list[Prompt]:
     """The prompts that come with Taper: chat, explanation, summaries, code, arithmetic, lists."""
     text = resources.files(__package__).joinpath("prompts.jsonl").read_text(encoding="utf-8")
-    return [json.loads(line)["prompt"] for line in text.splitlines()]
+    return [json.loads(line)["prompt"] for line in text_lines(text)]
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """The prompts of a file: JSON lines with "prompt" or "messages", or plain text with one prompt a line.
+    """The prompts of a file: JSON with "prompt" or "messages", one a line or in a list, or text with a prompt a line.
 
     Empty lines are skipped.
 
@@ -43,16 +45,19 @@ def read_prompts(path: Path) -> list[Prompt]:
         RequestError: the file cannot be read, is not UTF-8, or a line is not a prompt.
     """
     try:
-        with path.open("rb") as file:
+        with path.open("rb") as file:  # or a pipe
             raw = file.read(MAX_FILE_BYTES + 1)
-        if len(raw) > MAX_FILE_BYTES:
-            raise RequestError(f"{path} is larger than {MAX_FILE_BYTES >> 20} MiB", "give a sample of it")
-        lines = raw.decode().splitlines()
     except OSError as error:
         raise RequestError(f"cannot read prompts {path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise RequestError(f"{path} is not UTF-8 text (byte {error.start})", "convert it to UTF-8") from None
-    numbered = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
+    if len(raw) > MAX_FILE_BYTES:
+        raise RequestError(f"{path} is larger than {MAX_FILE_BYTES >> 20} MiB", "give a sample of it")
+    text = decode_text(raw, path)
+    if text.lstrip().startswith("[") and (listed := _json_list(text)) is not None:
+        return [
+            item if isinstance(item, str) and item.strip() else _json_prompt(item, f"{path}, prompt {number}")
+            for number, item in enumerate(listed, 1)
+        ]
+    numbered = [(number, line.strip(_BLANK)) for number, line in enumerate(text_lines(text), 1) if line.strip(_BLANK)]
     if not numbered:
         raise RequestError(f"{path} holds no prompt", "one a line, as text or as JSON with prompt or messages")
     is_json = numbered[0][1].startswith("{")
@@ -61,15 +66,27 @@ def read_prompts(path: Path) -> list[Prompt]:
         where = f"{path}, line {number}"
         if len(line) > MAX_LINE:
             raise RequestError(f"{where} has {len(line)} characters; at most {MAX_LINE} are read")
-        prompts.append(_json_prompt(line, where) if is_json else line)
+        prompts.append(_json_prompt(_parsed(line, where), where) if is_json else line)
     return prompts
 
 
-def _json_prompt(line: str, where: str) -> Prompt:
+def _json_list(text: str) -> list[Any] | None:
+    """The items of a JSON list; None if it is none, as a plain prompt may begin with a bracket too."""
     try:
-        data = json.loads(line)
+        data = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return data if isinstance(data, list) and data else None
+
+
+def _parsed(line: str, where: str) -> Any:
+    try:
+        return json.loads(line)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"{where} is not JSON: {error}", "the first line is, so all must be") from None
+
+
+def _json_prompt(data: Any, where: str) -> Prompt:
     if not isinstance(data, dict) or ("prompt" in data) == ("messages" in data):
         raise RequestError(f'{where} needs either "prompt" or "messages"')
     prompt: Any = data.get("prompt", data.get("messages"))

@@ -15,6 +15,7 @@ import numpy as np
 from ..backends import choose_device
 from ..errors import RequestError, whole_number
 from ..llm import LLM, Prompt
+from ..models import model_name
 from ..models.download import content_hash
 from ..policy import DepthPolicy
 from .clock import CostModel, TimedRuns, measure_cost, measure_speedup
@@ -147,7 +148,7 @@ class Calibrator:
             raise RequestError(f"calibration runs {MIN_SLOTS} outputs in turn", f"max_batch_size: {MIN_SLOTS} or more")
         self.conditions = current_conditions(llm)
         # Of a path, only the last part goes into files that others read.
-        name = Path(llm.model).name if Path(llm.model).exists() else llm.model
+        name = model_name(llm.model) if Path(llm.model).exists() else llm.model
         self.model = CalibratedModel(name, content_hash(llm.path), self.layers)
         self.store = open_store(self.model.sha256, self.conditions)
 

@@ -79,6 +79,9 @@ def main() -> NoReturn:
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message(), err=True)
         sys.exit(_WRONG)
+    except click.exceptions.NoSuchOption as error:
+        hint = 'see --help; a prompt that begins with a dash comes after --: taper generate -- "-1 + 2 = ?"'
+        _fail(TaperError(error.format_message(), hint if "prompt" in _arguments(error.ctx) else "see --help"))
     except click.ClickException as error:
         _fail(TaperError(error.format_message(), "see --help"))
     except (KeyboardInterrupt, click.Abort):
@@ -89,6 +92,13 @@ def main() -> NoReturn:
             sys.exit(_CLOSED_PIPE)
         _fail(TaperError(f"{error.filename or 'cannot write the output'}: {error.strerror or error}"))
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _arguments(context: click.Context | None) -> set[str | None]:
+    """The names of a command's arguments, which are not options."""
+    return (
+        set() if context is None else {each.name for each in context.command.params if isinstance(each, click.Argument)}
+    )
 
 
 def _open_standard_streams() -> None:

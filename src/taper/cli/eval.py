@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import MODES, RequestError, one_of
+from ..models import model_name
 from .common import check_file, load, model_options, say
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def evaluate(
     names, wanted = listed("tasks", tasks), [one_of("a mode", mode, MODES) for mode in listed("modes", modes)]
     if policies and "taper" not in wanted:
         raise RequestError("--policy does nothing without mode taper", "leave it out, or give --modes full,taper")
-    model = Path(options["model"] or DEFAULT_MODEL).name.removesuffix(".gguf")
+    model = model_name(options["model"] or DEFAULT_MODEL)
     out = out or Path(f"eval-{re.sub(r'[^a-zA-Z0-9_.-]+', '-', '-'.join([model, *names]))[:100]}.jsonl")
     check_file("--out", out)
     selection = load_tasks(names, **{name: options[name] for name in ("fewshot", "data_dir", "split")})

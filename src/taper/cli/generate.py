@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import MODES, REUSE, TaperError
+from ..models.files import decode_text, without_mark
 from .common import INTERRUPTED, Command, load, model_options, say, with_options
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ def _policy(llm: LLM, options: dict[str, Any]) -> DepthPolicy:
 
 
 def _messages(system: str | None) -> list[Message]:
-    return [{"role": "system", "content": system}] if system else []
+    return [{"role": "system", "content": without_mark(system)}] if system else []
 
 
 def _prompt(llm: LLM, text: str, system: str | None) -> Any:
@@ -258,10 +259,9 @@ def _report(output: Output, chunks: list[Chunk], show_depth: bool) -> None:
 
 def _read_prompt(prompt: str) -> str:
     if prompt == "-":
-        try:
-            prompt = sys.stdin.buffer.read().decode()
-        except UnicodeDecodeError as error:
-            raise TaperError(f"standard input is not UTF-8 text (byte {error.start})", "convert it to UTF-8") from None
+        text = decode_text(sys.stdin.buffer.read(), "standard input")
+        prompt = text.removesuffix("\n").removesuffix("\r") if text.endswith("\n") else text  # that of the last line
+    prompt = without_mark(prompt)  # as from $(cat FILE)
     if not prompt.strip():
         raise TaperError("the prompt is empty", "give some text")
     return prompt
@@ -274,7 +274,7 @@ def _ask() -> str | None:
             import readline  # noqa: F401  (gives input its line editing and history)
     try:
         print("\n> ", end="", file=sys.stderr, flush=True)
-        return input()
+        return without_mark(input())
     except (EOFError, KeyboardInterrupt):
         return None
     except UnicodeDecodeError:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import RequestError
+from ..models import model_name
 from .common import check_report, load, run_options, say, stages
 from .eval import listed
 
@@ -62,7 +63,7 @@ def reproduce(
         max_tokens = [int(length) for length in lengths.split(",")]
     except ValueError:
         raise RequestError(f"--lengths is {lengths!r}; it must be whole numbers with commas between them") from None
-    out = out or Path(f"reproduce-{re.sub(r'[^a-zA-Z0-9_.-]+', '-', Path(model).name.removesuffix('.gguf'))}")
+    out = out or Path(f"reproduce-{re.sub(r'[^a-zA-Z0-9_.-]+', '-', model_name(model))}")
     check_report("--out", out)
     from ..evals.reproduce import check_numbers
     from ..evals.reproduce import reproduce as run  # needs matplotlib

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from ..errors import REUSE, TaperError
+from ..models import model_name
 from .common import load, model_options, say
 
 _FULL = "full"
@@ -28,6 +29,7 @@ _FULL = "full"
 @click.option("--max-n", type=int, default=8, help="Outputs of one request.")
 @click.option("--max-body-bytes", type=int, default=4 << 20, help="Size of a request.")
 @click.option("--max-seconds", type=float, default=600.0, help="Time of a request, and of a shutdown.")
+@click.option("--keep-alive-seconds", type=int, default=65, help="Time that a connection without requests stays open.")
 @click.option("--log-prompts", is_flag=True, help="Write requests with their prompts to the log.")
 def serve(policies: tuple[str, ...], name: str | None, max_batch_size: int, reuse: str, **options: Any) -> None:
     """Serve a model with OpenAI's API, and a page to try it."""
@@ -37,6 +39,8 @@ def serve(policies: tuple[str, ...], name: str | None, max_batch_size: int, reus
         from ..server.served import ServedModel
     except ImportError as error:
         raise TaperError(f"taper serve needs {error.name}", 'pip install "taper-llm[serve]"') from None
+    if name is not None and not name.strip():
+        raise TaperError("--name is empty", "give what clients shall call the model, or leave it out")
     model = {key: options.pop(key) for key in ("model", "device", "dtype", "context", "threads", "no_repack")}
     limits = Limits(**options | {"api_key": options["api_key"] or ""})
     listener = listen(limits)  # before the model is loaded, which takes time
@@ -47,14 +51,8 @@ def serve(policies: tuple[str, ...], name: str | None, max_batch_size: int, reus
         resolved = known.get(policy) or llm.resolve_policy(policy)
         chosen[policy if policy in known else resolved.name or Path(policy).stem] = resolved
     default = next(iter(chosen)) if chosen else llm.resolve_policy().name
-    served = ServedModel(name or _name(llm.model), llm, known | chosen, default, limits.max_n, reuse)
+    served = ServedModel(name or model_name(llm.model), llm, known | chosen, default, limits.max_n, reuse)
     host, port = listener.getsockname()[:2]
     address = f"[{host}]" if ":" in host else host
     say(f"serving {served.name} at http://{address}:{port}/ with policy {default}; Ctrl-C stops it")
     run_server(served, limits, listener)
-
-
-def _name(model: str) -> str:
-    """A model's name without folders and the ending of a file."""
-    path = Path(model)
-    return path.stem if path.suffix == ".gguf" else path.name

@@ -25,6 +25,7 @@ from ..calibration.store import current_conditions, numbers
 from ..calibration.summary import MEASURED_ORDER, CalibratedModel, interval, to_plain
 from ..errors import RequestError, whole_number
 from ..llm import LLM
+from ..models import model_name
 from ..models.download import content_hash
 from ..models.files import write_whole
 from ..policy import DepthPolicy
@@ -125,7 +126,7 @@ def reproduce(
             if length == max(lengths):
                 nll = _nll(tasks, selection)
     content = {
-        "model": CalibratedModel(Path(llm.model).name, content_hash(llm.path), llm.config.num_hidden_layers),
+        "model": CalibratedModel(model_name(llm.model), content_hash(llm.path), llm.config.num_hidden_layers),
         "budget": budget,
         "policy": None if policy is None else numbers(policy),
         "order": list(order),

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..calibration.problems import is_right
 from ..errors import RequestError, TaperError, shown
-from ..models.files import read_text
+from ..models.files import read_text, text_lines
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -308,15 +308,15 @@ def _custom_dataset(splits: Mapping[str, list[dict[str, str]]]) -> Callable[...,
 
 
 def _rows(path: Path, keys: tuple[str, str], allow_empty: bool = True) -> list[dict[str, str]]:
-    """The problems in a file of JSON lines or, if its name ends in .json, in its list of examples; two texts each."""
+    """The problems in a file of JSON lines, in a JSON list, or in the "examples" of a .json file; two texts each."""
     text = read_text(path, _MAX_BYTES, RequestError)
-    if path.suffix == ".json":
+    if path.suffix == ".json" or text.lstrip().startswith("["):
         data = _parsed(text, str(path))
-        rows = data.get("examples") if isinstance(data, dict) else None
+        rows = data.get("examples") if isinstance(data, dict) else data
         if not isinstance(rows, list):
             raise RequestError(f'{path} needs a list of "examples"')
     else:
-        lines = enumerate(text.split("\n"), 1)
+        lines = enumerate(text_lines(text), 1)
         rows = [_parsed(line, f"line {number} of {path}") for number, line in lines if line.strip()]
     if not rows:
         raise RequestError(f"{path} has no problems")

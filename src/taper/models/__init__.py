@@ -10,6 +10,7 @@ To add an architecture, add an entry to `MODEL_TYPES` in `families.py`. `folder.
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,17 @@ def find_model(name: str) -> Path:
     if HUB_ID.fullmatch(name) and not (name.endswith(".gguf") and name.count("/") == 1):
         return find_hub_model(name)
     raise ModelError(f"no model {name!r} here", f"give a file, a folder, a hub id (ORG/MODEL) or {_PACKAGED}")
+
+
+def model_name(model: str | Path) -> str:
+    """What a model is called: its name without those of folders before it, and without the ending of a file.
+
+    Never empty: "." and ".." have the names of the folders that they stand for.
+    """
+    path = Path(model)
+    path = path if path.name not in ("", "..") else path.resolve()
+    name = re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", path.name)
+    return name or "model"
 
 
 def pull(name: str, progress: DownloadProgress) -> Path:

@@ -23,7 +23,7 @@ from pathlib import Path
 from subprocess import DEVNULL, PIPE, STDOUT, Popen, TimeoutExpired
 
 from ..errors import ModelError
-from .files import read_json, write_whole
+from .files import parts_of, read_json, write_whole
 
 # Called with the number of bytes that have arrived and the number expected.
 DownloadProgress = Callable[[int, int], None]
@@ -31,7 +31,8 @@ DownloadProgress = Callable[[int, int], None]
 DEFAULT_MODEL = "smollm2-135m-instruct"
 _DAMAGED = "nothing was kept; retry"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(/[\w./-]+\.gguf)?")
-_HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*config.json", "tokenizer.json", "chat_template.jinja"]
+_HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*config.json", "tokenizer.json", "special_tokens_map.json"]
+_HUB_FILES += ["*.jinja"]  # of folders inside too
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,8 @@ def find_hub_model(name: str) -> Path:
     repository, file = _split_hub_id(name)
     try:
         if file:
-            return Path(hf_hub_download(repository, file, local_files_only=True))
+            parts = [hf_hub_download(repository, str(part), local_files_only=True) for part in parts_of(Path(file))]
+            return Path(parts[0])
         path = Path(snapshot_download(repository, local_files_only=True))
     except (LocalEntryNotFoundError, ValueError, OSError):
         raise ModelError(f"model {name} is not on this machine yet", f"fetch it with: taper pull {name}") from None
@@ -220,7 +222,8 @@ def pull_hub_model(name: str) -> Path:
     repository, file = _split_hub_id(name)
     try:
         if file:
-            return Path(hf_hub_download(repository, file))
+            first, *_ = [hf_hub_download(repository, str(part)) for part in parts_of(Path(file))]
+            return Path(first)
         files = HfApi().list_repo_files(repository)
         if not any(entry.endswith(".safetensors") for entry in files):
             names = [entry for entry in files if entry.endswith(".gguf")]
@@ -245,12 +248,13 @@ def cache_folder() -> Path:
 
 
 def content_hash(path: Path) -> str:
-    """The sha256 of a GGUF file, or of the names and contents of a folder's configuration, tokenizer and weights."""
-    if path.is_file():
+    """The sha256 of a GGUF file, or of the names and contents of its parts, or of a folder's files."""
+    files = parts_of(path) if path.is_file() else sorted(path.iterdir())
+    if files == [path]:
         return sha256(path)
     digest = hashlib.sha256()
-    for file in sorted(path.iterdir()):
-        if file.suffix in (".json", ".safetensors", ".jinja") and file.is_file():
+    for file in files:
+        if file.suffix in (".json", ".safetensors", ".jinja", ".gguf") and file.is_file():
             digest.update(f"{file.name} {sha256(file)}\n".encode())
     return digest.hexdigest()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 import tempfile
 from collections.abc import Mapping
@@ -12,6 +13,8 @@ from typing import Any, BinaryIO
 
 from ..errors import ModelError, RequestError, TaperError, shown
 
+_PART = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
+MAX_PARTS = 512  # of a GGUF model
 MAX_JSON_BYTES = 16 << 20  # twice the largest real file, the weight index of a very large model
 
 
@@ -40,13 +43,33 @@ def read_text(path: Path, max_bytes: int = MAX_JSON_BYTES, error: type[TaperErro
     with open_file(path, error) as file:
         try:
             raw = file.read(max_bytes + 1)
-            if len(raw) > max_bytes:
-                raise error(f"{path} has more than {max_bytes} bytes", "no such file needs that")
-            return raw.decode()
-        except UnicodeDecodeError as reason:
-            raise error(f"{path} is not UTF-8 text (byte {reason.start})") from None
         except OSError as reason:
             raise error(f"cannot read {path}: {reason.strerror}") from None
+    if len(raw) > max_bytes:
+        raise error(f"{path} has more than {max_bytes} bytes", "no such file needs that")
+    return decode_text(raw, path, error)
+
+
+def decode_text(raw: bytes, source: object, error: type[TaperError] = RequestError) -> str:
+    """Text from UTF-8, without the byte order mark that some programs put before it.
+
+    Raises:
+        error: it is not UTF-8; the message names the source.
+    """
+    try:
+        return without_mark(raw.decode())
+    except UnicodeDecodeError as reason:
+        raise error(f"{source} is not UTF-8 text (byte {reason.start})", "convert it to UTF-8") from None
+
+
+def without_mark(text: str) -> str:
+    """A text without a byte order mark at its beginning."""
+    return text.removeprefix("\ufeff")
+
+
+def text_lines(text: str) -> list[str]:
+    r"""The lines of a text, which end at \n or \r\n and nowhere else: other breaks are part of what is written."""
+    return text.replace("\r\n", "\n").removesuffix("\n").split("\n") if text else []
 
 
 def read_json(path: Path, missing: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -100,6 +123,21 @@ class Settings:
 
     def _named(self, key: str) -> str:
         return self._names.get(key, key)
+
+
+def first_part(path: Path) -> Path:
+    """The first file of a GGUF model in several parts, named as llama.cpp names them; a file in one part itself."""
+    found = _PART.fullmatch(path.name)
+    return path if found is None else path.with_name(f"{found[1]}-00001-of-{found[2]}.gguf")
+
+
+def parts_of(path: Path) -> list[Path]:
+    """All files of a GGUF model, by the name of any of them."""
+    found = _PART.fullmatch(path.name)
+    if found is None:
+        return [path]
+    numbers = range(1, min(int(found[2]), MAX_PARTS) + 1)
+    return [path.with_name(f"{found[1]}-{number:05d}-of-{found[2]}.gguf") for number in numbers] or [path]
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -10,12 +10,14 @@ import numpy as np
 
 from ..errors import ModelError, unique_keys
 from .families import MODEL_TYPES, find_family
-from .files import Settings, open_file, read_json
+from .files import Settings, first_part, open_file, read_json
+from .gguf import load_gguf
 from .read_config import read_config
 from .tensors import LoadedModel, Tensor, fit_tensors
 from .tokenizer_files import tokenizer_from_folder
 
 _DTYPES = ("F32", "F16", "BF16")
+_BESIDE = ("adapter", "consolidated")  # files of safetensors that are not the model's, or hold it a second time
 MAX_HEADER_BYTES = 16 << 20  # of a safetensors file; a thousand tensors need a hundredth of that
 
 
@@ -26,9 +28,11 @@ def load_folder(path: Path) -> LoadedModel:
         ModelError: a file is missing or damaged, weights are pickled, or the model is not supported.
     """
     if not os.path.lexists(path / "config.json"):
-        one = next(iter(sorted(path.glob("*.gguf"))), None)
-        hint = f"name a file, such as {one}" if one else "give a complete Hugging Face model folder, or a .gguf file"
-        raise ModelError(f"{path} has no config.json", hint)
+        files = sorted(path.glob("*.gguf"))
+        if len({first_part(file) for file in files}) == 1:
+            return load_gguf(files[0])
+        hint = f"name a file, such as {files[0]}" if files else "give a complete Hugging Face model folder"
+        raise ModelError(f"{path} has no config.json", f"{hint}, or a .gguf file" if not files else hint)
     settings = Settings(read_json(path / "config.json"), "config.json")
     family = find_family(settings.get("model_type", str), MODEL_TYPES)
     settings = Settings({**family.defaults, **settings.values}, "config.json")
@@ -44,8 +48,14 @@ def load_folder(path: Path) -> LoadedModel:
 
 
 def _read_weights(path: Path) -> dict[str, Tensor]:
+    """The weights of a folder: of model.safetensors, else of the files that the index names, else of all files.
+
+    Other files may lie beside them: adapters, and the same weights in the format of their authors.
+    """
     index = path / "model.safetensors.index.json"
-    if os.path.lexists(index):
+    if os.path.lexists(path / "model.safetensors"):
+        names = ["model.safetensors"]
+    elif os.path.lexists(index):
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             raise ModelError(f"{index} has no weight_map of file names")
@@ -54,6 +64,7 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
             raise ModelError(f"{index} names {outside[0]!r}, which is not a file of this folder")
     else:
         names = sorted(file.name for file in path.glob("*.safetensors"))
+        names = [name for name in names if not name.startswith(_BESIDE)] or names
     if not names:
         if any(path.glob("*.bin")) or any(path.glob("*.pt*")):
             pickled = f"{path} holds pickled weights only; Taper never loads pickle"

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..errors import ModelError
 from .families import ARCHITECTURES, MODEL_TYPES, Family, find_family, head_size
-from .files import Settings, open_file
+from .files import Settings, first_part, open_file, parts_of
 from .read_config import read_config
 from .tensors import WEIGHT_TYPES, LoadedModel, Tensor, fit_tensors, row_bytes
 from .tokenizer_files import tokenizer_from_gguf
@@ -74,12 +74,12 @@ _MAPPING: dict[str, Any] = (
 
 
 def load_gguf(path: Path) -> LoadedModel:
-    """Read a model from a GGUF file; weights stay in the mapped file.
+    """Read a model from a GGUF file, or from all parts of one that was split; weights stay in the mapped files.
 
     Raises:
-        ModelError: the file is damaged, or the model is not supported.
+        ModelError: a file is damaged or missing, or the model is not supported.
     """
-    header, tensors = read_gguf(path)
+    header, tensors = _read_parts(path)
     metadata = Settings(header, path.name)
     architecture: str = metadata.get("general.architecture", str)
     # Mixtral's files call it llama.
@@ -92,6 +92,28 @@ def load_gguf(path: Path) -> LoadedModel:
     config = read_config(family, settings, tensors, family.interleaved, factors)
     tensors = fit_tensors(config, tensors, names)
     return LoadedModel(config, tensors, tokenizer_from_gguf(metadata, config.vocab_size))
+
+
+def _read_parts(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The metadata of the first part, which has them all, and the tensors of all parts."""
+    header, tensors = read_gguf(first_part(path))
+    count, paths = header.get("split.count", 1), parts_of(path)
+    if type(count) is not int or count < 2:
+        return header, tensors
+    if count != len(paths):
+        named = f"{path.name} is one of {count} parts, but its name does not say which"
+        raise ModelError(named, "parts are named as in NAME-00001-of-00003.gguf")
+    for part in paths[1:]:
+        if not part.exists():
+            raise ModelError(f"part {part.name} is missing", f"put it beside {paths[0].name}")
+        _, more = read_gguf(part)
+        if twice := sorted(tensors.keys() & more.keys()):
+            raise ModelError(f"tensor {twice[0]} is in {part.name} and in an earlier part too", _DAMAGED)
+        tensors |= more
+    expected = header.get("split.tensors.count", len(tensors))
+    if expected != len(tensors):
+        raise ModelError(f"the parts of {path.name} have {len(tensors)} tensors of {expected}", _DAMAGED)
+    return header, tensors
 
 
 def _settings(metadata: Settings, architecture: str, family: Family, tensors: dict[str, Tensor]) -> Settings:

@@ -81,7 +81,7 @@ def _read(family: Family, settings: Settings, tensors: dict[str, Tensor], rope: 
         num_key_value_heads=get("num_key_value_heads", int, get("num_attention_heads", int)),
         head_dim=head_dim,
         vocab_size=get("vocab_size", int),
-        max_position_embeddings=get("max_position_embeddings", int),
+        max_position_embeddings=_context(settings),
         rms_norm_eps=get("rms_norm_eps", float),
         tie_word_embeddings=get("tie_word_embeddings", bool, False),
         quantization=matrices.most_common(1)[0][0] if matrices else "F32",
@@ -94,9 +94,7 @@ def _read(family: Family, settings: Settings, tensors: dict[str, Tensor], rope: 
 
 def _ropes(family: Family, settings: Settings, interleaved: bool, factors: Sequence[float] | None) -> tuple[Rope, Rope]:
     """The rotary embeddings of layers with full attention, and of those with a sliding window."""
-    parameters: Any = settings.values.get("rope_parameters") or settings.values.get("rope_scaling") or {}
-    if not isinstance(parameters, dict):
-        raise ModelError(f"{settings.source}: rope parameters are {shown(parameters)}; they must be an object")
+    parameters = _rope_parameters(settings)
     if "rope_local_base_freq" in family.reads:
         outer, inner = parameters.get("full_attention", parameters), parameters.get("sliding_attention")
         local = {"rope_theta": settings.get("rope_local_base_freq", float), **(inner or {})}
@@ -109,6 +107,31 @@ def _ropes(family: Family, settings: Settings, interleaved: bool, factors: Seque
         scaled = ropes[0].factors or (1.0,) * len(factors)
         ropes = [replace(rope, factors=tuple(map(operator.mul, scaled, factors))) for rope in ropes]
     return ropes[0], ropes[1]
+
+
+def _rope_parameters(settings: Settings) -> dict[str, Any]:
+    parameters: Any = settings.values.get("rope_parameters") or settings.values.get("rope_scaling") or {}
+    if not isinstance(parameters, dict):
+        raise ModelError(f"{settings.source}: rope parameters are {shown(parameters)}; they must be an object")
+    return parameters
+
+
+def _context(settings: Settings) -> int:
+    """Tokens that a model was made for, as transformers documents it for each kind of rope scaling.
+
+    `max_position_embeddings` is the length before it is scaled for "linear" and "yarn", unless the original one is
+    given, and the length after it for "llama3" and "longrope". "dynamic" scaling changes with the length of a text,
+    which a key-value cache cannot follow, so these models have their original length.
+    """
+    limit: int = settings.get("max_position_embeddings", int)
+    parameters = _rope_parameters(settings)
+    parameters = parameters.get("full_attention") or parameters  # by type of layer
+    kind, factor = parameters.get("rope_type", parameters.get("type")), parameters.get("factor", 0.0)
+    original = settings.values.get("original_max_position_embeddings")
+    original = parameters.get("original_max_position_embeddings", original)
+    if kind not in ("linear", "yarn") or not _positive(factor):
+        return limit
+    return max(limit, int((original if type(original) is int else limit) * factor))
 
 
 def _rope(family: Family, settings: Settings, parameters: dict[str, Any], interleaved: bool) -> Rope:
@@ -250,6 +273,7 @@ _Scaled = Callable[[dict[str, Any], float, int], dict[str, Any]]
 _KINDS: dict[str, tuple[tuple[str, ...], _Scaled | None]] = {
     "default": ((), None),
     "linear": (("factor",), _linear),
+    "dynamic": (("factor",), None),  # the frequencies change beyond the trained length, which is not offered
     "llama3": (("factor", "low_freq_factor", "high_freq_factor"), _llama3),
     "yarn": (("factor",), _yarn),
     "longrope": ((), _longrope),

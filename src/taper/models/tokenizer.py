@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import re
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -22,8 +23,21 @@ Message = dict[str, Any]  # role and content are text; the chat template may tak
 
 MAX_NESTING = 32  # of lists and objects in messages and tools
 _THINKING = ("enable_thinking", "thinking")  # the switch in templates of Qwen and SmolLM, and of Granite
-_MARK = "\ufdd0"  # a noncharacter of Unicode, which no text contains
+_MARK, _END_MARK = "\ufdd0", "\ufdd1"  # noncharacters of Unicode, which no text contains
+_ONE_OF_BOTH = "leave out add_generation_prompt or continue_final_message"
+_NOT_CONTINUED = "leave out continue_final_message"
 _BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
+_CONTEXT = 8  # ids before a text that decide how it begins
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The characters that stand for bytes in byte-level vocabularies, as in GPT-2's: printable ones for themselves."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTES = _byte_alphabet()
 
 
 class Tokenizer:
@@ -35,6 +49,7 @@ class Tokenizer:
         chat_template: jinja2 source, "" where the model has none.
         template_tokens: special tokens by the names templates use (`bos_token`, `eos_token`).
         declared_eos_token_ids: those of `eos_token_ids` that the model's files declare; default: all.
+        tool_template: the template of conversations with tools, where the model has one for these.
     """
 
     def __init__(
@@ -44,12 +59,14 @@ class Tokenizer:
         chat_template: str,
         template_tokens: dict[str, str],
         declared_eos_token_ids: frozenset[int] | None = None,
+        tool_template: str = "",
     ) -> None:
         self.fast = fast
         self.eos_token_ids = eos_token_ids
         self.declared_eos_token_ids = eos_token_ids if declared_eos_token_ids is None else declared_eos_token_ids
-        self.chat_template = chat_template
+        self.chat_template, self.tool_template = chat_template, tool_template or chat_template
         self._template = ChatTemplate(chat_template)
+        self._tool_template = ChatTemplate(tool_template) if tool_template else self._template
         self.template_tokens = template_tokens
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -70,9 +87,9 @@ class Tokenizer:
         messages: Sequence[Message],
         parse_special: bool = False,
         tools: Sequence[dict[str, Any]] = (),
-        think: bool | None = None,
+        **options: bool | None,
     ) -> list[int]:
-        """Token ids of a conversation, ready for the assistant's turn.
+        """Token ids of a conversation, ready for the assistant's turn; `options` are those of `render`.
 
         Only the template makes control tokens. Unless `parse_special`, one that a message or a tool spells out is text.
 
@@ -82,7 +99,7 @@ class Tokenizer:
         texts = texts_of([*messages, *tools])
         spelled = any(token in text for token in self.special_tokens.values() for text in texts)
         if parse_special or not (spelled or self._normalises_special):
-            return self.encode(self.render(messages, tools, think), add_special_tokens=False)
+            return self.encode(self.render(messages, tools, **options), add_special_tokens=False)
         # A mark inside a token hides it from the library until a normaliser removes the mark.
         breakable = sorted((token for token in self.special_tokens.values() if len(token) > 1), key=len, reverse=True)
 
@@ -96,23 +113,27 @@ class Tokenizer:
                 value = {guarded(key): guarded(item) for key, item in value.items()}
             return value
 
-        rendered = self.render(guarded(list(messages)), guarded(list(tools)), think)
+        rendered = self.render(guarded(list(messages)), guarded(list(tools)), **options)
         return self._unmarking.encode(rendered, add_special_tokens=False)
 
     @property
     def takes_tools(self) -> bool:
         """Whether the chat template uses tools."""
-        return "tools" in self._template.variables
+        return "tools" in self._tool_template.variables
 
     @cached_property
     def special_tokens(self) -> dict[int, str]:
         """The control tokens by id."""
-        return {i: token.content for i, token in self.fast.get_added_tokens_decoder().items() if token.special}
+        return {i: token.content for i, token in self._added_tokens.items() if token.special}
+
+    @cached_property
+    def _added_tokens(self) -> dict[int, Any]:
+        return dict(self.fast.get_added_tokens_decoder())
 
     @cached_property
     def _normalises_special(self) -> bool:
         """Whether other characters, such as wide ones, can spell a control token too."""
-        return any(token.special and token.normalized for token in self.fast.get_added_tokens_decoder().values())
+        return any(token.special and token.normalized for token in self._added_tokens.values())
 
     @cached_property
     def _unmarking(self) -> Tokenizer:
@@ -133,7 +154,7 @@ class Tokenizer:
         """
         with library_errors(ModelError, "the model's tokenizer cannot decode its tokens", "its files are damaged"):
             text: str = self.fast.decode(list(ids), skip_special_tokens=True)
-            if "\ufffd" not in text or not getattr(self.fast.model, "byte_fallback", False) or not self.fast.decoder:
+            if "\ufffd" not in text or not self._has_bytes or not self.fast.decoder:
                 return text
             # For one bad byte, the library replaces its whole run of byte tokens; this keeps the run's good characters.
             pieces = (self.fast.id_to_token(i) for i in ids if i not in self.special_tokens)
@@ -143,40 +164,112 @@ class Tokenizer:
                 joined += [bytes(int(piece[3:5], 16) for piece in run).decode(errors="replace")] if is_byte else run
             return str(self.fast.decoder.decode(joined))
 
+    def token_bytes(self, token_id: int, begins: bool = False) -> bytes:
+        """The bytes that a token adds to a text, or to an empty one if it `begins`; a control token's are its name."""
+        if (special := self.special_tokens.get(token_id)) is not None:
+            return special.encode()
+        piece = self.fast.id_to_token(token_id)
+        if piece is None:
+            return b""
+        if self._has_bytes and _BYTE_PIECE.fullmatch(piece):
+            return bytes([int(piece[3:5], 16)])
+        if self._is_byte_level and token_id not in self._added_tokens:
+            with suppress(KeyError):
+                return bytes(_BYTES[character] for character in piece)
+        context = [] if begins else self._letter
+        return self.decode([*context, token_id])[len(self.decode(context)) :].encode()
+
+    def ends_within_a_character(self, ids: Sequence[int]) -> bool:
+        """Whether the last of these tokens are bytes that begin a character and do not complete it."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        for token_id in ids:
+            decoder.decode(b"" if token_id in self.special_tokens else self.token_bytes(token_id))
+        return bool(decoder.getstate()[0])
+
+    @cached_property
+    def _is_byte_level(self) -> bool:
+        return self.fast.decoder is not None and b'"ByteLevel"' in self.fast.decoder.__getstate__()
+
+    @property
+    def _has_bytes(self) -> bool:
+        return bool(getattr(self.fast.model, "byte_fallback", False))
+
+    @cached_property
+    def _letter(self) -> list[int]:
+        """A token of plain text, after which others are decoded as they are inside a text."""
+        return self.encode("a", add_special_tokens=False)[-1:]
+
     def render(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), think: bool | None = None
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] = (),
+        think: bool | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | None = None,
     ) -> str:
         """The prompt of a conversation, ready for the assistant's turn.
 
-        `think` turns the thoughts of a thinking model on or off; None leaves that to the template.
+        Args:
+            messages: the conversation.
+            tools: functions that the model may call.
+            think: turns the thoughts of a thinking model on or off; None leaves that to the template.
+            add_generation_prompt: end with what begins the assistant's turn; by default, unless the last message goes
+                on.
+            continue_final_message: end within the last message, so that the completion continues it.
 
         Raises:
-            RequestError: there is no chat template, or it rejects these messages or has no switch for thinking.
+            RequestError: there is no chat template, or it rejects these messages, has no switch for thinking or does
+                not write the last message as it is; or the options contradict each other.
         """
-        if not self.chat_template:
+        template = self._tool_template if tools else self._template
+        if not template.source:
             raise RequestError("this model has no chat template", "give plain text instead of messages")
+        if continue_final_message and add_generation_prompt:
+            raise RequestError(
+                "a prompt cannot go on with its last message and begin another one",
+                _ONE_OF_BOTH,
+                "add_generation_prompt",
+            )
+        begins = not continue_final_message if add_generation_prompt is None else add_generation_prompt
         # Absent values are none, as in transformers.
-        given: dict[str, Any] = {"tools": list(tools) or None, "documents": None, "add_generation_prompt": True}
+        given: dict[str, Any] = {"tools": list(tools) or None, "documents": None, "add_generation_prompt": begins}
         given |= {"messages": list(messages), **self.template_tokens}
         if think is not None:
-            switches = {name: think for name in _THINKING if name in self._template.variables}
+            switches = {name: think for name in _THINKING if name in template.variables}
             if not switches:
-                raise RequestError("this model's chat template has no switch for thinking", "leave it as it is")
+                raise RequestError(
+                    "this model's chat template has no switch for thinking", "leave it as it is", "think"
+                )
             given |= switches
-        return self._template.render(given)
+        if not continue_final_message:
+            return template.render(given)
+        *earlier, last = messages
+        given["messages"] = [*earlier, last | {"content": last["content"] + _END_MARK}]
+        text, mark, _ = template.render(given).rpartition(_END_MARK)
+        if not mark:
+            message = "this model's chat template does not write the last message as it is"
+            raise RequestError(message, _NOT_CONTINUED, "continue_final_message")
+        return text
 
 
 class TextStream:
     """Turns ids into text as they arrive, in whole characters.
 
     The text of a token that holds only part of a character waits for the rest.
+
+    Args:
+        tokenizer: the model's.
+        before: ids that the text continues. Some tokenizers drop a space at the beginning of a text, not inside it.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._ids: list[int] = []  # those of the last piece of text, and of the text that is held back
-        self._done = 0  # how many of them had their text returned
-        self._prefix = ""  # the text of these
+        # Ids of the last pieces of text, and of the text that is held back.
+        self._ids = list(before[-_CONTEXT:])
+        self._done = len(self._ids)  # how many of them had their text returned
+        self._prefix = tokenizer.decode(self._ids)  # the text of these
+        if tokenizer.ends_within_a_character(self._ids):
+            self._prefix = self._prefix.rstrip("\ufffd")  # the first tokens complete it
 
     def push(self, token_id: int) -> str:
         """The text that this token completes; may be empty."""
@@ -192,8 +285,10 @@ class TextStream:
 
     def _emit(self, text: str) -> str:
         new = text[len(self._prefix) :]
-        self._ids = self._ids[self._done :]
-        self._done, self._prefix = len(self._ids), self._tokenizer.decode(self._ids)
+        if len(self._ids) > _CONTEXT:
+            self._ids = self._ids[self._done :]
+            text = self._tokenizer.decode(self._ids)
+        self._done, self._prefix = len(self._ids), text
         return new
 
 

@@ -67,7 +67,17 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 _END_OF_TURN = (
     *("<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end_of_text|>"),
     *("<|end|>", "<end_of_turn>"),  # Phi, Gemma
+    *("<|eom_id|>", "<end_of_utterance>", "<EOT>"),  # Llama's calls of tools, SmolVLM, and files of llama.cpp
 )
+_ENDS = ("eos", "eot", "eom")  # tokens that end an output, by GGUF's names: of text, of a turn, of a message
+# Special tokens by the names that templates use, and their names in GGUF, where these differ.
+_TEMPLATE_TOKENS = {
+    **{f"{name}_token": name for name in ("bos", "eos", "cls", "mask")},
+    "unk_token": "unknown",
+    "sep_token": "seperator",  # so spelled
+    "pad_token": "padding",
+}
+_TOOL_USE = "tool_use"
 
 
 def tokenizer_from_folder(path: Path, vocab_size: int) -> Tokenizer:
@@ -78,13 +88,14 @@ def tokenizer_from_folder(path: Path, vocab_size: int) -> Tokenizer:
     """
     file = path / "tokenizer.json"
     settings = read_json(path / "tokenizer_config.json", missing={})
-    template = _folder_template(path, settings)
+    template, tool_use = _folder_templates(path, settings)
     tokens = {}
-    for name in ("bos_token", "eos_token"):
-        value = settings.get(name)
-        value = value.get("content") if isinstance(value, dict) else value
-        if isinstance(value, str):
-            tokens[name] = value.encode(errors="replace").decode()
+    for source in (read_json(path / "special_tokens_map.json", missing={}), settings):  # the latter wins
+        for name in _TEMPLATE_TOKENS:
+            value = source.get(name)
+            value = value.get("content") if isinstance(value, dict) else value
+            if isinstance(value, str):
+                tokens[name] = value.encode(errors="replace").decode()
     stops: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         ids = read_json(path / name, missing={}).get("eos_token_id")
@@ -95,23 +106,32 @@ def tokenizer_from_folder(path: Path, vocab_size: int) -> Tokenizer:
         fast.no_padding()
         if (eos := fast.token_to_id(tokens.get("eos_token", ""))) is not None:
             stops.add(eos)
-        tokenizer = Tokenizer(fast, frozenset(stops | _end_of_turn_ids(fast)), template, tokens, frozenset(stops))
+        tokenizer = Tokenizer(
+            fast, frozenset(stops | _end_of_turn_ids(fast)), template, tokens, frozenset(stops), tool_use
+        )
         _check(tokenizer, file, vocab_size)
     return tokenizer
 
 
-def _folder_template(path: Path, settings: dict[str, Any]) -> str:
+def _folder_templates(path: Path, settings: dict[str, Any]) -> tuple[str, str]:
+    """The chat template, and the one for requests with tools; "" where there is none."""
     template = settings.get("chat_template") or ""
+    templates = {"default": template}
     if isinstance(template, list):  # several named templates
         named = [entry for entry in template if isinstance(entry, dict) and isinstance(entry.get("name"), str)]
         if len(named) != len(template):
             raise ModelError(f"{path}: a chat template of a list must have a name")
-        template = next((entry.get("template") for entry in named if entry["name"] == "default"), "")
-    if os.path.lexists(path / "chat_template.jinja"):
-        template = read_text(path / "chat_template.jinja")
-    if not isinstance(template, str):
+        templates = {entry["name"]: entry.get("template") for entry in named}
+    for name, file in (
+        ("default", path / "chat_template.jinja"),
+        (_TOOL_USE, path / "additional_chat_templates" / f"{_TOOL_USE}.jinja"),
+    ):
+        if os.path.lexists(file):
+            templates[name] = read_text(file)
+    default, tool_use = templates.get("default", ""), templates.get(_TOOL_USE, "")
+    if not (isinstance(default, str) and isinstance(tool_use, str)):
         raise ModelError(f"{path}: the chat template must be text")
-    return template
+    return default, tool_use
 
 
 def tokenizer_from_gguf(metadata: Settings, vocab_size: int) -> Tokenizer:
@@ -149,17 +169,18 @@ def _rebuild(settings: Settings, vocab_size: int) -> Tokenizer:
     for kind in (_CONTROL, _UNKNOWN, _USER_DEFINED):
         of_kind = [piece for piece, token_type in zip(pieces, types, strict=True) if token_type == kind and piece]
         fast.add_tokens([AddedToken(piece, special=kind != _USER_DEFINED, normalized=False) for piece in of_kind])
-    bos, eos, eot = (_special_id(settings, f"{name}_token_id", len(pieces)) for name in ("bos", "eos", "eot"))
+    bos, *ends = (_special_id(settings, name, len(pieces)) for name in ("bos", *_ENDS))
     if get("tokenizer.ggml.add_bos_token", bool, leads) and bos is not None:
         token = pieces[bos]
         if any(character in token for character in " $:"):  # which TemplateProcessing would read as its own
             raise ModelError(f"BOS token {token!r} cannot be put before a prompt")
         tokens_before = {"single": f"{token} $A", "pair": None, "special_tokens": [(token, bos)]}
         fast.post_processor = processors.TemplateProcessing(**tokens_before)
-    tokens = {name: pieces[i] for name, i in (("bos_token", bos), ("eos_token", eos)) if i is not None}
-    declared = frozenset(i for i in (eos, eot) if i is not None)
-    template = get("tokenizer.chat_template", str, "")
-    return Tokenizer(fast, declared | _end_of_turn_ids(fast), template, tokens, declared)
+    given = {ours: settings.values.get(f"tokenizer.ggml.{name}_token_id") for ours, name in _TEMPLATE_TOKENS.items()}
+    tokens = {name: pieces[i] for name, i in given.items() if type(i) is int and 0 <= i < len(pieces)}
+    declared = frozenset(i for i in ends if i is not None)
+    template, tool_use = (get(f"tokenizer.chat_template{name}", str, "") for name in ("", f".{_TOOL_USE}"))
+    return Tokenizer(fast, declared | _end_of_turn_ids(fast), template, tokens, declared, tool_use)
 
 
 def _byte_level_bpe(settings: Settings, pre: str, vocab: dict[str, int]) -> FastTokenizer:
@@ -218,7 +239,7 @@ def _sentencepiece_bpe(settings: Settings, vocab: dict[str, int], types: list[An
 
 
 def _special_id(settings: Settings, name: str, vocab_size: int) -> int | None:
-    key = f"tokenizer.ggml.{name}"
+    key = f"tokenizer.ggml.{name}_token_id"
     token_id = settings.values.get(key)
     if token_id is not None and not (type(token_id) is int and 0 <= token_id < vocab_size):
         raise settings.error(key, f"the vocabulary has {vocab_size} tokens")

@@ -76,6 +76,7 @@ def uvicorn_config(served: ServedModel, limits: Limits) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=int(limits.max_seconds) + 1,
+        timeout_keep_alive=limits.keep_alive_seconds,
         h11_max_incomplete_event_size=1 << 16,
     )
 
@@ -133,10 +134,12 @@ def _add_openai_routes(
             if body.json_schema is not None:
                 if one_schema.statistics().tasks_waiting >= MAX_WAITING_SCHEMAS:
                     raise protocol.queue_full()
-                token_filter = await run_sync(served.grammars.compile, body.json_schema, limiter=one_schema)
+                with protocol.errors_at("response_format.json_schema.schema"):
+                    token_filter = await run_sync(served.grammars.compile, body.json_schema, limiter=one_schema)
             return await run_sync(served.chat, body, token_filter)
 
-        events = ChatEvents(served.name, served.llm.tokenizer, body.n or 1, tools=bool(body.usable_tools))
+        tools, goes_on = bool(body.usable_tools), bool(body.continue_final_message)
+        events = ChatEvents(served.name, served.llm.tokenizer, body.n or 1, tools, goes_on)
         return complete(body, events, prepare)
 
     @app.post("/v1/completions", response_model=protocol.TextCompletion, responses=errors | stream)
@@ -146,6 +149,7 @@ def _add_openai_routes(
         return complete(body, events, partial(run_sync, served.complete, body))
 
     @app.get("/v1/models", response_model_exclude_none=True)
+    @app.get("/v1/models/", response_model_exclude_none=True, include_in_schema=False)
     async def models() -> protocol.ModelList:
         """The model that is served."""
         return protocol.ModelList(object="list", data=[served.describe()])
@@ -233,6 +237,9 @@ class _RequestLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        method = scope["method"]
+        if method == "HEAD":  # as GET; the web server leaves out the body
+            scope = {**scope, "method": "GET"}
         started, status = time.perf_counter(), 0
 
         async def send_and_note_status(message: types.Message) -> None:
@@ -245,4 +252,4 @@ class _RequestLog:
         finally:
             path = scope["path"] if scope["path"] in self._paths else "other"
             self._metrics.count_request(path, status)
-            log.info("%s %s %s %.3f s", scope["method"], path, status or "left", time.perf_counter() - started)
+            log.info("%s %s %s %.3f s", method, path, status or "left", time.perf_counter() - started)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import json
 import time
 import uuid
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 import anyio
@@ -57,7 +58,7 @@ class CompletionResponse(Response):
         super().__init__()
         self._engine_loop, self._events, self._prepare = engine_loop, events, prepare
         self._stream = bool(body.stream)
-        self._include_usage = body.stream_options is not None and body.stream_options.include_usage
+        self._include_usage = body.includes_usage
         self._arrived, self._max_seconds, self._metrics = time.perf_counter(), max_seconds, metrics
         self._started = self._disconnected = False
 
@@ -72,7 +73,9 @@ class CompletionResponse(Response):
                     if self._stream:
                         await self._send_stream(job, send)
                     else:
-                        reply = self._events.fold([self._events.event(chunk) async for chunk in job])
+                        reply = self._events.fold(
+                            [self._events.event(chunk) async for chunks in job for chunk in chunks]
+                        )
                         await Response(_json_bytes(reply), media_type="application/json")(scope, receive, send)
             finally:
                 watch.cancel()
@@ -92,25 +95,23 @@ class CompletionResponse(Response):
     async def _send_stream(self, job: Job, send: Send) -> None:
         """Send events as they come."""
         try:
-            async for event in self._encoded(job):
+            async for chunks in job:
                 if not self._started:
                     self._started = True
                     await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
-                await send({"type": "http.response.body", "body": event, "more_body": True})
+                body = b"".join(map(self._encoded, chunks))
+                await send({"type": "http.response.body", "body": body, "more_body": True})
         except Exception as error:
             await self._fail(error, send)
         else:
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            usage = _server_sent(self._events.usage_event()) if self._include_usage else b""
+            await send({"type": "http.response.body", "body": usage + b"data: [DONE]\n\n", "more_body": False})
 
-    async def _encoded(self, job: Job) -> AsyncIterator[bytes]:
-        async for chunk in job:
-            event = self._events.event(chunk)
-            if self._include_usage:
-                event["usage"] = None  # as in OpenAI's streams, until the last event
-            yield _server_sent(event)
+    def _encoded(self, chunk: Chunk) -> bytes:
+        event = self._events.event(chunk)
         if self._include_usage:
-            yield _server_sent(self._events.usage_event())
-        yield b"data: [DONE]\n\n"
+            event["usage"] = None  # as in OpenAI's streams, until the last event
+        return _server_sent(event)
 
     async def _fail(self, error: Exception, send: Send) -> None:
         """Raise an error as the reply, or end a stream with it. That began with status 200, so it is counted here."""
@@ -215,9 +216,10 @@ class ChatEvents(Events):
 
     id_prefix, event_object, reply_object = "chatcmpl", "chat.completion.chunk", "chat.completion"
 
-    def __init__(self, model: str, tokenizer: Tokenizer, n: int, tools: bool) -> None:
+    def __init__(self, model: str, tokenizer: Tokenizer, n: int, tools: bool, goes_on: bool = False) -> None:
         super().__init__(model, tokenizer, n)
         self._tools = tools
+        self._texts = defaultdict[int, _TokenTexts](lambda: _TokenTexts(tokenizer, goes_on))
         self._parsers: defaultdict[int, ToolCallParser] = defaultdict(ToolCallParser)  # by index
 
     def _part(self, chunk: Chunk) -> Json:
@@ -233,8 +235,10 @@ class ChatEvents(Events):
                 finish_reason = "tool_calls"
         part: Json = {"delta": delta, "finish_reason": finish_reason}
         if chunk.logprobs is not None:
-            top = [self._logprob(*pair) for pair in chunk.logprobs.top.items()]
-            token = self._logprob(chunk.token_id, chunk.logprobs.logprob) | {"top_logprobs": top}
+            begins = not self._texts[chunk.index].has_begun
+            top = [self._logprob(*pair, begins) for pair in chunk.logprobs.top.items()]
+            token = self._logprob(chunk.token_id, chunk.logprobs.logprob, begins) | {"top_logprobs": top}
+            self._texts[chunk.index].add(chunk.token_id)
             part["logprobs"] = {"content": [token], "refusal": None}
         return part
 
@@ -247,9 +251,9 @@ class ChatEvents(Events):
             message["tool_calls"] = [{name: call[name] for name in call if name != "index"} for call in calls]
         return {"message": message, "logprobs": {"content": logprobs, "refusal": None} if logprobs else None}
 
-    def _logprob(self, token_id: int, logprob: float) -> Json:
-        text = self._tokenizer.decode([token_id])
-        return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
+    def _logprob(self, token_id: int, logprob: float, begins: bool) -> Json:
+        own = self._tokenizer.token_bytes(token_id, begins)
+        return {"token": token_name(own), "logprob": logprob, "bytes": list(own)}
 
 
 class TextEvents(Events):
@@ -259,17 +263,19 @@ class TextEvents(Events):
 
     def __init__(self, model: str, tokenizer: Tokenizer, n: int) -> None:
         super().__init__(model, tokenizer, n)
-        self._offsets = Counter[int]()  # by index
+        self._texts = defaultdict[int, _TokenTexts](lambda: _TokenTexts(tokenizer, goes_on=True))  # by index
 
     def _part(self, chunk: Chunk) -> Json:
         part: Json = {"text": chunk.text, "logprobs": None, "finish_reason": _finish_reason(chunk)}
         if chunk.logprobs is not None:
-            token, offset = self._tokenizer.decode([chunk.token_id]), self._offsets[chunk.index]
-            self._offsets[chunk.index] += len(token)
+            texts, top = self._texts[chunk.index], chunk.logprobs.top
+            names = texts.names([chunk.token_id, *(token_id for token_id in top if token_id != chunk.token_id)])
+            offset = texts.num_characters if chunk.output is None else min(texts.num_characters, len(chunk.output.text))
+            texts.add(chunk.token_id)
             part["logprobs"] = {
-                "tokens": [token],
+                "tokens": [names[chunk.token_id]],
                 "token_logprobs": [chunk.logprobs.logprob],
-                "top_logprobs": [{self._tokenizer.decode([id_]): value for id_, value in chunk.logprobs.top.items()}],
+                "top_logprobs": [{names[token_id]: value for token_id, value in top.items()}],
                 "text_offset": [offset],
             }
         return part
@@ -277,7 +283,52 @@ class TextEvents(Events):
     def _join(self, parts: Sequence[Json]) -> Json:
         logprobs = [part["logprobs"] for part in parts if part["logprobs"] is not None]
         joined = {name: [item for one in logprobs for item in one[name]] for name in logprobs[0]} if logprobs else None
-        return {"text": "".join(part["text"] for part in parts), "logprobs": joined}
+        text = "".join(part["text"] for part in parts)
+        if joined is not None:  # a stop string may have taken the text of the last tokens
+            joined["text_offset"] = [min(offset, len(text)) for offset in joined["text_offset"]]
+        return {"text": text, "logprobs": joined}
+
+
+class _TokenTexts:
+    """The tokens of an output as its log-probabilities show them: their names, and where they are in its text.
+
+    Args:
+        tokenizer: the model's.
+        goes_on: whether the text goes on from that of the prompt.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, goes_on: bool) -> None:
+        self._tokenizer, self.has_begun = tokenizer, goes_on
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.num_characters = 0  # that are complete
+
+    def add(self, token_id: int) -> None:
+        """Take note of a token; control tokens are no part of the text."""
+        if token_id not in self._tokenizer.special_tokens:
+            text = self._decoder.decode(self._tokenizer.token_bytes(token_id, begins=not self.has_begun))
+            self.num_characters += len(text)
+            self.has_begun = True
+
+    def names(self, token_ids: Iterable[int]) -> dict[int, str]:
+        """A name for each of the tokens that could come next; of two with the same text, the later one is its bytes."""
+        names: dict[int, str] = {}
+        for token_id in token_ids:
+            own = self._tokenizer.token_bytes(token_id, begins=not self.has_begun)
+            different = (token_name(own), _escaped(own), f"token_id:{token_id}")
+            names[token_id] = next(name for name in different if name not in names.values())
+        return names
+
+
+def token_name(own: bytes) -> str:
+    """The text of a token's bytes or, if they are no text, the bytes as OpenAI writes them."""
+    try:
+        return own.decode()
+    except UnicodeDecodeError:
+        return _escaped(own)
+
+
+def _escaped(own: bytes) -> str:
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own)
 
 
 def _finish_reason(chunk: Chunk) -> str | None:
@@ -299,7 +350,7 @@ def check_tools(tokenizer: Tokenizer) -> None:
     """
     if not tokenizer.takes_tools:
         raise RequestError("this model's chat template takes no tools", "leave out tools, or serve another model")
-    if _OPEN not in tokenizer.chat_template:
+    if _OPEN not in tokenizer.tool_template:
         raise RequestError(f"this model's chat template does not use {_OPEN} for tool calls", "leave out tools")
 
 

@@ -51,7 +51,7 @@ class Grammars:
                 keyword.
         """
         texts_of([schema])  # rejects deep nesting
-        text = json.dumps(schema)
+        text = json.dumps(schema_worker.simplified(schema))
         if len(text) > MAX_SCHEMA_CHARACTERS:
             raise RequestError(f"the schema has {len(text)} characters; it may have at most {MAX_SCHEMA_CHARACTERS}")
         if not self._tokenizer.eos_token_ids:

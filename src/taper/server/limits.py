@@ -19,7 +19,7 @@ from starlette import types
 from starlette.datastructures import Headers
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ..errors import RequestError, number, whole_number
+from ..errors import RequestError, number, shown, whole_number
 from .protocol import ApiError, queue_full
 
 REQUEST_SECONDS = 30  # for a whole request to arrive
@@ -41,6 +41,8 @@ class Limits:
         max_n: outputs of one request.
         max_body_bytes: of a request.
         max_seconds: of a request, from its arrival to its last token; and how long a shutdown waits for those running.
+        keep_alive_seconds: how long a connection without a request stays open; longer than clients keep theirs, or
+            one of them sends a request just when it is closed.
         log_prompts: write the bodies of requests, prompts included, to the log.
 
     Raises:
@@ -56,6 +58,7 @@ class Limits:
     max_n: int = 8
     max_body_bytes: int = 4 << 20
     max_seconds: float = 600.0
+    keep_alive_seconds: int = 65
     log_prompts: bool = False
 
     def __post_init__(self) -> None:
@@ -64,6 +67,10 @@ class Limits:
         whole_number("max_n", self.max_n, 1, 128)
         whole_number("max_body_bytes", self.max_body_bytes, 1024)
         number("max_seconds", self.max_seconds, 0, 86400, above=True)
+        whole_number("keep_alive_seconds", self.keep_alive_seconds, 1, 86400)
+        if "/" in self.host or not self.host.strip():
+            raise RequestError(f"host is {shown(self.host)}; it must be a name or an address", "such as 127.0.0.1")
+        object.__setattr__(self, "cors_origins", tuple(map(_origin, self.cors_origins)))
         if not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key.strip() == self.api_key):
             raise RequestError("the API key has characters that clients cannot send", "use visible ASCII characters")
         if not self.is_local and not (self.api_key or self.insecure):
@@ -76,6 +83,20 @@ class Limits:
     def is_local(self) -> bool:
         """Whether only this machine reaches it."""
         return _is_loopback(self.host)
+
+
+def _origin(url: str) -> str:
+    """An origin as browsers send it: scheme, host and port, without the slash that a copied address ends with.
+
+    Raises:
+        RequestError: it is none.
+    """
+    origin = re.fullmatch(r"(\*|null|[a-z][a-z0-9+.-]*://[^/?#@\s]+?)/?", url.strip(), re.I)
+    if origin is None:
+        rule = "an origin is a scheme, a host and perhaps a port, such as http://localhost:3000"
+        raise RequestError(f"cors_origin is {shown(url)}; {rule}", "leave out the rest")
+    scheme, _, rest = origin[1].lower().partition("://")
+    return origin[1].lower().removesuffix({"http": ":80", "https": ":443"}.get(scheme, " ")) if rest else scheme
 
 
 def _is_loopback(host: str) -> bool:
@@ -193,8 +214,9 @@ class Gate:
     def _check(self, scope: types.Scope) -> None:
         headers, limits = Headers(scope=scope), self._limits
         if limits.api_key:
-            sent, expected = headers.get("authorization", ""), f"Bearer {limits.api_key}"
-            if not hmac.compare_digest(sent.encode(), expected.encode()) and scope["path"] not in self._public_paths:
+            scheme, _, sent = headers.get("authorization", "").partition(" ")
+            is_right = hmac.compare_digest(sent.strip().encode(), limits.api_key.encode())
+            if not (is_right and scheme.lower() == "bearer") and scope["path"] not in self._public_paths:
                 raise ApiError(
                     401,
                     "the API key is missing or wrong; send it as: Authorization: Bearer KEY",
@@ -210,6 +232,9 @@ class Gate:
                 code="two_lengths",
                 headers={"Connection": "close"},
             )
+        if (coding := headers.get("content-encoding", "identity").strip().lower()) not in ("identity", ""):
+            message = f"the body is compressed ({coding}); send it as it is"
+            raise ApiError(415, message, code="compressed_body", headers={"Accept-Encoding": "identity"})
         length = headers.get("content-length", "0")
         if length.isdigit() and int(length[:20]) > limits.max_body_bytes:
             raise self._too_large()

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import islice
 from typing import Annotated, Any, Literal
 
 from fastapi.exceptions import RequestValidationError
@@ -18,6 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from ..errors import ModelError, RequestError, TaperError, printable, shown
+from ..models.files import without_mark
 
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 1000
 MAX_BIASED_TOKENS = 1024
@@ -27,7 +30,7 @@ MAX_PROMPTS, MAX_PROMPT_TOKENS = 128, 1 << 20
 MAX_METADATA = 16  # as OpenAI documents
 MAX_PARAM_CHARACTERS = 100  # of a field's name in an error
 
-StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+StopText = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
 TokenIds = Annotated[list[int], Field(fail_fast=True, max_length=MAX_PROMPT_TOKENS)]
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -42,7 +45,7 @@ def read_body(body: bytes, model: type[Strict]) -> Strict:
             tokenizer takes.
     """
     try:
-        value = json.loads(body.decode())
+        value = json.loads(without_mark(body.decode()))
         path = _surrogate(value) if re.search(rb"\\u[dD][89a-fA-F]", body) else None
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body is not UTF-8 (byte {error.start})", code="invalid_json") from None
@@ -84,7 +87,7 @@ def _is_broken(text: str) -> bool:
 
 
 class Strict(BaseModel):
-    """Rejects unknown fields, and values whose type would have to be converted.
+    """Rejects unknown fields, and values whose type would have to be converted. Null means that a field is not given.
 
     A body of a few megabytes has room for a million mistakes, so each object and each list stops at its first one.
     """
@@ -93,13 +96,15 @@ class Strict(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _first_unknown(cls, data: Any) -> Any:
-        """Of more fields than there are, the known ones and the first unknown one."""
-        names = {field.alias or name for name, field in cls.model_fields.items()}
-        if not isinstance(data, dict) or len(data) <= len(names):
+    def _given(cls, data: Any) -> Any:
+        """The fields that are given: the known ones, and the first unknown one."""
+        if not isinstance(data, dict):
             return data
-        unknown = next(name for name in data if name not in names)
-        return {name: data[name] for name in (*names, unknown) if name in data}
+        fields = {field.alias or name: field for name, field in cls.model_fields.items()}
+        unknown = (name for name in data if name not in fields)
+        given = {name: data[name] for name in (*fields, *islice(unknown, 1)) if name in data}
+        optional = {name for name, field in fields.items() if not field.is_required()}
+        return {name: value for name, value in given.items() if value is not None or name not in optional}
 
 
 def _at_most(count: int) -> BeforeValidator:
@@ -108,7 +113,7 @@ def _at_most(count: int) -> BeforeValidator:
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > count:
             raise ValueError(f"an object of {len(value)} keys; it may have {count}")
-        return value
+        return {name: item for name, item in value.items() if item is not None} if isinstance(value, dict) else value
 
     return BeforeValidator(check)
 
@@ -120,17 +125,17 @@ class TaperFields(Strict):
     mode: Literal["full", "taper"] | None = None
     think: bool | None = None  # chats only
     reuse: Literal["filled", "exact"] | None = None
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    stop_token_ids: list[int] = Field(default=[], fail_fast=True, max_length=MAX_STOPS)
-    ignore_eos: bool = False
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
+    ignore_eos: bool | None = None
 
 
 class StreamOptions(Strict):
     """What else an event stream carries."""
 
-    include_usage: bool = False
+    include_usage: bool | None = None
     include_obfuscation: bool | None = None  # no effect: events are not padded
 
 
@@ -149,7 +154,7 @@ class CompletionFields(Strict):
     n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    taper: TaperFields = TaperFields()
+    taper: TaperFields | None = None
     # No effect: there are no accounts, tiers or stored data, and prompts share the computation of a common prefix.
     user: str | None = None
     safety_identifier: str | None = None
@@ -164,10 +169,26 @@ class CompletionFields(Strict):
     def _check_shared_fields(self) -> CompletionFields:
         for key in self.logit_bias or ():
             if not (key.isascii() and key.isdigit() and len(key) < 10):
-                raise RequestError(f"{key!r} in logit_bias is not a token id")
-        if self.stream_options is not None and not self.stream:
-            raise RequestError("stream_options goes with stream", "set stream to true, or leave it out")
+                raise RequestError(f"{key!r} in logit_bias is not a token id", param="logit_bias")
+        if self.includes_usage and not self.stream:
+            message = "stream_options goes with stream"
+            raise RequestError(message, "set stream to true, or leave it out", "stream_options")
         return self
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether the last event of a stream has the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def own(self) -> TaperFields:
+        """Taper's own fields, given or not."""
+        return self.taper or TaperFields()
+
+    @property
+    def stops(self) -> list[str]:
+        """The texts that end an output; an empty one asks for nothing."""
+        return [text for text in ([self.stop] if isinstance(self.stop, str) else self.stop or []) if text]
 
 
 class CompletionRequest(CompletionFields):
@@ -181,80 +202,100 @@ class CompletionRequest(CompletionFields):
     )
     logprobs: int | None = None
     echo: Literal[False] | None = None
-    best_of: Literal[1] | None = None
+    best_of: int | None = None
     suffix: Literal[""] | None = None
 
     @model_validator(mode="after")
     def _check_fields(self) -> CompletionRequest:
-        if self.taper.think is not None:
-            raise RequestError("taper.think goes with chats, not with texts", "leave it out")
+        if self.own.think is not None:
+            raise RequestError("taper.think goes with chats, not with texts", "leave it out", "taper.think")
+        if self.best_of not in (None, self.n or 1):
+            raise RequestError(f"best_of is {self.best_of}; all of the n outputs are sent", "leave it out", "best_of")
         return self
 
 
 class TextPart(Strict):
-    """A part of a message's content."""
+    """A part of a message's content. Where others cache a prompt is nothing to us."""
 
     type: Literal["text"]
     text: str
+    cache_control: dict[str, Any] | None = None
+    annotations: list[Any] | None = None
 
 
 class FunctionCall(Strict):
-    """The function of a tool call; `arguments` is JSON text."""
+    """The function of a tool call; `arguments` is JSON text, and may be empty in what clients send back."""
 
     name: str
-    arguments: str
+    arguments: str | None = None
 
 
 class ToolCall(Strict):
-    """A tool call of the model's, in a reply or sent back as part of an earlier turn."""
+    """A tool call of the model's, sent back as part of an earlier turn; `index` is that of a stream."""
 
-    id: str
-    type: Literal["function"] = "function"
+    id: str | None = None
+    type: Literal["function"] | None = None
     function: FunctionCall
+    index: int | None = None
 
 
 class RequestMessage(Strict):
-    """A message of a conversation. The last four fields, always empty, are there as clients send replies back."""
+    """A message of a conversation.
+
+    The fields from `refusal` on are there as clients send replies back; of them, only what the model said counts.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
-    refusal: None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
     audio: None = None
     function_call: None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    annotations: list[Any] | None = None
+    type: Literal["message"] | None = None
+    id: str | None = None
+    status: str | None = None
+    cache_control: dict[str, Any] | None = None
 
-    def for_template(self) -> dict[str, Any]:
+    def for_template(self, place: str) -> dict[str, Any]:
         """The message as chat templates take it: content is text, arguments of tool calls are objects.
+
+        `place` is that of the message in the body.
 
         Raises:
             RequestError: the arguments of a tool call are not a JSON object.
         """
-        content = self.content or ""
+        content = self.content or self.refusal or ""
         message: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
             "content": content if isinstance(content, str) else "".join(part.text for part in content),
         }
-        message |= self.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
+        message |= self.model_dump(include={"name", "tool_call_id", "reasoning_content"}, exclude_none=True)
         if self.tool_calls:
-            message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
-            for call in message["tool_calls"]:
-                call["function"]["arguments"] = _read_arguments(call["function"]["arguments"])
+            message["tool_calls"] = calls = []
+            for number, call in enumerate(self.tool_calls):
+                arguments = _read_arguments(call.function.arguments, f"{place}.tool_calls.{number}.function.arguments")
+                function = {"name": call.function.name, "arguments": arguments}
+                calls.append({"id": call.id or "", "type": "function", "function": function})
         return message
 
 
 Messages = Annotated[list[RequestMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
 
 
-def _read_arguments(text: str) -> dict[str, Any]:
+def _read_arguments(text: str | None, place: str) -> dict[str, Any]:
     try:
-        arguments = json.loads(text)
+        arguments = json.loads(text) if text and text.strip() else None
     except (ValueError, RecursionError):
-        arguments = None
+        arguments = text
+    if arguments is None:  # of a function that takes none
+        return {}
     if not isinstance(arguments, dict):
-        raise RequestError("the arguments of a tool call are not a JSON object", "send back what the model called")
+        message = "the arguments of a tool call are not a JSON object"
+        raise RequestError(message, "send back what the model called", place)
     return arguments
 
 
@@ -306,8 +347,18 @@ class ChatRequest(CompletionFields):
     response_format: Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")] | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["auto", "none"] | None = None
-    parallel_tool_calls: Literal[True] | None = None
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    # Of these, only values that ask for nothing.
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
+    functions: Annotated[list[Any], Field(max_length=0)] | None = None
+    function_call: Literal["auto", "none"] | None = None
+    verbosity: Literal["medium"] | None = None
+    reasoning_effort: None = None
+    audio: None = None
+    prediction: None = None
+    web_search_options: None = None
 
     @property
     def usable_tools(self) -> list[Tool]:
@@ -324,14 +375,19 @@ class ChatRequest(CompletionFields):
 
     @model_validator(mode="after")
     def _check_fields(self) -> ChatRequest:
-        if self.top_logprobs is not None and not self.logprobs:
-            raise RequestError("top_logprobs goes with logprobs", "set logprobs to true")
-        if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise RequestError("max_tokens and max_completion_tokens are two names of one limit", "give one of the two")
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("top_logprobs goes with logprobs", "set logprobs to true", "top_logprobs")
+        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
+            message = "max_tokens and max_completion_tokens are two names of one limit"
+            raise RequestError(message, "give one of the two", "max_tokens")
+        if self.usable_tools and self.parallel_tool_calls is False:
+            message = "the model decides how many tools it calls at a time"
+            raise RequestError(message, "leave out parallel_tool_calls", "parallel_tool_calls")
         if self.json_schema is not None and self.usable_tools:
-            raise RequestError("tools and response_format exclude each other", "leave out one of the two")
-        if self.json_schema is not None and self.taper.ignore_eos:
-            raise RequestError("with ignore_eos, JSON would never end", "leave out ignore_eos or response_format")
+            raise RequestError("tools and response_format exclude each other", "leave out one of the two", "tools")
+        if self.json_schema is not None and self.own.ignore_eos:
+            message = "with ignore_eos, JSON would never end"
+            raise RequestError(message, "leave out ignore_eos or response_format", "taper.ignore_eos")
         return self
 
 
@@ -341,11 +397,13 @@ class TokenizeRequest(Strict):
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
     @model_validator(mode="after")
     def _check_fields(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
-            raise RequestError("give prompt or messages, one of the two")
+            raise RequestError("give prompt or messages, one of the two", param="prompt")
         return self
 
 
@@ -379,11 +437,11 @@ class Usage(BaseModel):
 
 
 class TopLogprob(BaseModel):
-    """A token and its log-probability; `bytes` is null if the token is only a part of a character."""
+    """A token and its log-probability; one that is only a part of a character is called by its `bytes`."""
 
     token: str
     logprob: float
-    bytes: list[int] | None
+    bytes: list[int]
 
 
 class TokenLogprob(TopLogprob):
@@ -408,13 +466,28 @@ class TextLogprobs(BaseModel):
     text_offset: list[int]
 
 
+class ReplyFunction(BaseModel):
+    """The function that the model calls; `arguments` is JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ReplyCall(BaseModel):
+    """A tool call of the model's."""
+
+    id: str
+    type: Literal["function"]
+    function: ReplyFunction
+
+
 class ReplyMessage(BaseModel):
     """A message of the model's."""
 
     role: Literal["assistant"]
     content: str | None
     refusal: None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[ReplyCall] | None = None
 
 
 class Choice(BaseModel):
@@ -569,20 +642,42 @@ def to_api_error(error: Exception) -> ApiError:
     if isinstance(error, ModelError):
         return ApiError(500, str(error), code="model_error")
     if isinstance(error, TaperError):
-        return ApiError(400, str(error))
+        return ApiError(400, str(error), param=error.param or None)
     # The web server raises the exception again, and then closes the connection.
     headers = {"Connection": "close"}
     return ApiError(500, "the server failed; its log says why", code="internal_error", headers=headers)
+
+
+@contextmanager
+def errors_at(param: str, written: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Let the errors of a block name the field of the body that they are about, in their text too.
+
+    Args:
+        param: the field of errors that name no parameter.
+        written: what the body calls the parameters that errors name, where it calls them otherwise.
+    """
+    try:
+        yield
+    except ModelError:
+        raise
+    except TaperError as error:
+        name = (written or {}).get(error.param, error.param or param)
+        message = error.message
+        if error.param and message.startswith(f"{error.param} is "):
+            message = name + message.removeprefix(error.param)
+        raise type(error)(message, error.hint, name) from None
 
 
 def _validation_error(error: ValidationError, body: Any) -> ApiError:
     """The first mistake in a body: where it is, what is wrong, and the value."""
     problems = error.errors(include_url=False)
     first = problems[0]
-    # A value of a union has a problem for each type; the one that is not about the type is of the type it has.
+    # A value of a union has a problem for each type. Of the type it has is the one that is not about the type, or
+    # that lies deeper inside it.
     same_field = [problem for problem in problems if problem["loc"][:1] == first["loc"][:1]]
-    problem = next((problem for problem in same_field if not problem["type"].endswith("_type")), first)
-    param = _param(problem["loc"], body)
+    other = [problem for problem in same_field if not problem["type"].endswith("_type")]
+    problem = max(other[:1] or same_field, key=lambda problem: _param(problem, body).count("."))
+    param = _param(problem, body)
     if problem["type"] == "extra_forbidden":
         return ApiError(400, f"unknown field {param!r}", param=param, code="unknown_field")
     if problem["type"] == "missing":
@@ -595,12 +690,13 @@ def _invalid(param: str, rule: str) -> ApiError:
     return ApiError(400, f"{param or 'the body'}: {rule}", param=param or None, code="invalid_value")
 
 
-def _param(location: Sequence[int | str], value: Any) -> str:
-    """A location in a body as names and indices, without the names of types that pydantic puts in between."""
+def _param(problem: Mapping[str, Any], value: Any) -> str:
+    """Where a problem is in a body, as names and indices, without the names of types that pydantic puts in between."""
     names: list[str] = []
-    for depth, part in enumerate(location):
-        is_there = part in value if isinstance(value, dict) else isinstance(value, list) and isinstance(part, int)
-        if is_there or (isinstance(value, dict) and depth == len(location) - 1):
+    for part in problem["loc"]:
+        if part in value if isinstance(value, dict) else isinstance(value, list) and isinstance(part, int):
             names.append(str(part))
-            value = value.get(part) if isinstance(value, dict) else value[int(part)]
+            value = value[part]
+    if problem["type"] == "missing":
+        names.append(str(problem["loc"][-1]))
     return printable(".".join(names))[:MAX_PARAM_CHARACTERS]

@@ -1,8 +1,14 @@
-"""The script of the limited process in which `grammars.py` tries a JSON schema before it compiles it itself."""
+"""The script of the limited process in which `grammars.py` tries a JSON schema before it compiles it itself.
+
+llguidance refuses keywords that it does not know, whatever they say; `simplified` takes out those that say nothing. And
+it takes patterns that match a property of their own object, but then finds no way on when it comes to that property.
+"""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits
@@ -12,9 +18,94 @@ COMPACT: Any = {"whitespace_flexible": False}
 # States take one or two kB each. Without large lexemes, compiling needs no vocabulary to be within limits.
 LIMITS = LLParserLimits(max_lexer_states=20_000, precompute_large_lexemes=False, verbose_errors=False)
 
+# The formats of texts that outputs keep. Others are notes for readers, as JSON Schema has it (draft 2020-12, 7.2.1).
+FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
+_NOTES = {
+    *("title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly", "$comment"),
+    *("contentEncoding", "contentMediaType", "contentSchema", "discriminator", "externalDocs", "xml"),
+}
+_ANYTHING: tuple[Any, ...] = (True, {})
+# Values with which a keyword says what is so without it.
+_SAYING_NOTHING: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("minItems", "minLength", "minProperties"), (0,)),
+    **dict.fromkeys(("uniqueItems", "nullable", "exclusiveMinimum", "exclusiveMaximum"), (False,)),
+    **dict.fromkeys(("additionalItems", "unevaluatedItems", "unevaluatedProperties"), _ANYTHING),
+    **dict.fromkeys(("dependencies", "dependentRequired", "dependentSchemas", "patternProperties"), ({},)),
+    "propertyNames": (*_ANYTHING, {"type": "string"}),
+    "required": ([],),
+}
+# Keywords whose values are schemas, lists of them, or objects of them by name.
+_ONE = {
+    *("additionalItems", "additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then"),
+    *("unevaluatedItems", "unevaluatedProperties"),
+}
+_LISTS = {"allOf", "anyOf", "items", "oneOf", "prefixItems"}
+_BY_NAME = {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}
+
 
 def reply(schema: dict[str, Any]) -> str:
     """What is wrong with a schema; "" if it can be compiled."""
-    return LLMatcher.validate_grammar(
+    return next(_overlaps(schema), "") or LLMatcher.validate_grammar(
         LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=COMPACT), limits=LIMITS
     )
+
+
+def simplified(schema: Any) -> Any:
+    """A schema without notes, and without keywords that say nothing."""
+    if not isinstance(schema, dict):
+        return schema
+    kept = {keyword: _inside(keyword, value) for keyword, value in schema.items() if not _says_nothing(keyword, value)}
+    if "then" not in kept and "else" not in kept:
+        kept.pop("if", None)
+    if "contains" not in kept:
+        kept = {keyword: value for keyword, value in kept.items() if keyword not in ("minContains", "maxContains")}
+    return kept
+
+
+def _says_nothing(keyword: str, value: Any) -> bool:
+    if keyword == "format":
+        return isinstance(value, str) and value not in FORMATS
+    values = _SAYING_NOTHING.get(keyword, ())
+    return keyword in _NOTES or any(type(value) is type(nothing) and value == nothing for nothing in values)
+
+
+def _inside(keyword: str, value: Any) -> Any:
+    """The value of a keyword, the schemas in it simplified."""
+    if keyword in _ONE and isinstance(value, dict):
+        return simplified(value)
+    if keyword in _LISTS and isinstance(value, list):
+        return [simplified(item) for item in value]
+    if keyword in _BY_NAME and isinstance(value, dict):
+        return {name: simplified(item) for name, item in value.items()}
+    return value
+
+
+def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
+    """A schema and all that are inside it."""
+    if isinstance(schema, dict):
+        yield schema
+        for keyword, value in schema.items():
+            by_name = list(value.values()) if keyword in _BY_NAME and isinstance(value, dict) else []
+            listed = value if keyword in _LISTS and isinstance(value, list) else []
+            for inner in [*by_name, *listed, *([value] if keyword in _ONE else [])]:
+                yield from _schemas(inner)
+
+
+def _overlaps(schema: Any) -> Iterator[str]:
+    """What to say of patterns that match a property which is named beside them, or are none."""
+    for one in _schemas(schema):
+        patterns, properties, required = (one.get(key) for key in ("patternProperties", "properties", "required"))
+        if not isinstance(patterns, dict):
+            continue
+        named = [*properties] if isinstance(properties, dict) else []
+        named += required if isinstance(required, list) else []
+        for pattern in patterns:
+            try:
+                matching = re.compile(pattern).search
+            except re.error as error:
+                yield f"{pattern!r} of patternProperties is not a pattern: {error}"
+                continue
+            for name in named:
+                if isinstance(name, str) and matching(name):
+                    rule = "say all of a property under properties, and let patterns match others only"
+                    yield f"{pattern!r} of patternProperties matches {name!r}, which is named beside it; {rule}"

@@ -11,7 +11,7 @@ from ..engine import Request, TokenFilter
 from ..errors import REUSE, RequestError, one_of, whole_number
 from ..llm import LLM
 from ..policy import DepthPolicy
-from ..sampling import SamplingParams
+from ..sampling import SamplingParams, check_token_ids
 from . import protocol
 from .completions import check_tools
 from .grammars import Grammars
@@ -50,28 +50,43 @@ class ServedModel:
             ApiError: there is no such model.
             TaperError: the prompt, an option or the policy is wrong.
         """
+        self.check_name(body.model)
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        params = _sampling_params(
+        written = {"logprobs": "top_logprobs"}
+        if body.max_completion_tokens is not None:
+            written["max_tokens"] = "max_completion_tokens"
+        params = self._sampling_params(
             body,
+            written,
             max_tokens=self.llm.engine.backend.context_length if max_tokens is None else max_tokens,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )
         if body.usable_tools:
-            check_tools(self.llm.tokenizer)
+            with protocol.errors_at("tools"):
+                check_tools(self.llm.tokenizer)
         tools = [tool.model_dump(exclude_none=True) for tool in body.usable_tools]
-        messages = [message.for_template() for message in body.messages]
-        prompt = self.llm.encode(messages, tools=tools, think=body.taper.think)
-        return self._requests(body, [prompt], params, token_filter)
+        with protocol.errors_at("messages", _WRITTEN):
+            prompt = self.llm.encode(_messages(body.messages), tools=tools, think=body.own.think, **_ending(body))
+        goes_on = bool(body.continue_final_message)
+        return self._requests(body, [prompt], params, token_filter, goes_on)
 
     def complete(self, body: protocol.CompletionRequest) -> list[Request]:
         """The engine's requests for a text completion: each prompt `n` times; raises what `chat` raises."""
+        self.check_name(body.model)
         prompts: Any = body.prompt
-        if isinstance(prompts, str) or all(isinstance(item, int) for item in prompts):
+        is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        if is_one:
             prompts = [prompts]
-        whole_number("prompts times n", len(prompts) * (body.n or 1), 1, self.max_n)  # before any is encoded
-        encoded = [self.llm.encode(prompt, raw=True) if isinstance(prompt, str) else prompt for prompt in prompts]
+        with protocol.errors_at("n", {"prompts times n": "prompt" if body.n is None else "n"}):
+            whole_number("prompts times n", len(prompts) * (body.n or 1), 1, self.max_n)  # before any is encoded
+        encoded = []
+        for number, prompt in enumerate(prompts):
+            with protocol.errors_at("prompt" if is_one else f"prompt.{number}"):
+                ids = self.llm.encode(prompt, raw=True) if isinstance(prompt, str) else prompt
+                self.llm.engine.check_prompt(ids)
+                encoded.append(ids)
         max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-        return self._requests(body, encoded, _sampling_params(body, max_tokens, body.logprobs))
+        return self._requests(body, encoded, self._sampling_params(body, {}, max_tokens, body.logprobs), goes_on=True)
 
     def tokenize(self, body: protocol.TokenizeRequest) -> list[int]:
         """Token ids of a text or a conversation.
@@ -83,8 +98,10 @@ class ServedModel:
         if body.model is not None:
             self.check_name(body.model)
         if body.messages is not None:
-            return self.llm.encode([message.for_template() for message in body.messages])
-        return self.llm.encode(body.prompt or "", raw=True)
+            with protocol.errors_at("messages", _WRITTEN):
+                return self.llm.tokenize(_messages(body.messages), **_ending(body))
+        with protocol.errors_at("prompt"):
+            return self.llm.tokenize(body.prompt or "", raw=True)
 
     def check_name(self, name: str) -> None:
         """Check that a request names this model.
@@ -128,14 +145,14 @@ class ServedModel:
         prompts: Sequence[list[int]],
         params: SamplingParams,
         token_filter: Callable[[], TokenFilter] | None = None,
+        goes_on: bool = False,
     ) -> list[Request]:
-        self.check_name(body.model)
         n = whole_number("n", 1 if body.n is None else body.n, 1, self.max_n)
-        policy, eos_token_ids = self._policy(body.taper), self.llm.tokenizer.eos_token_ids
-        rest = eos_token_ids, token_filter, body.taper.reuse or self.reuse
+        with protocol.errors_at("taper.policy", _WRITTEN):
+            policy = self._policy(body.own)
+        rest = self.llm.tokenizer.eos_token_ids, token_filter, body.own.reuse or self.reuse, goes_on
         requests = []
         for prompt in prompts:
-            self.llm.engine.check_prompt(prompt)
             for choice in range(n):  # the same seed would give the same text n times
                 seed = None if params.seed is None else params.seed + choice
                 requests.append(Request(prompt, replace(params, seed=seed), policy, *rest))
@@ -144,26 +161,52 @@ class ServedModel:
     def _policy(self, fields: protocol.TaperFields) -> DepthPolicy:
         if fields.mode == "full":
             if fields.policy not in (None, "full"):
-                raise RequestError("mode full runs every layer; it takes no policy", "leave out one of the two")
+                message = "mode full runs every layer; it takes no policy"
+                raise RequestError(message, "leave out one of the two", "mode")
             return self.policies["full"]
         if fields.policy is not None:
             return self.policies[one_of("policy", fields.policy, self.policies)]
         if fields.mode == "taper" and self.default_policy == "full":
-            raise RequestError("this server runs every layer by default", "name a policy; /v1/models lists them")
+            message = "this server runs every layer by default"
+            raise RequestError(message, "name a policy; /v1/models lists them", "mode")
         return self.policies[self.default_policy]
 
+    def _sampling_params(
+        self, body: protocol.CompletionFields, written: dict[str, str], max_tokens: int, logprobs: int | None
+    ) -> SamplingParams:
+        """How to sample, with the defaults that OpenAI documents; errors use the names that are `written`."""
+        given = body.model_dump(include=_OWN_NAMES, exclude_none=True)
+        given |= body.own.model_dump(exclude=_NO_SAMPLING, exclude_none=True)
+        bias = {int(token_id): value for token_id, value in (body.logit_bias or {}).items()}
+        with protocol.errors_at("logit_bias", _WRITTEN | written):
+            check_token_ids(bias, self.llm.config.vocab_size)
+            return SamplingParams(
+                **({"temperature": 1.0} | given),
+                max_tokens=max_tokens,
+                logit_bias=bias,
+                stop=body.stops,
+                logprobs=logprobs,
+            )
 
-def _sampling_params(body: protocol.CompletionFields, max_tokens: int, logprobs: int | None) -> SamplingParams:
-    """How to sample, with the defaults that OpenAI documents."""
-    return SamplingParams(
-        max_tokens=max_tokens,
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_p=1.0 if body.top_p is None else body.top_p,
-        presence_penalty=body.presence_penalty or 0.0,
-        frequency_penalty=body.frequency_penalty or 0.0,
-        logit_bias={int(token_id): bias for token_id, bias in (body.logit_bias or {}).items()},
-        seed=body.seed,
-        stop=body.stop or (),
-        logprobs=logprobs,
-        **body.taper.model_dump(exclude={"policy", "mode", "think", "reuse"}),
-    )
+
+# Parameters that a body has under the same name.
+_OWN_NAMES = {"temperature", "top_p", "presence_penalty", "frequency_penalty", "seed"}
+_NO_SAMPLING = {"policy", "mode", "think", "reuse"}  # of Taper's own fields
+# Where a body has the parameters that errors name, if not under their own name.
+_WRITTEN = {name: f"taper.{name}" for name in protocol.TaperFields.model_fields} | {
+    "a token id of logit_bias": "logit_bias",
+    "a value of logit_bias": "logit_bias",
+    "a stop token id": "taper.stop_token_ids",
+}
+
+
+def _messages(messages: Sequence[protocol.RequestMessage]) -> list[dict[str, Any]]:
+    return [message.for_template(f"messages.{number}") for number, message in enumerate(messages)]
+
+
+def _ending(body: protocol.ChatRequest | protocol.TokenizeRequest) -> dict[str, Any]:
+    """How a conversation's prompt ends."""
+    return {
+        "add_generation_prompt": body.add_generation_prompt,
+        "continue_final_message": body.continue_final_message,
+    }
