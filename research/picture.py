@@ -14,7 +14,7 @@ from rich.console import Console, RenderableType
 from rich.terminal_theme import TerminalTheme
 
 from taper import LLM, SamplingParams
-from taper.cli.terminal import SideBySide, coloured_tokens, depth_chart
+from taper.cli.terminal import DepthColours, SideBySide, depth_chart
 
 PICTURES = Path(__file__).parent.parent / "docs" / "pictures"
 PROMPT, MAX_TOKENS = "Why is the sky blue?", 128
@@ -65,12 +65,14 @@ def main() -> None:
     tapered = chunks[-1].output
     assert tapered is not None
     layers = llm.config.num_hidden_layers
+    colours = DepthColours(layers, tapered.policy.min_depth)
     titles = {"full": f"full depth, {layers} layers", "taper": f"tapered, {tapered.policy.label}"}
     draw(
         "show-depth.svg",
         f'taper generate --show-depth --max-tokens {MAX_TOKENS} "{PROMPT}"',
         depth_chart(tapered.depths, layers),
-        coloured_tokens(chunks, layers),
+        colours.text(chunks),
+        colours.legend(),
     )
     draw(
         "compare.svg",

@@ -30,7 +30,7 @@ MARK = re.compile(r"(<!-- (\w+\.md\.j2): python research/render\.py -->\n).*?(<!
 def load(folder: Path = RESULTS) -> dict[str, Any]:
     """The results by kind: `decode` is decode.json, and `methods` has methods-MODEL.json of each model by its name."""
     results: dict[str, Any] = {kind: {} for kind in ("bench", "calibration", "claims", "harness", "methods")}
-    results |= {kind: {} for kind in ("second_turn", "session", "task_calibration", "task_signals")}
+    results |= {kind: {} for kind in ("repetition", "second_turn", "session", "task_calibration", "task_signals")}
     for path in sorted(folder.glob("*.json")):
         kind, _, model = path.stem.partition("-")
         (results[kind] if model else results)[model or kind] = json.loads(path.read_text())

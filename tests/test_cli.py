@@ -11,10 +11,11 @@ from click.testing import CliRunner
 
 from taper import DepthPolicy, __version__
 from taper.cli import cli
-from taper.cli.terminal import Thoughts, depth_chart, dimmed, policy_picture
+from taper.cli.terminal import DepthColours, Thoughts, depth_chart, policy_picture, styled
 
 KEYS = ["text", "finish_reason", "prompt_tokens", "completion_tokens", "num_hidden_layers", "mean_depth", "depths"]
-KEYS += ["ttft_s", "tokens_per_second", "mode", "policy", "model"]
+KEYS += ["ttft_s", "tokens_per_second", "mode", "policy", "model", "sampling"]
+GREEDY = ("--temperature", "0")
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +27,9 @@ def policy_file(tmp_path_factory):
 
 @pytest.fixture
 def run(tiny_gguf):
-    def run(*args, stdin=None):
-        result = CliRunner().invoke(cli, [*args, "--model", str(tiny_gguf), "--threads", "1"], input=stdin)
+    def run(*args, stdin=None, greedy=True):
+        more = GREEDY if greedy else ()
+        result = CliRunner().invoke(cli, [*args, *more, "--model", str(tiny_gguf), "--threads", "1"], input=stdin)
         assert result.exit_code == 0, result.output
         return result
 
@@ -48,6 +50,7 @@ def test_text_goes_to_standard_output_and_the_rest_to_standard_error(run, genera
     assert all("mean depth" in each.stderr and "tokens/s" in each.stderr for each in (plain, drawn))
     assert "step" in drawn.stderr
     assert "layers: 6" in drawn.stderr
+    assert "cut off by --max-tokens" in plain.stderr
 
 
 def test_json_is_one_object_in_either_mode(generate, policy_file):
@@ -96,6 +99,75 @@ def test_a_dash_reads_the_prompt_from_standard_input(run):
 def test_system_messages_reach_the_prompt(generate):
     plain, led = generate("--mode", "full"), generate("--mode", "full", "--system", "be kind")
     assert led["prompt_tokens"] > plain["prompt_tokens"] + len("be kind")
+
+
+def test_standard_input_stands_before_the_prompt_and_alone_is_one(run, generate):
+    joined = run("generate", "and then?", "--max-tokens", "9", "--json", stdin="first\n").stdout
+    whole = generate_text(run, "first\n\nand then?")
+    assert json.loads(joined)["text"] == whole
+    assert json.loads(run("generate", "--max-tokens", "9", "--json", stdin="hi\n").stdout) | TIMES == generate() | TIMES
+    assert json.loads(run("generate", "-p", "hi", "-n", "9", "--json").stdout) | TIMES == generate() | TIMES
+
+
+TIMES = {"ttft_s": 0, "tokens_per_second": 0}
+
+
+def generate_text(run, prompt: str) -> str:
+    return json.loads(run("generate", prompt, "--max-tokens", "9", "--json").stdout)["text"]
+
+
+@pytest.mark.parametrize(
+    "arguments", [("generate", "", "--json"), ("generate", "a", "-p", "b"), ("run", "m", "a", "--model", "n")]
+)
+def test_no_prompt_and_two_are_refused(tiny_gguf, arguments):
+    result = CliRunner().invoke(cli, [*arguments, *([] if "run" in arguments else ["--model", str(tiny_gguf)])])
+    assert result.exit_code != 0
+
+
+def test_run_answers_with_a_model_that_is_here(tiny_gguf, generate):
+    result = CliRunner().invoke(cli, ["run", str(tiny_gguf), "hi", "-n", "9", "-t", "1", *GREEDY])
+    assert result.stdout == generate()["text"] + "\n"
+
+
+def test_list_shows_models_by_name():
+    lines = CliRunner().invoke(cli, ["list"]).stdout.splitlines()
+    assert any("smollm2-135m-instruct" in line and "taper pull" in line for line in lines)  # the cache is empty
+
+
+def test_names_that_are_nearly_right_get_a_hint(tiny_gguf):
+    for arguments, meant in (
+        (["generate", "hi", "--model", "smolm2-135m-instruct"], "smollm2-135m-instruct"),
+        (["policy", "show", "balanced2"], "balanced"),
+        (["generat", "hi"], "generate"),
+    ):
+        done = subprocess.run([sys.executable, "-m", "taper", *arguments], capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        assert "id you mean" in done.stderr
+        assert meant in done.stderr
+
+
+def test_options_come_from_variables_too(tiny_gguf, monkeypatch, generate):
+    monkeypatch.setenv("TAPER_GENERATE_MAX_TOKENS", "9")
+    result = CliRunner().invoke(cli, ["generate", "hi", "--json", *GREEDY, "--model", str(tiny_gguf), "-t", "1"])
+    assert json.loads(result.stdout)["text"] == generate()["text"]
+
+
+def test_chat_has_commands_and_refuses_others(run):
+    lines = ["/help", "/policy", "/policy full", "/policy nonsense", "/system be kind", "/rest", "hello", "/exit"]
+    result = run("chat", "--max-tokens", "5", "--mode", "full", stdin="\n".join(lines) + "\n")
+    for said in ("tiny, full", "Alt-Enter", "policy full", "no policy 'nonsense'", "system message: be kind"):
+        assert said in result.stderr
+    assert "no command /rest; did you mean /reset?" in result.stderr
+    assert result.stderr.count("mean depth") == 1
+
+
+def test_a_system_message_of_a_chat_reaches_its_prompt(run):
+    plain, led = (
+        run("chat", "--max-tokens", "5", "--mode", "full", stdin=f"{first}hello\n").stdout
+        for first in ("", "/system be kind\n")
+    )
+    also = run("chat", "--max-tokens", "5", "--mode", "full", "--system", "be kind", stdin="hello\n").stdout
+    assert led == also != plain
 
 
 def test_chat_completes_each_turn_after_all_before(run):
@@ -168,6 +240,13 @@ def test_thoughts_are_separated_from_the_rest(pieces, thought):
 def test_thoughts_are_dimmed_without_a_line_break(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    assert dimmed("a [b] " * 100) == "\x1b[2m" + "a [b] " * 100 + "\x1b[0m"
+    assert styled("a [b] " * 100, "dim") == "\x1b[2m" + "a [b] " * 100 + "\x1b[0m"
     monkeypatch.delenv("FORCE_COLOR")
-    assert dimmed("text\n") == "text\n"
+    assert styled("text\n", "dim") == styled("text\n", "") == "text\n"
+
+
+def test_each_depth_has_a_colour_from_all_layers_to_the_least():
+    colours = DepthColours(30, 24)
+    assert (colours.of(30), colours.of(24)) == ("green", "red")
+    assert colours.legend().plain.split() == ["layers:", "30-29", "28", "27-26", "25", "24"]
+    assert DepthColours(6, 6).of(6) == "green"

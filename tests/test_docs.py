@@ -185,7 +185,6 @@ def test_commands_within_sentences_exist_and_know_their_options(page):
         "taper generate --polcy fast x",
         "taper generate --max-tokens many x",
         "taper generate one two",
-        "taper generate",
         "taper policy sho fast",
         "taper calibrate --seed=-1 --max-kl 1",
         'eval "vllm serve MODEL $(taper vllm-args --polcy fast)"',

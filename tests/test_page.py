@@ -46,6 +46,7 @@ def page(browser, server):
 
 
 def ask(page, text: str = "tell me", tokens: int = 40) -> None:
+    page.fill("#temperature", "0")
     page.fill("#max-tokens", str(tokens))
     page.fill("#prompt", text)
     page.press("#prompt", "Enter")
@@ -72,12 +73,12 @@ def test_a_message_streams_with_tints_a_chart_and_figures(page, server):
     assert shown.strip()
     classes = page.eval_on_selector_all(".answer .text span", "spans => spans.map(span => span.className)")
     assert classes[0] == "t0", "the first token runs every layer"
-    assert "t8" in classes, "later ones run the fewest"
+    assert "t4" in classes, "later ones run the fewest"
     levels = [int(name[1:]) for name in classes]
     assert levels == sorted(levels), "depth never rises"
     colours = {
         page.eval_on_selector(f".answer .text .{name}", "span => getComputedStyle(span).backgroundColor")
-        for name in ("t0", "t8")
+        for name in ("t0", "t4")
     }
     assert len(colours) == 2
     assert page.get_attribute(".chart .curve", "d").count("V") == 40
@@ -100,6 +101,71 @@ def test_comparing_shows_both_side_by_side_and_says_what_was_measured(page):
     assert "x the tokens per second of full depth" in verdict
     assert "tokens are the same" in verdict or "texts are the same" in verdict
     assert len(page.query_selector_all(".pair .chart")) == 2
+    assert "goes on from the tapered answer" in verdict
+
+
+def test_a_chat_survives_a_reload_and_its_last_answer_can_be_written_again(page, server):
+    page.fill("#system", "be kind")
+    for text in ("one", "two"):
+        ask(page, text, tokens=5)
+        wait_for_end(page)
+    shown = page.eval_on_selector_all(".user, .answer .text, .figures", "all => all.map(one => one.textContent)")
+    classes = page.eval_on_selector_all(".answer .text span", "spans => spans.map(span => span.className)")
+    page.reload()
+    page.wait_for_selector(".policy")
+    again = page.eval_on_selector_all(".user, .answer .text, .figures", "all => all.map(one => one.textContent)")
+    assert again == shown
+    assert page.eval_on_selector_all(".answer .text span", "spans => spans.map(span => span.className)") == classes
+    assert page.input_value("#system") == "be kind"
+    page.fill("#temperature", "0")
+    page.fill("#max-tokens", "9")
+    page.click(".regenerate")
+    wait_for_end(page)
+    assert page.eval_on_selector_all(".user", "all => all.map(one => one.textContent)") == ["one", "two"]
+    assert "9 tokens" in page.text_content(".figures >> nth=-1")
+    page.click("#new")
+    page.reload()
+    page.wait_for_selector(".policy")
+    assert page.query_selector_all(".user") == []
+
+
+def test_a_system_message_reaches_the_model(page, server):
+    counts = []
+    for text in ("", "be kind"):
+        page.fill("#system", text)
+        before = server.metric("taper_prompt_tokens_total")
+        ask(page, "one", tokens=2)
+        wait_for_end(page)
+        counts.append(server.metric("taper_prompt_tokens_total") - before)
+        page.click("#new")
+    assert counts[1] - counts[0] > len("be kind")
+
+
+def test_a_setting_that_cannot_be_is_told_before_anything_is_sent(page, server):
+    page.fill("#temperature", "7")
+    page.fill("#prompt", "hello")
+    page.press("#prompt", "Enter")
+    assert "Temperature is 7" in page.text_content("[role=alert]")
+    assert page.query_selector_all(".user") == []
+    assert page.input_value("#prompt") == "hello"
+    page.fill("#temperature", "")
+    page.press("#prompt", "Enter")
+    page.wait_for_selector(".figures")
+    wait_for_end(page)
+
+
+def test_empty_fields_show_what_the_model_recommends(page, server):
+    shown = page.get_attribute("#temperature", "placeholder"), page.get_attribute("#top-k", "placeholder")
+    assert shown == (str(server.llm.sampling["temperature"]), str(server.llm.sampling["top_k"]))
+
+
+def test_the_legend_says_which_depths_have_which_colours(page, server):
+    texts = page.eval_on_selector_all("#legend i", "all => all.map(one => one.textContent)")
+    assert texts[0].startswith("6")
+    assert texts[-1].endswith(str(server.served.policies["d3"].min_depth))
+    ask(page, tokens=3)
+    wait_for_end(page)
+    assert page.is_visible("#legend")
 
 
 def test_a_policy_can_be_chosen_and_says_what_it_costs(page, server):
@@ -236,7 +302,19 @@ def test_it_fits_on_a_phone(browser, server):
     page.click("#open-settings")
     assert page.is_visible("#settings")
     page.check("[name=mode][value=compare]", force=True)
-    page.click("#open-settings")
+    for close in (
+        lambda: page.click("#close-settings"),
+        lambda: page.mouse.click(180, 100),
+        lambda: page.keyboard.press("Escape"),
+    ):
+        if not page.is_visible("#settings"):
+            page.click("#open-settings")
+        close()
+        assert not page.is_visible("#settings")
+    sizes = page.eval_on_selector_all(
+        "button", "all => all.filter(b => b.offsetParent).map(b => Math.min(b.offsetWidth, b.offsetHeight))"
+    )
+    assert min(sizes) >= 44
     page.fill("#prompt", "x")
     page.press("#prompt", "Enter")
     page.wait_for_selector(".verdict")

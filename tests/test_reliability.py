@@ -118,7 +118,7 @@ def taper(arguments: str, *, shell: str = "", columns: str = "80") -> subprocess
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 @pytest.mark.parametrize("options", ["--alpha 0.9", "--alpha 0.9 --show-depth", "--alpha 0.9 --compare", "--json"])
 def test_diagnostics_that_cannot_be_written_do_not_cost_the_output(tiny_gguf, options):
-    command = f"generate hi --max-tokens 9 --threads 1 --model '{tiny_gguf}' {options}"
+    command = f"generate hi --max-tokens 9 --temp 0 --threads 1 --model '{tiny_gguf}' {options}"
     wanted = taper(command)
     assert wanted.stdout
     assert wanted.returncode == 0

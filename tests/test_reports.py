@@ -716,6 +716,8 @@ def test_null_where_something_is_needed_is_told(server):
         ({"temperature": 200}, "temperature"),
         ({"taper": {"top_k": -1}}, "taper.top_k"),
         ({"taper": {"repetition_penalty": 1000}}, "taper.repetition_penalty"),
+        ({"repetition_penalty": 1000}, "repetition_penalty"),
+        ({"min_p": 2}, "min_p"),
         ({"taper": {"stop_token_ids": [-4]}}, "taper.stop_token_ids"),
         ({"taper": {"policy": "nonsense"}}, "taper.policy"),
         ({"taper": {"policy": "d3", "mode": "full"}}, "taper.mode"),

@@ -15,7 +15,7 @@ import pytest
 from serving import NAME, TOOLS_TEMPLATE, chat_body, serving
 from tiny import policies
 
-from taper import LLM, SamplingParams
+from taper import LLM
 from taper.server.completions import ToolCallParser
 
 
@@ -40,7 +40,7 @@ def other_llm(server):
 
 
 def reference_ids(server, prompt, policy="d3", raw=False, llm=None, **options):
-    params = SamplingParams(**{"max_tokens": 8, "ignore_eos": True, **options})
+    params = server.llm.sampling_params(**{"max_tokens": 8, "ignore_eos": True, "temperature": 0, **options})
     return (llm or server.llm).generate(prompt, params, policy=server.served.policies[policy], raw=raw)
 
 
@@ -284,6 +284,37 @@ def test_tools_reach_the_template_and_calls_come_back(tiny_llama):
         assert [(call["index"], call["function"]["name"]) for call in calls] == [(0, "weather")]
         assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks) == ""
         assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
+CITY |= {"additionalProperties": False}
+TIME = {"type": "function", "function": {"name": "now"}}
+
+
+def test_a_call_can_be_required_even_of_a_random_model(tiny_llama):
+    weather = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
+    named = {"type": "function", "function": {"name": "weather"}}
+    with serving(tiny_llama, template=TOOLS_TEMPLATE, context=1000) as server:
+        fields = {"tools": [weather, TIME], "max_tokens": 300, "taper": ENDS, "parallel_tool_calls": False}
+        for choice in (named, "required"):
+            for seed in range(3):
+                reply = server.chat(**fields, tool_choice=choice, temperature=1, seed=seed).json()["choices"][0]
+                (call,) = reply["message"]["tool_calls"]
+                assert reply["finish_reason"] == "tool_calls"
+                if choice == named:
+                    assert call["function"]["name"] == "weather"
+                if call["function"]["name"] == "weather":
+                    assert json.loads(call["function"]["arguments"])["city"] in ("Rome", "Oslo")
+        refused = {
+            "tool_choice": [({"type": "function", "function": {"name": "other"}}, [weather]), ("required", [])],
+        }
+        for param, cases in refused.items():
+            for choice, tools in cases:
+                error = server.chat(tools=tools, tool_choice=choice, taper=ENDS).json()["error"]
+                assert error["param"] == param
+        odd = {"type": "function", "function": {"name": "odd", "parameters": {"not": {}}}}
+        error = server.chat(tools=[odd], tool_choice="required", taper=ENDS).json()["error"]
+        assert error["param"] == "tools"
 
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'

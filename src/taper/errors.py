@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
+from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import Any
 
@@ -115,7 +116,14 @@ def one_of(name: str, value: Any, choices: Collection[str], error: type[TaperErr
     """`value`; raises `error` if it is not one of the choices."""
     if isinstance(value, str) and value in choices:
         return value
-    raise error(f"{name} is {shown(value)}; it must be one of {', '.join(choices)}", param=name)
+    hint = did_you_mean(value, choices)
+    raise error(f"{name} is {shown(value)}; it must be one of {', '.join(choices)}", hint, param=name)
+
+
+def did_you_mean(name: object, names: Iterable[str]) -> str:
+    """A hint at the name that somebody may have meant; "" if none is near."""
+    near = get_close_matches(str(name), names, n=1)
+    return f"did you mean {near[0]}?" if near else ""
 
 
 def as_tuple(name: str, values: Any, error: type[TaperError] = RequestError) -> tuple[Any, ...]:

@@ -27,6 +27,8 @@ Params = SamplingParams | Sequence[SamplingParams]
 DEFAULT_CONTEXT = 4096
 MAX_TOKEN_CHARACTERS = 256  # of a prompt for each token that fits; the longest real tokens have half of that
 DEFAULT_POLICY = "balanced"
+# Of models that recommend nothing; as in llama.cpp.
+DEFAULT_SAMPLING: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,10 @@ class LLM:
         self.model, self.dtype, self.threads = str(model), dtype, threads
         self.path = find_model(self.model)
         loaded = load_model(self.path)
+        try:
+            SamplingParams(**loaded.sampling)
+        except RequestError as error:
+            raise ModelError(f"{self.path} recommends sampling that cannot be: {error.message}", "mend it") from None
         limit = loaded.config.max_position_embeddings
         if context is not None and context > limit:
             raise RequestError(f"context is {context}; this model was trained for at most {limit}")
@@ -127,17 +133,19 @@ class LLM:
             progress=progress,
         )
         self.config, self.tokenizer, self.engine = backend.config, loaded.tokenizer, Engine(backend)
+        self.sampling = dict(loaded.sampling or DEFAULT_SAMPLING)
 
     @classmethod
     def from_backend(cls, backend: Backend, tokenizer: Tokenizer, path: Path, dtype: str = "auto") -> LLM:
         """An LLM on a backend that is open already, with weights of this `dtype`; the model's files are at `path`."""
         llm = cls.__new__(cls)
+        llm.sampling = dict(DEFAULT_SAMPLING)
         llm.model, llm.path, llm.dtype, llm.threads = str(path), path, dtype, None
         llm.config, llm.tokenizer, llm.engine = backend.config, tokenizer, Engine(backend)
         return llm
 
     @overload
-    def generate(  # type: ignore[overload-overlap]  # text is a sequence of texts too
+    def generate(  # text is a sequence of texts too
         self,
         prompts: str | Message | list[Message],
         params: Params | None = None,
@@ -148,6 +156,7 @@ class LLM:
         parse_special: bool = False,
         think: bool | None = None,
         reuse: str = REUSE[0],
+        **given: Any,
     ) -> Output: ...
 
     @overload
@@ -162,6 +171,7 @@ class LLM:
         parse_special: bool = False,
         think: bool | None = None,
         reuse: str = REUSE[0],
+        **given: Any,
     ) -> list[Output]: ...
 
     def generate(
@@ -175,12 +185,13 @@ class LLM:
         parse_special: bool = False,
         think: bool | None = None,
         reuse: str = REUSE[0],
+        **given: Any,
     ) -> Output | list[Output]:
         """Complete a prompt (an `Output`) or a list of prompts together (a list of them).
 
         Args:
             prompts: text, messages (`[{"role": ..., "content": ...}]`), or several of either.
-            params: how to sample and when to stop, for all or one for each prompt; default greedy.
+            params: how to sample and when to stop, for all or one for each prompt.
             policy: a `DepthPolicy`, the name of a shipped one, or a file.
             mode: "full" for all layers, "taper" for a policy; default taper if a shipped policy fits the model.
             raw: take text as it is, without the chat template; control tokens in it count.
@@ -190,6 +201,7 @@ class LLM:
             reuse: what a tapered prompt may take from earlier outputs that it continues. "filled": all of their tokens;
                 where a layer was skipped, it attends to keys and values that were filled in. "exact": only tokens that
                 every layer ran; the others are computed again, so the output is that of a cold start.
+            given: without `params`, parameters of `SamplingParams`, as in `sampling_params`.
 
         Raises:
             RequestError: a prompt is empty or too long, or options contradict each other.
@@ -199,7 +211,7 @@ class LLM:
         outputs: dict[int, Output] = {}
         alone = _is_prompt(prompts)
         how: dict[str, Any] = {"raw": raw, "parse_special": parse_special, "think": think, "reuse": reuse}
-        with self.stream(prompts, params, policy=policy, mode=mode, **how) as stream:
+        with self.stream(prompts, params, policy=policy, mode=mode, **how, **given) as stream:
             for chunk in stream:
                 if chunk.output is not None:
                     outputs[chunk.index] = chunk.output
@@ -216,13 +228,16 @@ class LLM:
         parse_special: bool = False,
         think: bool | None = None,
         reuse: str = REUSE[0],
+        **given: Any,
     ) -> Stream:
         """Complete as `generate` does, but return the chunks as they come, one for each token."""
         batch = _as_list(prompts)
         if not batch:
             raise RequestError("there is no prompt", "give at least one")
+        if params is not None and given:
+            raise RequestError(f"params and {min(given)} are both given", "say all in one of the two")
         if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(batch)
+            params = [params or self.sampling_params(**given)] * len(batch)
         if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
             raise RequestError(
                 f"params is {shown(params)}", "give SamplingParams(max_tokens=64), or one for each prompt"
@@ -237,6 +252,17 @@ class LLM:
             for ids, one in zip(encoded, params, strict=True)
         ]
         return Stream(self.engine, self.tokenizer, requests)
+
+    def sampling_params(self, **given: Any) -> SamplingParams:
+        """How to sample: what is given, and of the rest what the model's authors recommend (`sampling`).
+
+        With `temperature` 0 the likeliest token is taken, and what they recommend does not count.
+
+        Raises:
+            RequestError: a value out of its range.
+            TypeError: there is no such parameter.
+        """
+        return SamplingParams(**given if given.get("temperature") == 0 else self.sampling | given)
 
     def encode(
         self,

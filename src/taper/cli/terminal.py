@@ -31,9 +31,10 @@ _MIN_WIDTH = 60  # columns; in fewer, or in COLUMNS=0, nothing could be read
 def summary(output: Output) -> str:
     """Counts and speed of an output, one line."""
     layers = output.policy.num_hidden_layers
+    cut = ", cut off by --max-tokens or the context" if output.finish_reason == "length" else ""
     return (
         f"{output.completion_tokens} tokens, mean depth {output.mean_depth:.1f} of {layers}, "
-        f"{output.tokens_per_second:.1f} tokens/s, first token after {output.ttft_s:.2f} s, {output.policy.label}"
+        f"{output.tokens_per_second:.1f} tokens/s, first token after {output.ttft_s:.2f} s, {output.policy.label}{cut}"
     )
 
 
@@ -54,24 +55,31 @@ def depth_chart(depths: Sequence[int], layers: int) -> str:
     return "\n".join([*lines, f"{'step':>5}  0{last:>{max(width - 1, len(last))}}"])
 
 
-def coloured_tokens(chunks: Sequence[Chunk], layers: int) -> Text:
-    """The output with each token in the colour of its depth, and a legend."""
-    depths = sorted({chunk.depth for chunk in chunks if chunk.depth}, reverse=True) or [layers]
-    deepest, span = depths[0], max(1, depths[0] - depths[-1])
+class DepthColours:
+    """A colour for each depth, from all layers to the least of a policy."""
 
-    def colour(depth: int) -> str:
-        return _COLOURS[(deepest - depth) * (len(_COLOURS) - 1) // span]
+    def __init__(self, layers: int, least: int) -> None:
+        self._layers, self._depths = layers, range(layers, least - 1, -1)
 
-    text = Text()
-    for chunk in chunks:
-        text.append(without_controls(chunk.text), style=colour(chunk.depth or deepest))
-    text.append("\n\nlayers: ", style="dim")
-    for name in _COLOURS:
-        group = [depth for depth in depths if colour(depth) == name]
-        if group:
-            text.append(f"{group[0]}" if len(group) == 1 else f"{group[0]}-{group[-1]}", style=name)
-            text.append("  ")
-    return text
+    def of(self, depth: int) -> str:
+        """The colour of a depth."""
+        return _COLOURS[(self._layers - depth) * (len(_COLOURS) - 1) // max(1, len(self._depths) - 1)]
+
+    def text(self, chunks: Sequence[Chunk]) -> Text:
+        """An output with each token in the colour of its depth."""
+        text = Text()
+        for chunk in chunks:
+            text.append(without_controls(chunk.text), style=self.of(chunk.depth or self._layers))
+        return text
+
+    def legend(self) -> Text:
+        """Which colours stand for which depths."""
+        text = Text("layers: ", style="dim")
+        for name in _COLOURS:
+            if group := [depth for depth in self._depths if self.of(depth) == name]:
+                text.append(f"{group[0]}" if len(group) == 1 else f"{group[0]}-{group[-1]}", style=f"not dim {name}")
+                text.append("  ")
+        return text
 
 
 def policy_picture(policy: DepthPolicy, tokens: int) -> str:
@@ -104,11 +112,13 @@ def without_controls(text: str) -> str:
     return text.translate(_CONTROLS)
 
 
-def dimmed(text: str) -> str:
-    """Text that a terminal shows faintly, unless NO_COLOR or the terminal asks for none of that."""
+def styled(text: str, style: str) -> str:
+    """Text as a terminal shows it in a style, unless NO_COLOR or the terminal asks for none of that."""
+    if not style:
+        return text
     screen = console(stderr=False)
     with screen.capture() as captured:
-        screen.print(Text(text, style="dim"), end="", soft_wrap=True)
+        screen.print(Text(text, style=style), end="", soft_wrap=True)
     return captured.get()
 
 
@@ -158,7 +168,8 @@ class SideBySide:
             facts.add_row("tokens", str(output.completion_tokens))
             facts.add_row("mean depth", f"{output.mean_depth:.1f} of {output.policy.num_hidden_layers}")
             facts.add_row("tokens/s", f"{output.tokens_per_second:.1f}")
-            facts.add_row("first token", f"{output.ttft_s:.2f} s")
+            if not output.cached_tokens:  # else it reused the prompt of the other side
+                facts.add_row("first token", f"{output.ttft_s:.2f} s")
         return Panel(Group(Text(without_controls(self.texts[mode])), Text(""), facts), title=self.titles[mode])
 
     def add(self, mode: str, chunk: Chunk) -> None:

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import ModelError
+from ..errors import ModelError, did_you_mean
 from .download import HUB_ID, PACKAGED_MODELS, DownloadProgress, find_hub_model, pull_hub_model
 
 if TYPE_CHECKING:
@@ -35,7 +36,13 @@ def find_model(name: str) -> Path:
         return Path(name)
     if HUB_ID.fullmatch(name) and not (name.endswith(".gguf") and name.count("/") == 1):
         return find_hub_model(name)
-    raise ModelError(f"no model {name!r} here", f"give a file, a folder, a hub id (ORG/MODEL) or {_PACKAGED}")
+    hint = did_you_mean(name, PACKAGED_MODELS) or f"give a file, a folder, a hub id (ORG/MODEL) or {_PACKAGED}"
+    raise ModelError(f"no model {name!r} here", hint)
+
+
+def is_name(model: str) -> bool:
+    """Whether it could be fetched: a packaged model's name, or a hub id."""
+    return model in PACKAGED_MODELS or HUB_ID.fullmatch(model) is not None
 
 
 def model_name(model: str | Path) -> str:
@@ -76,5 +83,7 @@ def load_model(path: Path) -> LoadedModel:
     if os.path.lexists(path):
         from .gguf import load_gguf
 
-        return load_gguf(path)
+        model = load_gguf(path)
+        known = next((packaged for packaged in PACKAGED_MODELS.values() if packaged.path == path), None)
+        return replace(model, sampling=known.sampling) if known and not model.sampling else model
     raise ModelError(f"no file or folder {path}", "taper pull fetches the default model")

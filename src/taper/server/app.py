@@ -28,7 +28,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from .. import engine
-from ..errors import TaperError
+from ..errors import TaperError, printable
 from . import protocol
 from .completions import ChatEvents, CompletionResponse, Events, TextEvents
 from .engine_loop import EngineLoop
@@ -125,6 +125,14 @@ def _add_openai_routes(
         engine_loop.check_room(1)  # before the prompt is encoded
         return CompletionResponse(engine_loop, body, events, prepare, limits.max_seconds, metrics)
 
+    async def compiled(
+        compile_: Callable[[], Callable[[], engine.TokenFilter]], param: str
+    ) -> Callable[[], engine.TokenFilter]:
+        if one_schema.statistics().tasks_waiting >= MAX_WAITING_SCHEMAS:
+            raise protocol.queue_full()
+        with protocol.errors_at(param):
+            return await run_sync(compile_, limiter=one_schema)
+
     @app.post("/v1/chat/completions", response_model=protocol.ChatCompletion, responses=errors | stream)
     async def chat_completions(body: protocol.ChatRequest) -> Response:
         """Complete a conversation."""
@@ -132,10 +140,13 @@ def _add_openai_routes(
         async def prepare() -> list[engine.Request]:
             token_filter = None
             if body.json_schema is not None:
-                if one_schema.statistics().tasks_waiting >= MAX_WAITING_SCHEMAS:
-                    raise protocol.queue_full()
-                with protocol.errors_at("response_format.json_schema.schema"):
-                    token_filter = await run_sync(served.grammars.compile, body.json_schema, limiter=one_schema)
+                compile_ = partial(served.grammars.compile, body.json_schema)
+                token_filter = await compiled(compile_, "response_format.json_schema.schema")
+            elif body.required_tools:
+                only_one = body.parallel_tool_calls is False
+                token_filter = await compiled(
+                    partial(served.grammars.compile_calls, body.required_tools, only_one), "tools"
+                )
             return await run_sync(served.chat, body, token_filter)
 
         tools, goes_on = bool(body.usable_tools), bool(body.continue_final_message)
@@ -223,7 +234,11 @@ class _Route(APIRoute):
         return handle_json
 
 
-async def _error_response(_: Request, error: Exception) -> Response:
+async def _error_response(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException) and error.status_code == 404 and error.detail == "Not Found":
+        path = printable(request.url.path)[: protocol.MAX_PARAM_CHARACTERS]
+        routes = "/v1/chat/completions, /v1/completions, /v1/models and /tokenize"
+        return protocol.ApiError(404, f"there is no {path} here; there are {routes}", code="no_route").response()
     return protocol.to_api_error(error).response()
 
 
@@ -252,4 +267,5 @@ class _RequestLog:
         finally:
             path = scope["path"] if scope["path"] in self._paths else "other"
             self._metrics.count_request(path, status)
-            log.info("%s %s %s %.3f s", method, path, status or "left", time.perf_counter() - started)
+            shown = printable(scope["path"])[: protocol.MAX_PARAM_CHARACTERS]
+            log.info("%s %s %s %.3f s", method, shown, status or "left", time.perf_counter() - started)

@@ -43,7 +43,7 @@ class Grammars:
     def _vocabulary(self) -> LLTokenizer:
         return LLTokenizer(self._tokenizer.fast.to_str(), self._vocab_size, sorted(self._tokenizer.eos_token_ids))
 
-    def compile(self, schema: dict[str, Any]) -> Callable[[], JsonFilter]:
+    def compile(self, schema: dict[str, Any]) -> Callable[[], GrammarFilter]:
         """A function that makes a filter for each completion that must keep a schema.
 
         Raises:
@@ -51,7 +51,16 @@ class Grammars:
                 keyword.
         """
         texts_of([schema])  # rejects deep nesting
-        text = json.dumps(schema_worker.simplified(schema))
+        return self._compile({"schema": schema_worker.simplified(schema)})
+
+    def compile_calls(self, tools: dict[str, dict[str, Any]], only_one: bool) -> Callable[[], GrammarFilter]:
+        """The same for completions that must call tools, of which each name has the schema of its arguments."""
+        texts_of(list(tools.values()))
+        calls = [{"name": name, "arguments": schema_worker.simplified(schema)} for name, schema in tools.items()]
+        return self._compile({"calls": calls, "only_one": only_one})
+
+    def _compile(self, request: dict[str, Any]) -> Callable[[], GrammarFilter]:
+        text = json.dumps(request)
         if len(text) > MAX_SCHEMA_CHARACTERS:
             raise RequestError(f"the schema has {len(text)} characters; it may have at most {MAX_SCHEMA_CHARACTERS}")
         if not self._tokenizer.eos_token_ids:
@@ -63,16 +72,16 @@ class Grammars:
         except OSError as error:
             raise RequestError(f"cannot start the process that tries schemas: {error.strerror}") from None
         if not problem:
-            grammar = LLMatcher.grammar_from_json_schema(text, overrides=schema_worker.COMPACT)
+            grammar = schema_worker.grammar(request)
             matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=schema_worker.LIMITS)
             problem = matcher.get_error()
         if problem:
             raise RequestError(f"outputs cannot keep this schema: {problem[:MAX_REASON]}")
-        return lambda: JsonFilter(matcher.deep_copy(), self._vocab_size)
+        return lambda: GrammarFilter(matcher.deep_copy(), self._vocab_size)
 
 
-class JsonFilter:
-    """A `TokenFilter` that allows tokens by which JSON of a schema goes on, and stop tokens where it may end."""
+class GrammarFilter:
+    """A `TokenFilter` that allows tokens by which text of a grammar goes on, and stop tokens where it may end."""
 
     def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
         self._matcher, self._vocab_size = matcher, vocab_size

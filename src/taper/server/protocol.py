@@ -119,7 +119,10 @@ def _at_most(count: int) -> BeforeValidator:
 
 
 class TaperFields(Strict):
-    """Taper's own fields of a request: depth, and sampling parameters that OpenAI lacks."""
+    """Taper's own fields of a request: depth, and sampling parameters that OpenAI lacks.
+
+    `top_k`, `min_p` and `repetition_penalty` may also stand beside OpenAI's own, as in vLLM.
+    """
 
     policy: str | None = None
     mode: Literal["full", "taper"] | None = None
@@ -148,6 +151,9 @@ class CompletionFields(Strict):
     top_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     logit_bias: Annotated[dict[str, float] | None, _at_most(MAX_BIASED_TOKENS)] = None
     seed: int | None = None
     stop: StopText | Annotated[list[StopText], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
@@ -315,6 +321,22 @@ class Tool(Strict):
     function: Function
 
 
+_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}  # as OpenAI documents
+
+
+class FunctionName(Strict):
+    """Which function to call."""
+
+    name: str
+
+
+class ToolChoice(Strict):
+    """The tool that the model must call."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
 class PlainFormat(Strict):
     """Any text, the default, or any JSON object."""
 
@@ -346,7 +368,7 @@ class ChatRequest(CompletionFields):
     top_logprobs: int | None = None
     response_format: Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")] | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: Literal["auto", "none", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -366,6 +388,15 @@ class ChatRequest(CompletionFields):
         return [] if self.tool_choice == "none" else self.tools or []
 
     @property
+    def required_tools(self) -> dict[str, dict[str, Any]]:
+        """The schemas of their parameters by the names of the tools of which the model must call one; often none."""
+        if self.tool_choice in (None, "auto", "none"):
+            return {}
+        name = self.tool_choice.function.name if isinstance(self.tool_choice, ToolChoice) else None
+        functions = [tool.function for tool in self.usable_tools if name in (None, tool.function.name)]
+        return {function.name: function.parameters or _NO_PARAMETERS for function in functions}
+
+    @property
     def json_schema(self) -> dict[str, Any] | None:
         """The JSON schema that outputs must keep; None for any text."""
         if isinstance(self.response_format, SchemaFormat):
@@ -380,8 +411,13 @@ class ChatRequest(CompletionFields):
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             message = "max_tokens and max_completion_tokens are two names of one limit"
             raise RequestError(message, "give one of the two", "max_tokens")
-        if self.usable_tools and self.parallel_tool_calls is False:
-            message = "the model decides how many tools it calls at a time"
+        if self.tool_choice not in (None, "auto", "none") and not self.required_tools:
+            raise RequestError("tool_choice asks for a tool that is not there", "add it to tools", "tool_choice")
+        if self.required_tools and self.own.ignore_eos:
+            message = "with ignore_eos, a call would never end"
+            raise RequestError(message, "leave out ignore_eos or tool_choice", "taper.ignore_eos")
+        if self.usable_tools and self.parallel_tool_calls is False and not self.required_tools:
+            message = "the model decides how many tools it calls at a time, unless tool_choice requires one"
             raise RequestError(message, "leave out parallel_tool_calls", "parallel_tool_calls")
         if self.json_schema is not None and self.usable_tools:
             raise RequestError("tools and response_format exclude each other", "leave out one of the two", "tools")
@@ -536,22 +572,29 @@ class TextCompletion(Completion):
 
 
 class PolicyInfo(BaseModel):
-    """A policy that requests may name. `speedup` and `agreement` are an estimate and the ends of its interval."""
+    """A policy that requests may name. Lists are an estimate and the ends of its interval.
+
+    `repetition`: the part of four-grams in greedy outputs that occurred in them before; `full_repetition`: that of full
+    depth.
+    """
 
     min_depth: int
     default: bool
     speedup: list[float] | None = None
     agreement: list[float] | None = None
+    repetition: list[float] | None = None
+    full_repetition: float | None = None
     mean_depth: float | None = None
     measured_tokens: int | None = None
 
 
 class ModelInfo(BaseModel):
-    """What Taper says of its model."""
+    """What Taper says of its model; `sampling` is what counts where a request says nothing."""
 
     num_hidden_layers: int
     context_length: int
     chat: bool
+    sampling: dict[str, float]
     policies: dict[str, PolicyInfo]
 
 

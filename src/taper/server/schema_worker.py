@@ -43,10 +43,37 @@ _LISTS = {"allOf", "anyOf", "items", "oneOf", "prefixItems"}
 _BY_NAME = {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}
 
 
-def reply(schema: dict[str, Any]) -> str:
-    """What is wrong with a schema; "" if it can be compiled."""
-    return next(_overlaps(schema), "") or LLMatcher.validate_grammar(
-        LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=COMPACT), limits=LIMITS
+# As models write calls of tools: with a space after each colon and comma.
+_CALL_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+def reply(request: dict[str, Any]) -> str:
+    """What is wrong with the schemas of a request for `grammar`; "" if they can be compiled."""
+    schemas = [request["schema"]] if "schema" in request else [call["arguments"] for call in request["calls"]]
+    problems = (problem for schema in schemas for problem in _overlaps(schema))
+    return next(problems, "") or LLMatcher.validate_grammar(grammar(request), limits=LIMITS)
+
+
+def grammar(request: dict[str, Any]) -> str:
+    """The grammar of outputs that keep a `schema`, or that are `calls` of tools, and `only_one` of them if so asked.
+
+    Calls have a name and the schema of their arguments, and the form that `ToolCallParser` reads.
+    """
+    if "schema" in request:
+        return LLMatcher.grammar_from_json_schema(json.dumps(request["schema"]), overrides=COMPACT)
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": call["name"]}, "arguments": call["arguments"]},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for call in request["calls"]
+    ]
+    schema = json.dumps({"x-guidance": _CALL_STYLE, "anyOf": calls})
+    more = "" if request["only_one"] else ' ("\\n" call)*'
+    return LLMatcher.grammar_from_lark(
+        f'start: call{more}\ncall: "<tool_call>\\n" json "\\n</tool_call>"\njson: %json {schema}\n'
     )
 
 

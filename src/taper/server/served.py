@@ -120,6 +120,7 @@ class ServedModel:
             num_hidden_layers=llm.config.num_hidden_layers,
             context_length=llm.engine.backend.context_length,
             chat=bool(llm.tokenizer.chat_template),
+            sampling=llm.sampling,
             policies={name: self._describe_policy(name) for name in self.policies},
         )
         return protocol.ModelReply(id=self.name, object="model", created=self.created, owned_by="taper", taper=info)
@@ -132,6 +133,8 @@ class ServedModel:
             measured = {
                 "speedup": [float(value) for value in provenance["speedup"]["measured"]],
                 "agreement": [float(value) for value in provenance["held_out"]["all steps"]["agreement"]],
+                "repetition": [float(value) for value in provenance["free_running"]["repetition"]["policy"]],
+                "full_repetition": float(provenance["free_running"]["repetition"]["full"][0]),
                 "mean_depth": float(provenance["mean_depth"]),
                 "measured_tokens": int(provenance["answer_tokens"]),
             }
@@ -174,14 +177,14 @@ class ServedModel:
     def _sampling_params(
         self, body: protocol.CompletionFields, written: dict[str, str], max_tokens: int, logprobs: int | None
     ) -> SamplingParams:
-        """How to sample, with the defaults that OpenAI documents; errors use the names that are `written`."""
-        given = body.model_dump(include=_OWN_NAMES, exclude_none=True)
-        given |= body.own.model_dump(exclude=_NO_SAMPLING, exclude_none=True)
+        """How to sample, with what the model recommends where nothing is given; errors use names that are `written`."""
+        beside = body.model_dump(include=_OWN_NAMES, exclude_none=True)
+        given = body.own.model_dump(exclude=_NO_SAMPLING, exclude_none=True) | beside
         bias = {int(token_id): value for token_id, value in (body.logit_bias or {}).items()}
-        with protocol.errors_at("logit_bias", _WRITTEN | written):
+        with protocol.errors_at("logit_bias", _WRITTEN | {name: name for name in beside} | written):
             check_token_ids(bias, self.llm.config.vocab_size)
-            return SamplingParams(
-                **({"temperature": 1.0} | given),
+            return self.llm.sampling_params(
+                **given,
                 max_tokens=max_tokens,
                 logit_bias=bias,
                 stop=body.stops,
@@ -190,7 +193,8 @@ class ServedModel:
 
 
 # Parameters that a body has under the same name.
-_OWN_NAMES = {"temperature", "top_p", "presence_penalty", "frequency_penalty", "seed"}
+_OWN_NAMES = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed"}
+_OWN_NAMES |= {"presence_penalty", "frequency_penalty"}
 _NO_SAMPLING = {"policy", "mode", "think", "reuse"}  # of Taper's own fields
 # Where a body has the parameters that errors name, if not under their own name.
 _WRITTEN = {name: f"taper.{name}" for name in protocol.TaperFields.model_fields} | {

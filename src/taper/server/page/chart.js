@@ -1,20 +1,30 @@
 // Depth by step, as a picture that grows; and the tints of depths.
 
 const SVG = "http://www.w3.org/2000/svg";
-const LEVELS = 8;
+const LEVELS = 5; // as many colours as in the terminal
 const WIDTH = 600;
 const HEIGHT = 68;
 
-// The class that tints a token: none at full depth, the strongest at the policy's least depth.
+// The class of a token's colour, from all layers to the policy's least depth.
 export function tint(depth, layers, least) {
   const span = Math.max(1, layers - least);
-  const level = Math.ceil((LEVELS * (layers - depth)) / span);
-  return level > 0 ? `t${Math.min(LEVELS, level)}` : "t0";
+  return `t${Math.floor(((LEVELS - 1) * (layers - depth)) / span)}`;
+}
+
+// The depths that share each colour: [class, most, least].
+export function legend(layers, least) {
+  const groups = new Map();
+  for (let depth = layers; depth >= least; depth -= 1) {
+    const name = tint(depth, layers, least);
+    groups.set(name, [name, groups.get(name)?.[1] ?? depth, depth]);
+  }
+  return [...groups.values()];
 }
 
 export class DepthChart {
-  constructor(layers) {
+  constructor(layers, least) {
     this.layers = layers;
+    this.least = least;
     this.depths = [];
     this.element = document.createElement("figure");
     this.svg = node("svg", { class: "chart", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img" });
@@ -35,15 +45,17 @@ export class DepthChart {
     const count = this.depths.length;
     if (!count) return;
     const x = (step) => ((WIDTH * step) / count).toFixed(1);
-    const y = (depth) => (HEIGHT - ((HEIGHT - 2) * depth) / this.layers).toFixed(1);
+    const span = Math.max(1, this.layers - this.least);
+    const y = (depth) => (2 + ((HEIGHT - 4) * (this.layers - depth)) / span).toFixed(1);
     const steps = this.depths.map((depth, step) => `H${x(step)}V${y(depth)}H${x(step + 1)}`).join("");
     const path = `M0 ${y(this.depths[0])}${steps}`;
     this.curve.setAttribute("d", path);
-    this.area.setAttribute("d", `${path}V${HEIGHT}H0Z`);
+    this.area.setAttribute("d", `${path}V2H0Z`); // the layers that were not run
     const last = this.depths[count - 1];
     this.svg.setAttribute("aria-label", `Layers by step: ${this.layers} at first, ${last} at step ${count - 1}`);
     this.axis.firstChild.textContent = `${this.depths[0]} of ${this.layers} layers`;
-    this.axis.lastChild.textContent = `${last} at step ${count - 1}`;
+    const saved = this.depths.reduce((sum, depth) => sum + this.layers - depth, 0) / (count * this.layers);
+    this.axis.lastChild.textContent = `${last} at step ${count - 1}, ${Math.round(100 * saved)} % of all layers saved`;
   }
 }
 

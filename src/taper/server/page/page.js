@@ -1,10 +1,18 @@
 // The playground: a conversation with the served model, and what depth does to it.
 
+import { Answer, create } from "./answer.js";
 import { ApiError, chat, fetchModel } from "./api.js";
-import { DepthChart, tint } from "./chart.js";
-import { render } from "./markdown.js";
+import { showCost, showLegend } from "./policies.js";
 
 const $ = (id) => document.getElementById(id);
+// The fields of sampling, and what requests call them.
+const SAMPLING = {
+  temperature: "temperature",
+  "top-p": "top_p",
+  "top-k": "top_k",
+  "repetition-penalty": "repetition_penalty",
+  seed: "seed",
+};
 const NOTES = {
   full: "Every layer for every token: the model as it is.",
   taper: "Fewer layers per token as the answer grows.",
@@ -12,105 +20,79 @@ const NOTES = {
 };
 
 let model = null;
-let history = []; // [{role, content}]
+let history = []; // [{role, content}], answers with their policy, tokens [text, depth] and figures
 let running = null; // AbortController of the turn that runs
 
-function create(parent, name, className = "", text = "") {
-  const element = document.createElement(name);
-  if (className) element.className = className;
-  element.textContent = text;
-  parent.append(element);
-  return element;
-}
-
-// One output as it grows: its text, tinted by depth, its chart and its figures.
-class Answer {
-  constructor(parent, policy, title) {
-    this.layers = model.taper.num_hidden_layers;
-    this.least = model.taper.policies[policy].min_depth;
-    this.tokens = [];
-    this.summary = null;
-    this.element = create(parent, "article", "answer running");
-    this.element.dataset.policy = policy;
-    if (title) create(this.element, "h3", "", title);
-    this.text = create(this.element, "div", "text");
-    this.chart = new DepthChart(this.layers);
-    this.element.append(this.chart.element);
-    this.chart.element.hidden = true;
-    this.figures = create(this.element, "p", "figures", "reading the prompt");
-    this.drawing = 0;
-  }
-
-  take(event) {
-    const [choice] = event.choices;
-    const { depth } = choice.taper;
-    this.firstToken ??= performance.now();
-    const title = depth ? `step ${this.chart.depths.length}: ${depth} of ${this.layers} layers` : "";
-    const className = depth ? tint(depth, this.layers, this.least) : "t0";
-    if (choice.delta.content) this.tokens.push({ text: choice.delta.content, className, title });
-    if (depth) this.chart.add(depth);
-    if (choice.finish_reason) this.summary = { ...choice.taper, finish_reason: choice.finish_reason };
-    this.drawing ||= requestAnimationFrame(() => this.draw());
-  }
-
-  draw() {
-    this.drawing = 0;
-    const log = $("conversation");
-    const atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 80;
-    this.text.replaceChildren(render(this.tokens));
-    this.chart.element.hidden = !this.chart.depths.length;
-    this.chart.draw();
-    this.drawFigures();
-    if (atEnd) log.scrollTop = log.scrollHeight;
-  }
-
-  drawFigures() {
-    const { depths } = this.chart;
-    const count = depths.length;
-    if (!count) return;
-    const seconds = (performance.now() - this.firstToken) / 1000;
-    const speed = this.summary ? this.summary.tokens_per_second : count > 1 ? (count - 1) / seconds : 0;
-    const mean = this.summary?.mean_depth ?? depths.reduce((a, b) => a + b) / count;
-    this.figures.replaceChildren();
-    create(this.figures, "b", "", `${count}`);
-    this.figures.append(count === 1 ? " token, mean depth " : " tokens, mean depth ");
-    create(this.figures, "b", "", mean.toFixed(1));
-    this.figures.append(` of ${this.layers}, `);
-    create(this.figures, "b", "speed", speed.toFixed(1));
-    this.figures.append(" tokens/s");
-    if (this.stopped) this.figures.append(", stopped");
-    if (this.summary?.finish_reason === "length") this.figures.append(", cut at the most tokens");
-  }
-
-  end() {
-    cancelAnimationFrame(this.drawing);
-    this.element.classList.remove("running");
-    if (!this.chart.depths.length) this.figures.textContent = this.stopped ? "stopped" : "";
-    this.draw();
-  }
-
-  get content() {
-    return this.tokens.map((token) => token.text).join("");
-  }
-}
-
-async function complete(answer, conversation, signal) {
+async function complete(answer, conversation, signal, seed) {
   const policy = answer.element.dataset.policy;
   const body = {
     model: model.id,
-    messages: conversation,
-    temperature: Number($("temperature").value),
-    top_p: Number($("top-p").value),
+    messages: [...systemMessage(), ...conversation.map(({ role, content }) => ({ role, content }))],
     max_tokens: Number($("max-tokens").value),
     taper: policy === "full" ? { mode: "full" } : { policy },
   };
-  if ($("seed").value !== "") body.seed = Number($("seed").value);
+  for (const [id, name] of Object.entries(SAMPLING)) {
+    if ($(id).value !== "") body[name] = Number($(id).value);
+  }
+  body.seed ??= seed;
   try {
     for await (const event of chat(body, signal)) answer.take(event);
   } finally {
     answer.stopped = signal.aborted;
     answer.end();
   }
+}
+
+function systemMessage() {
+  const content = $("system").value.trim();
+  return content ? [{ role: "system", content }] : [];
+}
+
+// The conversation outlives a reload of the page, but not its tab.
+function save() {
+  sessionStorage.setItem("chat", JSON.stringify({ history, system: $("system").value }));
+}
+
+function restore() {
+  const saved = JSON.parse(sessionStorage.getItem("chat") ?? "null");
+  if (!saved || $("messages").children.length) return;
+  $("system").value = saved.system;
+  history = saved.history.filter(({ policy }) => !policy || policy in model.taper.policies);
+  $("welcome").hidden = history.length > 0;
+  for (const message of history) {
+    if (message.role === "user") create($("messages"), "div", "user", message.content);
+    else new Answer(create($("messages"), "div"), model, message.policy, "").restore(message);
+  }
+  showRegenerate();
+}
+
+// Only the last answer can be written again.
+function showRegenerate() {
+  document.querySelector(".regenerate")?.remove();
+  const answer = [...document.querySelectorAll(".answer")].at(-1);
+  if (!answer || history.at(-1)?.role !== "assistant") return;
+  const button = create(answer, "button", "regenerate", "Regenerate");
+  button.type = "button";
+  button.addEventListener("click", () => {
+    if (running || !isValid()) return;
+    history.pop();
+    const { content } = history.pop();
+    const users = [...document.querySelectorAll(".user")];
+    while (users.at(-1).nextSibling) users.at(-1).nextSibling.remove();
+    users.at(-1).remove();
+    turn(content);
+  });
+}
+
+// Whether all settings can be sent; the first that cannot be is shown with its rule.
+function isValid() {
+  const wrong = [...document.querySelectorAll("#settings input")].find((input) => !input.checkValidity());
+  if (!wrong) return true;
+  $("settings").classList.add("open");
+  const name = wrong.parentElement.firstChild.textContent.trim();
+  showError(new ApiError(`${name} is ${wrong.value || "not a number"}. ${wrong.validationMessage}`, 0));
+  wrong.focus();
+  return false;
 }
 
 async function turn(text) {
@@ -127,15 +109,16 @@ async function turn(text) {
   showRunning(true);
   try {
     let full = null;
+    const seed = Math.floor(Math.random() * 2 ** 32); // one for both sides, so that only depth differs
     if (mode === "compare") {
-      full = new Answer(place, "full", `full depth, ${model.taper.num_hidden_layers} layers`);
-      await complete(full, conversation, signal);
+      full = new Answer(place, model, "full", `full depth, ${model.taper.num_hidden_layers} layers`);
+      await complete(full, conversation, signal, seed);
     }
-    const answer = new Answer(place, tapered, mode === "compare" ? `tapered, ${policy}` : "");
+    const answer = new Answer(place, model, tapered, mode === "compare" ? `tapered, ${policy}` : "");
     try {
-      await complete(answer, conversation, signal);
+      await complete(answer, conversation, signal, seed);
     } finally {
-      if (answer.content) conversation.push({ role: "assistant", content: answer.content });
+      if (answer.content) conversation.push(answer.message);
     }
     if (full) create($("messages"), "p", "verdict", verdict(full, answer));
   } catch (error) {
@@ -144,6 +127,8 @@ async function turn(text) {
     if (conversation.at(-1)?.role === "user") conversation.pop();
     running = null;
     showRunning(false);
+    save();
+    showRegenerate();
     $("conversation").scrollTop = $("conversation").scrollHeight;
     $("prompt").focus();
   }
@@ -157,7 +142,8 @@ function verdict(full, tapered) {
   const same = pairs.indexOf(false);
   const text =
     full.content === tapered.content ? "The texts are the same." : `The first ${same < 0 ? pairs.length : same} tokens are the same.`;
-  return `Tapered ran at ${ratio.toFixed(2)}x the tokens per second of full depth. ${text} Measured here and now, once.`;
+  const speed = `Tapered ran at ${ratio.toFixed(2)}x the tokens per second of full depth.`;
+  return `${speed} ${text} Measured here and now, once. The chat goes on from the tapered answer.`;
 }
 
 function showError(error) {
@@ -179,29 +165,19 @@ function showMode() {
   const mode = document.querySelector("[name=mode]:checked").value;
   $("mode-note").textContent = NOTES[mode];
   $("policies").disabled = mode === "full";
-}
-
-function percent(value) {
-  return `${Math.round(100 * value)} %`;
-}
-
-// A policy's own provenance says what it costs; a policy without one says that nobody has measured it.
-function cost(policy, layers) {
-  const lines = [`${policy.mean_depth?.toFixed(1) ?? "at least " + policy.min_depth} of ${layers} layers`];
-  if (policy.speedup) lines.push(`${policy.speedup[0].toFixed(2)}x as fast where it was measured`);
-  if (policy.agreement) {
-    const [value, low, high] = policy.agreement;
-    lines.push(`same token ${percent(value)} (${percent(low)} to ${percent(high)})`);
-  } else {
-    lines.push("quality not measured");
-  }
-  return lines.join(", ");
+  const policy = document.querySelector("[name=policy]:checked")?.value;
+  const { num_hidden_layers: layers, policies } = model.taper;
+  showLegend($("legend"), layers, policies[policy]?.min_depth ?? layers);
 }
 
 function showModel() {
   const { num_hidden_layers: layers, context_length: context, policies } = model.taper;
   $("model").textContent = `${model.id}, ${layers} layers, context of ${context} tokens`;
   $("max-tokens").max = context;
+  const off = { temperature: 1, top_p: 1, top_k: 0, repetition_penalty: 1 };
+  for (const [id, name] of Object.entries(SAMPLING)) {
+    if (name in off) $(id).placeholder = model.taper.sampling[name] ?? off[name];
+  }
   $("policy-list").replaceChildren();
   const tapering = Object.entries(policies).filter(([, policy]) => policy.min_depth < layers);
   const preferred = tapering.find(([, policy]) => policy.default) ?? tapering[0];
@@ -210,19 +186,15 @@ function showModel() {
     const input = create(label, "input");
     Object.assign(input, { type: "radio", name: "policy", value: name, checked: name === preferred[0] });
     create(label, "strong", "", name);
-    create(label, "small", "", cost(policy, layers));
+    showCost(label, policy, layers);
   }
   const isFull = !tapering.length || policies.full?.default;
   for (const input of document.querySelectorAll("[name=mode]")) {
     input.disabled = !tapering.length && input.value !== "full";
     input.checked = input.value === (isFull ? "full" : "taper");
   }
-  const legend = $("legend");
-  legend.replaceChildren();
-  create(legend, "span", "", `${layers} layers`);
-  for (let level = 0; level <= 8; level += 1) create(legend, "i", `t${level}`);
-  create(legend, "span", "", "fewer");
   showMode();
+  restore();
 }
 
 async function connect() {
@@ -237,7 +209,7 @@ async function connect() {
 
 function send() {
   const text = $("prompt").value.trim();
-  if (!text || running || !model) return;
+  if (!text || running || !model || !isValid()) return;
   $("prompt").value = "";
   turn(text);
 }
@@ -254,21 +226,24 @@ $("prompt").addEventListener("keydown", (event) => {
 document.addEventListener("keydown", (event) => {
   if (event.key !== "Escape") return;
   if (running) running.abort();
-  else $("settings").classList.remove("open");
+  else closeSettings();
 });
 $("stop").addEventListener("click", () => running?.abort());
 $("new").addEventListener("click", () => {
   running?.abort();
   history = [];
+  sessionStorage.removeItem("chat");
   $("messages").replaceChildren();
   $("welcome").hidden = false;
   $("prompt").focus();
 });
 $("examples").addEventListener("click", (event) => {
-  if (event.target.tagName !== "BUTTON" || running || !model) return;
+  if (event.target.tagName !== "BUTTON" || running || !model || !isValid()) return;
   turn(event.target.textContent);
 });
 $("modes").addEventListener("change", showMode);
+$("policies").addEventListener("change", showMode);
+$("system").addEventListener("change", save);
 $("api-key").addEventListener("change", () => {
   sessionStorage.setItem("api-key", $("api-key").value);
   $("messages").replaceChildren();
@@ -278,6 +253,12 @@ $("open-settings").addEventListener("click", () => {
   const open = $("settings").classList.toggle("open");
   $("open-settings").setAttribute("aria-expanded", String(open));
 });
+function closeSettings() {
+  $("settings").classList.remove("open");
+  $("open-settings").setAttribute("aria-expanded", "false");
+}
+$("close-settings").addEventListener("click", closeSettings);
+$("conversation").addEventListener("click", closeSettings);
 $("theme").addEventListener("click", () => {
   const dark = getComputedStyle(document.body).colorScheme === "dark" || matchMedia("(prefers-color-scheme: dark)").matches;
   const current = document.documentElement.dataset.theme ?? (dark ? "dark" : "light");

@@ -1,0 +1,37 @@
+// What policies cost, and which colours stand for which depths.
+
+import { create } from "./answer.js";
+import { legend } from "./chart.js";
+
+function percent(value) {
+  return `${Math.round(100 * value)} %`;
+}
+
+// A policy's own provenance says what it costs; a policy without one says that nobody has measured it.
+export function showCost(parent, policy, layers) {
+  const lines = [`${policy.mean_depth?.toFixed(1) ?? "at least " + policy.min_depth} of ${layers} layers`];
+  if (policy.speedup) lines.push(`${policy.speedup[0].toFixed(2)}x as fast where it was measured`);
+  if (!policy.agreement) lines.push("quality not measured");
+  create(parent, "small", "", lines.join(", "));
+  if (policy.agreement) {
+    const [value, low, high] = policy.agreement;
+    bar(parent, value, `same token ${percent(value)} (${percent(low)} to ${percent(high)})`);
+  }
+  if (policy.repetition) {
+    const [value] = policy.repetition;
+    bar(parent, value, `repeats ${percent(value)} of itself, full depth ${percent(policy.full_repetition)}`);
+  }
+}
+
+function bar(parent, value, text) {
+  create(parent, "small", "", text);
+  create(create(parent, "span", "bar"), "i").style.width = percent(value).replace(" ", "");
+}
+
+export function showLegend(place, layers, least) {
+  place.replaceChildren();
+  create(place, "span", "", "layers");
+  for (const [name, most, fewest] of legend(layers, least)) {
+    create(place, "i", name, most === fewest ? `${most}` : `${most}\u2013${fewest}`);
+  }
+}
