@@ -29,6 +29,7 @@ def main() -> None:
         page.goto(f"http://127.0.0.1:{port}/")
         page.check(f"[name=policy][value={POLICY}]", force=True)
         page.fill("#max-tokens", str(TOKENS))
+        page.fill("#seed", "1")
         page.fill("#prompt", QUESTION)
         page.press("#prompt", "Enter")
         page.wait_for_selector("#send", state="visible", timeout=ANSWER_MILLISECONDS)

@@ -13,11 +13,11 @@ from pathlib import Path
 from rich.console import Console, RenderableType
 from rich.terminal_theme import TerminalTheme
 
-from taper import LLM, SamplingParams
+from taper import LLM
 from taper.cli.terminal import DepthColours, SideBySide, depth_chart
 
 PICTURES = Path(__file__).parent.parent / "docs" / "pictures"
-PROMPT, MAX_TOKENS = "Why is the sky blue?", 128
+PROMPT, MAX_TOKENS, SEED = "Why is the sky blue?", 128, 1
 WIDTH = 84
 
 # A dark window of its own, so that the picture reads well on light and dark pages alike.
@@ -59,7 +59,8 @@ FORMAT = """\
 
 
 def main() -> None:
-    llm, params = LLM(), SamplingParams(max_tokens=MAX_TOKENS)
+    llm = LLM()
+    params = llm.sampling_params(max_tokens=MAX_TOKENS, seed=SEED)
     full = llm.generate(PROMPT, params, mode="full")
     chunks = list(llm.stream(PROMPT, params, policy="balanced"))
     tapered = chunks[-1].output
@@ -69,14 +70,14 @@ def main() -> None:
     titles = {"full": f"full depth, {layers} layers", "taper": f"tapered, {tapered.policy.label}"}
     draw(
         "show-depth.svg",
-        f'taper generate --show-depth --max-tokens {MAX_TOKENS} "{PROMPT}"',
+        f'taper generate --show-depth --max-tokens {MAX_TOKENS} --seed {SEED} "{PROMPT}"',
         depth_chart(tapered.depths, layers),
         colours.text(chunks),
         colours.legend(),
     )
     draw(
         "compare.svg",
-        f'taper generate --compare --max-tokens {MAX_TOKENS} "{PROMPT}"',
+        f'taper generate --compare --max-tokens {MAX_TOKENS} --seed {SEED} "{PROMPT}"',
         SideBySide(titles, {"full": full.text, "taper": tapered.text}),
     )
 

@@ -223,7 +223,8 @@ def short_outputs(tmp_path, monkeypatch):
     stream = LLM.stream
 
     def short(self, prompts, params=None, **options):
-        params = params or SamplingParams()
+        given = {name: options.pop(name) for name in SamplingParams.__dataclass_fields__ if name in options}
+        params = params or self.sampling_params(**given)
         return stream(self, prompts, replace(params, max_tokens=min(params.max_tokens, 12)), **options)
 
     monkeypatch.setattr(LLM, "stream", short)

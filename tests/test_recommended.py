@@ -91,6 +91,10 @@ def test_python_takes_parameters_by_name(llm):
         assert [chunk.token_id for chunk in stream] == expected.token_ids
     greedy = llm.generate("hi", max_tokens=9, temperature=0, mode="full")
     assert greedy.token_ids == llm.generate("hi", SamplingParams(max_tokens=9), mode="full").token_ids
+    messages = [{"role": "user", "content": "hi"}]
+    assert llm.chat(messages, max_tokens=9, seed=3, mode="full").token_ids == expected.token_ids
+    with pytest.raises(RequestError, match="no conversation"):
+        llm.chat("hi")
     with pytest.raises(RequestError, match="params and max_tokens"):
         llm.generate("hi", SamplingParams(), max_tokens=9)
 

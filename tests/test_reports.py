@@ -33,6 +33,7 @@ from taper.cli import cli
 from taper.errors import ModelError, RequestError
 from taper.evals.tasks import load_tasks
 from taper.models import load_model, model_name
+from taper.models.download import find_hub_model, pull_hub_model
 from taper.models.files import parts_of
 from taper.server.limits import Limits
 
@@ -321,7 +322,7 @@ def test_a_tool_may_have_nothing_to_say(tools_server, content):
     assert tools_server.chat(messages=history(content)).status_code == 200
 
 
-@pytest.mark.parametrize("arguments", ["", " ", "null", None, "{}"])
+@pytest.mark.parametrize("arguments", ["", " ", "null", None, "{}", {}])
 def test_a_call_without_arguments_has_none(tools_server, arguments):
     call = CALL | {"function": {"name": "now", "arguments": arguments}}
     counts = {
@@ -526,6 +527,23 @@ def test_a_split_model_loads_from_any_part_and_from_its_folder(parts):
     assert model_name(parts[1]) == "m"
 
 
+def test_all_parts_are_fetched_by_the_name_of_one(monkeypatch, parts):
+    asked = []
+
+    def download(repository, file, **options):
+        asked.append((repository, file, options))
+        return str(parts[0].with_name(Path(file).name))
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    for name in ("org/name/q4/m-00002-of-00003.gguf", "org/name/m-00003-of-00003.gguf"):
+        for find, options in ((pull_hub_model, {}), (find_hub_model, {"local_files_only": True})):
+            asked.clear()
+            assert find(name) == parts[0]
+            folder = name.removeprefix("org/name/").rpartition("m-")[0]
+            files = [f"{folder}m-{part:05d}-of-00003.gguf" for part in (1, 2, 3)]
+            assert asked == [("org/name", file, options) for file in files]
+
+
 def test_what_is_missing_of_a_split_model_is_named(parts):
     shutil.copy(parts[0], parts[0].with_name("other.gguf"))
     with pytest.raises(ModelError, match=r"one of 3 parts, but its name"):
@@ -641,6 +659,23 @@ def test_heads_are_where_gets_are(server, path):
     assert (head.status_code, head.content) == (200, b"")
     assert head.headers["content-type"] == get.headers["content-type"]
     assert server.http.head("/v1/completions").status_code == 405
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/responses", "/api/chat"])
+def test_routes_that_others_have_are_refused_with_a_sentence(server, path):
+    error = refused(server.http.post(path, json={}), 404)
+    assert error["message"] == f"there is no {path} here; /docs lists what there is"
+
+
+def test_the_page_of_the_api_names_every_route_and_field(server):
+    page = server.http.get("/docs").text
+    document = server.http.get("/openapi.json").json()
+    for path in document["paths"]:
+        assert f" {path}</code>" in page
+    for field in document["components"]["schemas"]["ChatRequest"]["properties"]:
+        assert f"<code>{field}</code>" in page
+    assert "http://" not in page
+    assert "https://" not in page
 
 
 def test_models_are_listed_with_a_slash_too(server):
@@ -775,6 +810,7 @@ def test_any_text_can_be_counted(server, text, count):
 
 @pytest.mark.parametrize("prompt", [" ", "\n\n", ["a", " "]])
 def test_a_blank_prompt_is_a_prompt(server, prompt):
+    assert complete(server, prompt, logprobs=False)["logprobs"] is None
     assert len(complete(server, prompt)["text"]) >= 0
 
 

@@ -217,6 +217,17 @@ class LLM:
                     outputs[chunk.index] = chunk.output
         return outputs[0] if alone else [outputs[index] for index in sorted(outputs)]
 
+    def chat(self, messages: Message | Sequence[Message], params: SamplingParams | None = None, **how: Any) -> Output:
+        """Answer a conversation: `generate` with messages, which takes the same arguments.
+
+        Raises:
+            RequestError: these are no messages; what `generate` raises.
+        """
+        if not _is_prompt(messages) or isinstance(messages, str):
+            raise RequestError(f"{shown(messages)} is no conversation", "give messages; generate takes text too")
+        output: Output = self.generate(messages, params, **how)  # type: ignore[assignment]
+        return output
+
     def stream(
         self,
         prompts: Prompt | Iterable[Prompt],

@@ -94,7 +94,11 @@ def calibrate(out: Path | None, as_json: bool, **options: Any) -> None:
     if (out.suffix == ADAPTERS_SUFFIX) != has_adapters:
         raise RequestError(f"--out is {out}; this policy is written as {suffix}", "rename it")
     check_file("--out", out)
-    policy = _to_prompts(out, as_json, options) if options["task"] is None else _to_task(out, as_json, options)
+    try:
+        policy = _to_prompts(out, as_json, options) if options["task"] is None else _to_task(out, as_json, options)
+    except KeyboardInterrupt:
+        say("what was measured is kept; the same command goes on from there")
+        raise
     if policy is None:
         sys.exit(_NOT_MET)
     save_policy(out, policy)

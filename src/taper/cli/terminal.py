@@ -100,8 +100,9 @@ def policy_picture(policy: DepthPolicy, tokens: int) -> str:
 
 
 def print_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table on standard output."""
-    table = Table(*titles, box=None, pad_edge=False)
+    """Print a table on standard output, whose first two columns have names and are never cut or folded."""
+    columns = (Column(title, no_wrap=number < 2) for number, title in enumerate(titles))
+    table = Table(*columns, box=None, pad_edge=False)
     for row in rows:
         table.add_row(*row)
     console(stderr=False, wide=True).print(table)

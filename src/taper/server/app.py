@@ -34,6 +34,7 @@ from .completions import ChatEvents, CompletionResponse, Events, TextEvents
 from .engine_loop import EngineLoop
 from .limits import Gate, Limits, TimedConnection
 from .metrics import Metrics
+from .reference import reference_page
 from .served import ServedModel
 
 log = logging.getLogger("taper.server")
@@ -102,6 +103,8 @@ def create_app(served: ServedModel, limits: Limits) -> types.ASGIApp:
     _add_openai_routes(app, served, limits, engine_loop, metrics)
     _add_operator_routes(app, served, engine_loop, metrics)
     page = _page_routes()
+    reference = reference_page(app.openapi())
+    page.append(Route("/docs", Response(reference, headers=_PAGE_HEADERS, media_type="text/html"), methods=["GET"]))
     app.router.routes += page
     gate: types.ASGIApp = Gate(app, limits, [*_PUBLIC_PATHS, *(route.path for route in page)])
     if limits.cors_origins:
@@ -237,8 +240,8 @@ class _Route(APIRoute):
 async def _error_response(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException) and error.status_code == 404 and error.detail == "Not Found":
         path = printable(request.url.path)[: protocol.MAX_PARAM_CHARACTERS]
-        routes = "/v1/chat/completions, /v1/completions, /v1/models and /tokenize"
-        return protocol.ApiError(404, f"there is no {path} here; there are {routes}", code="no_route").response()
+        message = f"there is no {path} here; /docs lists what there is"
+        return protocol.ApiError(404, message, code="no_route").response()
     return protocol.to_api_error(error).response()
 
 

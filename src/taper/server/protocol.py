@@ -206,7 +206,7 @@ class CompletionRequest(CompletionFields):
         | TokenIds
         | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_PROMPTS)]
     )
-    logprobs: int | None = None
+    logprobs: int | Literal[False] | None = None
     echo: Literal[False] | None = None
     best_of: int | None = None
     suffix: Literal[""] | None = None
@@ -230,10 +230,10 @@ class TextPart(Strict):
 
 
 class FunctionCall(Strict):
-    """The function of a tool call; `arguments` is JSON text, and may be empty in what clients send back."""
+    """The function of a tool call; `arguments` is JSON text. Clients also send back none, or an object."""
 
     name: str
-    arguments: str | None = None
+    arguments: str | dict[str, Any] | None = None
 
 
 class ToolCall(Strict):
@@ -292,11 +292,13 @@ class RequestMessage(Strict):
 Messages = Annotated[list[RequestMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
 
 
-def _read_arguments(text: str | None, place: str) -> dict[str, Any]:
-    try:
-        arguments = json.loads(text) if text and text.strip() else None
-    except (ValueError, RecursionError):
-        arguments = text
+def _read_arguments(given: str | dict[str, Any] | None, place: str) -> dict[str, Any]:
+    arguments: Any = given
+    if isinstance(given, str):
+        try:
+            arguments = json.loads(given) if given.strip() else None
+        except (ValueError, RecursionError):
+            arguments = given
     if arguments is None:  # of a function that takes none
         return {}
     if not isinstance(arguments, dict):

@@ -28,7 +28,7 @@ _ANYTHING: tuple[Any, ...] = (True, {})
 # Values with which a keyword says what is so without it.
 _SAYING_NOTHING: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("minItems", "minLength", "minProperties"), (0,)),
-    **dict.fromkeys(("uniqueItems", "nullable", "exclusiveMinimum", "exclusiveMaximum"), (False,)),
+    **dict.fromkeys(("uniqueItems", "nullable", "exclusiveMinimum", "exclusiveMaximum", "not"), (False,)),
     **dict.fromkeys(("additionalItems", "unevaluatedItems", "unevaluatedProperties"), _ANYTHING),
     **dict.fromkeys(("dependencies", "dependentRequired", "dependentSchemas", "patternProperties"), ({},)),
     "propertyNames": (*_ANYTHING, {"type": "string"}),

@@ -86,7 +86,8 @@ class ServedModel:
                 self.llm.engine.check_prompt(ids)
                 encoded.append(ids)
         max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-        return self._requests(body, encoded, self._sampling_params(body, {}, max_tokens, body.logprobs), goes_on=True)
+        logprobs = None if body.logprobs is False else body.logprobs
+        return self._requests(body, encoded, self._sampling_params(body, {}, max_tokens, logprobs), goes_on=True)
 
     def tokenize(self, body: protocol.TokenizeRequest) -> list[int]:
         """Token ids of a text or a conversation.
