@@ -11,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from operator import methodcaller
 from pathlib import Path
 
 import gguf
@@ -190,28 +191,28 @@ def test_chats_of_sentencepiece_models_name_tokens_as_their_text_has_them(pieces
 # What ends an output
 
 
-def changed_gguf(path: Path, tiny, **special: int) -> Path:
-    """A GGUF file of a tiny model with more special tokens, by GGUF's names, and others' names for some ids."""
-    write_gguf(path, tiny)
-    reader, writer = gguf.GGUFReader(path), gguf.GGUFWriter(path.with_name("changed.gguf"), "llama")
+def copy_gguf(source: Path, target: Path, add, without: tuple[str, ...] = (), tensors: slice = slice(None)) -> Path:
+    """A copy of a GGUF file, or of some of its tensors, with the metadata that `add` writes; `without` some keys."""
+    reader, writer = gguf.GGUFReader(source), gguf.GGUFWriter(target, "llama")
     for name, entry in reader.fields.items():
-        if not name.startswith("GGUF.") and name != "general.architecture":
+        if not name.startswith("GGUF.") and name not in ("general.architecture", *without):
             kind, *inner = entry.types
             writer.add_key_value(name, entry.contents(), kind, inner[-1] if inner else None)
-    for name, token_id in special.items():
-        writer.add_uint32(f"tokenizer.ggml.{name}", token_id)
-    for tensor in reader.tensors:
+    add(writer)
+    for tensor in reader.tensors[tensors]:
         writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path.with_name("changed.gguf")
+    return target
 
 
 @pytest.mark.parametrize("name", ["eom_token_id", "eot_token_id"])
 def test_each_token_by_which_a_file_ends_a_message_ends_an_output(tiny_llama, tmp_path, name):
-    llm = LLM(changed_gguf(tmp_path / "m.gguf", tiny_llama, **{name: 70}), threads=1, context=64)
+    write_gguf(tmp_path / "m.gguf", tiny_llama)
+    add = methodcaller("add_uint32", f"tokenizer.ggml.{name}", 70)
+    llm = LLM(copy_gguf(tmp_path / "m.gguf", tmp_path / "changed.gguf", add), threads=1, context=64)
     assert 70 in llm.tokenizer.eos_token_ids
     output = llm.generate("call", SamplingParams(max_tokens=5, logit_bias={70: 100}), mode="full")
     assert (output.finish_reason, output.token_ids) == ("stop", [])
@@ -364,7 +365,9 @@ def test_requests_with_tools_use_the_template_for_tools(tiny_llama, tmp_path, fo
     plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
     if form == "gguf":
         write_gguf(tmp_path / "m.gguf", tiny_llama)
-        path = _with_templates(tmp_path / "m.gguf", plain)
+        templates = [{"name": "default", "template": plain}, {"name": "tool_use", "template": TOOLS_TEMPLATE}]
+        add, old = methodcaller("add_chat_template", templates), ("tokenizer.chat_template",)
+        path = copy_gguf(tmp_path / "m.gguf", tmp_path / "templates.gguf", add, old)
     else:
         path = Path(shutil.copytree(tiny_llama.folder, tmp_path / "model"))
         listed = [{"name": "default", "template": plain}, {"name": "tool_use", "template": TOOLS_TEMPLATE}]
@@ -382,23 +385,6 @@ def test_requests_with_tools_use_the_template_for_tools(tiny_llama, tmp_path, fo
     if form != "gguf":
         theirs = AutoTokenizer.from_pretrained(path).apply_chat_template([USER], tools=[TOOL], tokenize=False)
         assert text == theirs
-
-
-def _with_templates(path: Path, plain: str) -> Path:
-    reader, target = gguf.GGUFReader(path), path.with_name("templates.gguf")
-    writer = gguf.GGUFWriter(target, "llama")
-    for name, entry in reader.fields.items():
-        if not name.startswith("GGUF.") and name not in ("general.architecture", "tokenizer.chat_template"):
-            kind, *inner = entry.types
-            writer.add_key_value(name, entry.contents(), kind, inner[-1] if inner else None)
-    writer.add_chat_template([{"name": "default", "template": plain}, {"name": "tool_use", "template": TOOLS_TEMPLATE}])
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return target
 
 
 # The end of a conversation
@@ -495,26 +481,19 @@ def parts(tiny_llama, tmp_path) -> list[Path]:
     reader = gguf.GGUFReader(tmp_path / "whole.gguf")
     (tmp_path / "split").mkdir()
     size = -(-len(reader.tensors) // 3)
-    paths = []
-    for part in range(3):
-        path = tmp_path / "split" / f"m-{part + 1:05d}-of-00003.gguf"
-        writer = gguf.GGUFWriter(path, "llama")
-        if part == 0:
-            for name, entry in reader.fields.items():
-                if not name.startswith("GGUF.") and name != "general.architecture":
-                    kind, *inner = entry.types
-                    writer.add_key_value(name, entry.contents(), kind, inner[-1] if inner else None)
-        writer.add_uint16("split.no", part)
-        writer.add_uint16("split.count", 3)
-        writer.add_int32("split.tensors.count", len(reader.tensors))
-        for tensor in reader.tensors[part * size : (part + 1) * size]:
-            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-        paths.append(path)
-    return paths
+
+    def part(number: int) -> Path:
+        def add(writer: gguf.GGUFWriter) -> None:
+            writer.add_uint16("split.no", number)
+            writer.add_uint16("split.count", 3)
+            writer.add_int32("split.tensors.count", len(reader.tensors))
+
+        target = tmp_path / "split" / f"m-{number + 1:05d}-of-00003.gguf"
+        only_in_the_first = tuple(reader.fields) if number else ()
+        tensors = slice(number * size, (number + 1) * size)
+        return copy_gguf(tmp_path / "whole.gguf", target, add, only_in_the_first, tensors)
+
+    return [part(number) for number in range(3)]
 
 
 def test_a_split_model_loads_from_any_part_and_from_its_folder(parts):

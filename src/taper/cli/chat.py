@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -144,7 +143,7 @@ def _editor() -> Callable[[], str]:
         event.current_buffer.validate_and_handle()
 
     history: History = InMemoryHistory()
-    path = Path(cache_folder()) / "chat_history"
+    path = cache_folder() / "chat_history"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(mode=0o600)
