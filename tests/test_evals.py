@@ -50,7 +50,12 @@ def instances(gen_kwargs: dict, contexts=CONTEXTS) -> list[Instance]:
 
 
 def texts(lm: LM, asked: list[Instance]) -> list[str]:
-    return lm.generate_until(asked, disable_tqdm=True)
+    return [whole(text) for text in lm.generate_until(asked, disable_tqdm=True)]
+
+
+def whole(text: str) -> str:
+    """A text without half a character at its end, which the harness's own class shows."""
+    return text.rstrip("\ufffd")
 
 
 # The model class
@@ -88,7 +93,8 @@ def test_100_problems_get_the_strings_of_the_harness_own_class(llm, hf, tmp_path
     more = {"task_manager": lm_eval.tasks.TaskManager(include_defaults=False), "bootstrap_iters": 0}
     results = lm_eval.simple_evaluate(hf, tasks=[task._task], gen_kwargs={"max_gen_toks": 16}, **more)
     theirs = [one for one in results["samples"]["gsm8k"] if one["filter"] == "flexible-extract"]
-    assert [record.answers[0].text for record in ours.records] == [one["resps"][0][0] for one in theirs]
+    written = [whole(record.answers[0].text) for record in ours.records]
+    assert written == [whole(one["resps"][0][0]) for one in theirs]
     assert [record.extracted["flexible-extract"] for record in ours.records] == [
         one["filtered_resps"][0] for one in theirs
     ]

@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -16,7 +17,7 @@ from serving import NAME, TOOLS_TEMPLATE, chat_body, serving
 from tiny import policies
 
 from taper import LLM
-from taper.server.completions import ToolCallParser
+from taper.server.tool_calls import ToolCallParser, join_calls
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +102,42 @@ def test_choices_differ_and_a_seed_repeats_them(server):
     assert len(set(texts(1))) == 4
     assert texts(1) == texts(1)
     assert texts(1) != texts(2)
+
+
+def test_a_comparison_gives_what_both_modes_give_alone_a_token_in_turn(server):
+    fields = {"max_tokens": 30, "temperature": 0.9, "seed": 4, "taper": {"ignore_eos": True}}
+    alone = [server.chat("three", **fields | {"taper": own}).json() for own in ({"mode": "full"}, {"policy": "d3"})]
+    own = {"mode": "compare", "policy": "d3"}
+    whole = server.chat("three", **fields | {"taper": own}).json()
+    assert [choice["message"] for choice in whole["choices"]] == [reply["choices"][0]["message"] for reply in alone]
+    assert whole["usage"]["prompt_tokens"] == alone[0]["usage"]["prompt_tokens"]
+    policies = [choice["taper"]["policy"] for choice in whole["choices"]]
+    assert policies == [reply["choices"][0]["taper"]["policy"] for reply in alone]
+    parts = [chunk["choices"][0] for chunk in events(server.chat("three", **fields | {"taper": own}, stream=True))]
+    for count in range(1, 30):
+        behind, ahead = sorted(sum(part["index"] == side for part in parts[:count]) for side in (0, 1))
+        assert ahead - behind <= 1
+    for side in (0, 1):
+        seconds = [part["taper"]["seconds"] for part in parts if part["index"] == side and "seconds" in part["taper"]]
+        assert seconds == sorted(seconds)
+    seedless = server.chat("three", temperature=2.0, max_tokens=1, taper=own).json()["choices"]
+    assert seedless[0]["message"] == seedless[1]["message"]  # the first token has full depth, and they share a seed
+
+
+def test_what_a_comparison_does_not_go_with_is_refused(server):
+    for field, value, param in (("n", 2, "n"), ("taper", {"mode": "compare", "policy": "full"}, "taper.policy")):
+        response = server.chat("hi", **{"taper": {"mode": "compare"}, field: value})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+def test_the_time_of_each_side_of_a_comparison_is_its_own(server):
+    """Both sides together take the time that passed, and so much less than twice of it."""
+    fields = {"max_tokens": 40, "temperature": 0, "taper": {"mode": "compare", "policy": "d3", "ignore_eos": True}}
+    began = time.perf_counter()
+    full, tapered = server.chat("three", **fields).json()["choices"]
+    passed = time.perf_counter() - began
+    sides = [39 / side["taper"]["tokens_per_second"] for side in (full, tapered)]
+    assert sum(sides) < passed
 
 
 def test_prompts_of_one_request_are_counted_once_and_computed_once(server):
@@ -281,7 +318,10 @@ def test_tools_reach_the_template_and_calls_come_back(tiny_llama):
         assert (reply["message"]["content"], reply["finish_reason"]) == (None, "tool_calls")
         chunks = events(server.chat(tools=[TOOL], max_tokens=100, taper=ENDS, stream=True))
         calls = [call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", [])]
-        assert [(call["index"], call["function"]["name"]) for call in calls] == [(0, "weather")]
+        assert [call["function"].get("name") for call in calls] == ["weather", *[None] * (len(calls) - 1)]
+        assert {call["index"] for call in calls} == {0}
+        assert len(calls) > 3  # in pieces
+        assert "".join(call["function"]["arguments"] for call in calls) == '{"at": "sea"}'
         assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks) == ""
         assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
@@ -317,27 +357,54 @@ def test_a_call_can_be_required_even_of_a_random_model(tiny_llama):
         assert error["param"] == "tools"
 
 
+def test_an_effort_of_reasoning_is_none_or_for_a_model_that_thinks(tiny_llama):
+    template = "{{ 'thinks' if enable_thinking else 'plain' }}{{ messages[0].content }}"
+    with serving(tiny_llama, template=template) as server:
+
+        def prompt_tokens(**fields):
+            return server.chat(**fields).json()["usage"]["prompt_tokens"]
+
+        assert prompt_tokens(reasoning_effort="none") == prompt_tokens(taper=ENDS | {"think": False})
+        assert prompt_tokens(taper=ENDS | {"think": True}) != prompt_tokens(taper=ENDS | {"think": False})
+        for fields in ({"reasoning_effort": "high"}, {"reasoning_effort": "none", "taper": ENDS | {"think": True}}):
+            assert server.chat(**fields).json()["error"]["param"] == "reasoning_effort"
+
+
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+NESTED = '<tool_call>{"name": "f", "arguments": {"a": "}\\"</tool_call>{", "b": {}}, "id": 3}</tool_call>'
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
 @pytest.mark.parametrize(
-    ("text", "said", "count"),
+    ("text", "said", "arguments"),
     [
-        (f"hi\n{CALL}\nbye\n", "hibye\n", 1),
-        (f"{CALL}\n{CALL}\n", "", 2),
-        ("a\n<tool_call>nonsense</tool_call>\nb", "a\n<tool_call>nonsense</tool_call>\nb", 0),
-        ('<tool_call>{"name": "\\ud800"}</tool_call>', '<tool_call>{"name": "\\ud800"}</tool_call>', 0),
-        ('a\n<tool_call>{"name"', 'a\n<tool_call>{"name"', 0),
-        ("a < b\n\n<tool", "a < b\n\n<tool", 0),
+        (f"hi\n{CALL}\nbye\n", "hibye\n", ['{"a": 1}']),
+        (f"{CALL}\n{CALL}\n", "", ['{"a": 1}'] * 2),
+        (f"{CALL}\n{CALL}\nbye", "bye", ['{"a": 1}'] * 2),
+        (NESTED, "", ['{"a": "}\\"</tool_call>{", "b": {}}']),
+        ('<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', "", ['{"a": 1}']),
+        ('<tool_call>{"name": "f", "arguments": {"a": [1', "", ['{"a": [1']),
+        ('<tool_call>{"name": "f", "arguments": {}}', "", ["{}"]),
+        ("a\n<tool_call>nonsense</tool_call>\nb", "a\n<tool_call>nonsense</tool_call>\nb", []),
+        ('<tool_call>{"name": "\\ud800"}</tool_call>', '<tool_call>{"name": "\\ud800"}</tool_call>', []),
+        (
+            '<tool_call>{"name": "f", "arguments": 3}</tool_call>',
+            '<tool_call>{"name": "f", "arguments": 3}</tool_call>',
+            [],
+        ),
+        ('a\n<tool_call>{"name"', 'a\n<tool_call>{"name"', []),
+        ("a < b\n\n<tool", "a < b\n\n<tool", []),
     ],
 )
-def test_calls_are_found_however_the_text_is_cut(text, said, count, size):
-    parser, content, calls = ToolCallParser(), "", []
+def test_calls_are_found_however_the_text_is_cut(text, said, arguments, size):
+    parser, content, deltas = ToolCallParser(), "", []
     for start in range(0, len(text) + size, size):
-        more, complete = parser.push(text[start : start + size], last=start >= len(text))
-        content, calls = content + more, calls + complete
-    assert (content, calls) == (said, [{"name": "f", "arguments": '{"a": 1}'}] * count)
+        more, grown = parser.push(text[start : start + size], last=start >= len(text))
+        assert len({delta["index"] for delta in grown}) == len(grown)
+        content, deltas = content + more, deltas + grown
+    calls = [call["function"] for call in join_calls(deltas)]
+    assert (content, calls) == (said, [{"name": "f", "arguments": text} for text in arguments])
+    assert parser.num_calls == len(calls)
 
 
 def force_text(server, text: str) -> None:

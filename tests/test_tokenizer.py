@@ -281,6 +281,15 @@ def test_an_output_cut_inside_a_character_keeps_the_characters_before(vocabulary
     ids = tokenizer.encode("\U0001f9ff\U0001faa8", add_special_tokens=False)[:-1]
     assert_streams(tokenizer, ids)
     assert tokenizer.decode(ids).rstrip("\ufffd") == "\U0001f9ff"
+    stream = TextStream(tokenizer)
+    assert "".join(map(stream.push, ids)) + stream.flush(is_cut=True) == "\U0001f9ff"
+
+
+def test_bytes_that_are_no_character_stay_visible_where_an_output_is_cut(vocabulary):
+    tokenizer = rebuilt(vocabulary)
+    letter, last = (tokenizer.encode(text, add_special_tokens=False)[-1] for text in ("a", "\U0001f9ff"))
+    stream = TextStream(tokenizer)
+    assert ("".join(map(stream.push, [letter, last])) + stream.flush(is_cut=True)).endswith("a\ufffd")
 
 
 MESSAGES = [{"role": "system", "content": " Be brief. "}, {"role": "user", "content": 'Hi "<b>" 日本 {{ 1 }}'}]

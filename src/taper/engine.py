@@ -429,7 +429,9 @@ class Engine:
         if isinstance(prediction, int):
             token_id = prediction
         else:
-            logits = sequence.token_filter.restrict(prediction) if sequence.token_filter else prediction
+            logits = prediction if params.logprobs is None else prediction.copy()
+            if sequence.token_filter is not None:
+                logits = sequence.token_filter.restrict(logits)
             token_id = sample(logits, params, sequence.counts, sequence.rng)
             if params.logprobs is not None and token_id != NOT_A_NUMBER:
                 logprobs = token_logprobs(prediction, token_id, params.logprobs)

@@ -63,7 +63,8 @@ class Output:
 class Chunk:
     """What one step added to the output of prompt `index`. The last chunk of an output carries it as `output`.
 
-    `token_id` is -1 and `depth` 0 in the chunk that ends an aborted output. A stop token has no `logprobs`.
+    `token_id` is -1 and `depth` 0 in the chunk that ends an aborted output. A stop token has no `logprobs`. `seconds`
+    is when the token came, counted as the output's times are.
     """
 
     index: int
@@ -72,6 +73,7 @@ class Chunk:
     depth: int
     output: Output | None = None
     logprobs: TokenLogprobs | None = None
+    seconds: float = 0.0
 
 
 class LLM:
@@ -377,11 +379,16 @@ class Stream(Iterator[Chunk]):
     """
 
     def __init__(
-        self, engine: Engine, tokenizer: Tokenizer, requests: Sequence[Request], started: float | None = None
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        requests: Sequence[Request],
+        started: float | None = None,
+        first_index: int = 0,
     ) -> None:
         """Add the requests; times are counted from `started`, by `time.perf_counter`, which is by default now."""
         self._engine, self._tokenizer = engine, tokenizer
-        self._num_added = 0
+        self._next_index = first_index
         self._unfinished: dict[EngineSequence, None] = {}  # the oldest first
         self._waiting: deque[OutputBuilder] = deque()  # in the order in which the engine begins them
         self._begun: dict[OutputBuilder, None] = {}  # those from which more chunks will come
@@ -398,9 +405,9 @@ class Stream(Iterator[Chunk]):
         """
         sequence = self._engine.add(request)
         self._unfinished[sequence] = None
-        self._waiting.append(OutputBuilder(self._num_added, sequence, self._tokenizer))
-        self._num_added += 1
-        return self._num_added - 1
+        self._waiting.append(OutputBuilder(self._next_index, sequence, self._tokenizer))
+        self._next_index += 1
+        return self._next_index - 1
 
     def __next__(self) -> Chunk:
         self._started += time.perf_counter() - self._handed_over  # the caller's own time is not counted
@@ -436,9 +443,13 @@ class Stream(Iterator[Chunk]):
         return not self._unfinished
 
     @property
-    def num_unfinished(self) -> int:
-        """Outputs that have not finished."""
-        return len(self._unfinished)
+    def unfinished(self) -> tuple[EngineSequence, ...]:
+        """The sequences of outputs that have not finished, the oldest first."""
+        return tuple(self._unfinished)
+
+    def leave_out(self, seconds: float) -> None:
+        """Do not count so much of the time that has passed, in which others advanced."""
+        self._started += seconds
 
     def abort(self) -> list[Chunk]:
         """End every output that has not finished with what there is, as "abort"; the chunks that are left."""
@@ -554,7 +565,7 @@ class OutputBuilder:
         finish_reason = "stop" if self._stops.complete else step.finish_reason
         output = None if finish_reason is None else self._finished(finish_reason, self.num_taken + 1 - is_stop, times)
         logprobs = None if is_stop else step.logprobs
-        self._chunks.append(Chunk(self._index, text, step.token_id, step.depth, output, logprobs))
+        self._chunks.append(Chunk(self._index, text, step.token_id, step.depth, output, logprobs, seconds))
         self._is_whole, self._times = True, times
 
     def abort(self) -> None:
@@ -562,9 +573,10 @@ class OutputBuilder:
         if not self.has_ended:
             self._recover()
             self._is_whole = False
-            self._texts.append(text := self._stops.push(self._text.flush()) + self._stops.flush())
+            self._texts.append(text := self._stops.push(self._text.flush(is_cut=True)) + self._stops.flush())
             output = self._finished("abort", self.num_taken, self._times)
-            self._chunks.append(Chunk(self._index, text, -1, 0, output))
+            seconds = self._times[1] if self._times else 0.0
+            self._chunks.append(Chunk(self._index, text, -1, 0, output, seconds=seconds))
 
     def _recover(self) -> None:
         """Return to the last chunk, after an interrupt while one was being made."""
@@ -582,7 +594,7 @@ class OutputBuilder:
         """The text that became certain with a token; the stop token is no part of the completion."""
         text = "" if step.finish_reason == "stop" else self._text.push(step.token_id)
         if step.finish_reason is not None:
-            text += self._text.flush()
+            text += self._text.flush(is_cut=step.finish_reason == "length")
         text = self._stops.push(text)
         return text + self._stops.flush() if step.finish_reason is not None and not self._stops.complete else text
 

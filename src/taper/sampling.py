@@ -138,66 +138,79 @@ class TokenCounts:
 
 
 def sample(logits: np.ndarray, params: SamplingParams, counts: TokenCounts | None, rng: np.random.Generator) -> int:
-    """The next token, from logits float32 [vocab_size]; `NOT_A_NUMBER` if the largest is not a finite number.
+    """The next token; `NOT_A_NUMBER` if the largest logit is not a finite number.
 
-    `counts` has the tokens before, if there are penalties; `rng` draws one number if the temperature is above 0.
+    `logits`, float32 [vocab_size], are overwritten: after a step of a model nothing is in the processor's caches, and
+    a copy would take as long as all that is computed here. `counts` has the tokens before, if there are penalties;
+    `rng` draws one number if the temperature is above 0.
     """
     if params.logit_bias:
-        logits = logits.copy()
         logits[list(params.logit_bias)] += np.array(list(params.logit_bias.values()), np.float32)
     if params.has_penalties and counts is not None:
-        logits = _penalised(logits, params, counts)
+        _penalise(logits, params, counts)
     argmax = int(logits.argmax())  # the first NaN, if there is one
     if not np.isfinite(logits[argmax]):
         return NOT_A_NUMBER
-    return argmax if params.temperature == 0 else _draw(token_weights(logits, params), rng.random())
+    if params.temperature == 0:
+        return argmax
+    ids, weights = token_weights(logits, params)
+    place = _draw(weights, rng.random())
+    return place if ids is None else int(ids[place])
 
 
-def token_weights(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
-    """Weights proportional to the probabilities of the next token; 0 for those that top_k, top_p or min_p drop.
+def token_weights(logits: np.ndarray, params: SamplingParams) -> tuple[np.ndarray | None, np.ndarray]:
+    """The tokens that may come next, and weights proportional to their probabilities.
 
-    Of equally probable tokens, those with lower ids are kept. Nothing is sorted, as that would take longer than a step
-    of a small model: a threshold for each filter comes from a partition.
+    Of equally probable tokens, top_k and top_p keep those with lower ids. Nothing is sorted, as that would take longer
+    than a step of a small model: a threshold for each filter comes from a partition.
 
     Args:
-        logits: float32 [vocab_size], the largest of them finite.
+        logits: float32 [vocab_size], the largest of them finite; overwritten.
         params: the temperature, above 0, and the filters.
 
     Returns:
-        float32 [vocab_size], the largest of them 1.
+        Token ids in ascending order, int64 [n], None for the whole vocabulary; and their weights, float32 [n], the
+        largest of them 1.
     """
-    with np.errstate(over="ignore"):  # to -inf, whose weight is 0
-        scaled = logits - logits.max()
-        if params.temperature != 1:
-            scaled /= max(params.temperature, _MIN_TEMPERATURE)
-    weights: np.ndarray = np.exp(scaled, out=scaled)
+    ids = None
     if 0 < params.top_k < len(logits):
-        weights *= _largest(logits, params.top_k)
+        ids = _largest(logits, params.top_k)
+        logits = logits[ids]
+    with np.errstate(over="ignore"):  # to -inf, whose weight is 0
+        logits -= logits.max()
+        if params.temperature != 1:
+            logits /= max(params.temperature, _MIN_TEMPERATURE)
+    weights: np.ndarray = np.exp(logits, out=logits)
     if params.top_p < 1:
-        weights *= _nucleus(weights, params.top_p)
+        nucleus = _nucleus(weights, params.top_p)
+        ids, weights = nucleus if ids is None else ids[nucleus], weights[nucleus]
     if params.min_p > 0:
-        weights *= weights >= params.min_p
-    return weights
+        probable = np.flatnonzero(weights >= params.min_p)
+        ids, weights = probable if ids is None else ids[probable], weights[probable]
+    return ids, weights
 
 
 def _largest(values: np.ndarray, count: int) -> np.ndarray:
-    """Which values are the `count` largest ones, -inf excluded; of equal ones, the first: bool [n]."""
+    """Indices of the `count` largest values, -inf excluded; of equal ones, the first. Ascending: int64 [n]."""
     columns, bound = max(_FEW, 4 * count), np.finfo(np.float32).min
     if rows := len(values) // columns:
         # `count` columns hold a value from the bound on, so smaller values need no partition.
         maxima = values[: rows * columns].reshape(rows, columns).max(0)
         bound = max(bound, np.partition(maxima, columns - count)[columns - count])
-    few = values[np.flatnonzero(values >= bound)]
+    indices = np.flatnonzero(values >= bound)
+    few = values[indices]
     place = max(len(few) - count, 0)
-    return _from(values, np.partition(few, place)[place], count)
+    largest: np.ndarray = indices[_from(few, np.partition(few, place)[place], count)]
+    return largest
 
 
 def _nucleus(weights: np.ndarray, top_p: float) -> np.ndarray:
-    """Which weights are the fewest of the largest ones that reach the share `top_p` of their sum: bool [n]."""
+    """Indices of the fewest of the largest weights that reach the share `top_p` of their sum, ascending: int64 [n]."""
     total, size = weights.sum(dtype=np.float64), 0
     missing = top_p * total
     # All weights below this one together are less than half of what may be left out.
-    values = weights[np.flatnonzero(weights > (1 - top_p) * total / 2 / len(weights))]
+    indices = np.flatnonzero(weights > (1 - top_p) * total / 2 / len(weights))
+    few = values = weights[indices]
     while len(values) > _FEW:  # halve the values among which the sum reaches the share
         middle = len(values) // 2
         values = np.partition(values, middle)
@@ -208,7 +221,8 @@ def _nucleus(weights: np.ndarray, top_p: float) -> np.ndarray:
             missing, size, values = missing - upper, size + len(values) - middle, values[:middle]
     values = np.sort(values)[::-1]
     last = min(int(np.searchsorted(values.cumsum(dtype=np.float64), missing)), len(values) - 1)
-    return _from(weights, values[last], size + last + 1)
+    nucleus: np.ndarray = indices[_from(few, values[last], size + last + 1)]
+    return nucleus
 
 
 def _from(values: np.ndarray, least: float, count: int) -> np.ndarray:
@@ -220,7 +234,7 @@ def _from(values: np.ndarray, least: float, count: int) -> np.ndarray:
 
 
 def _draw(weights: np.ndarray, number: float) -> int:
-    """The token at which the weights, summed up, pass the share `number` of their sum, from [0, 1)."""
+    """The index at which the weights, summed up, pass the share `number` of their sum, from [0, 1)."""
     sums = np.add.reduceat(weights, np.arange(0, len(weights), _FEW)).cumsum(dtype=np.float64)
     point = min(number * sums[-1], np.nextafter(sums[-1], 0))
     block = int(np.searchsorted(sums, point, side="right"))  # the first whose sum is above: it has a weight
@@ -245,17 +259,17 @@ def token_logprobs(logits: np.ndarray, token_id: int, top: int) -> TokenLogprobs
     """Log-probabilities of a token and of the `top` most probable ones, from logits float32 [vocab_size]."""
     highest = float(logits.max())
     total = highest + math.log(np.exp(logits - highest).sum(dtype=np.float64))
-    ids = np.flatnonzero(_largest(logits, min(top, len(logits)))) if top else np.empty(0, np.int64)
+    ids = _largest(logits, min(top, len(logits))) if top else np.empty(0, np.int64)
     best = ids[np.argsort(-logits[ids], kind="stable")].tolist()
     return TokenLogprobs(float(logits[token_id]) - total, {i: float(logits[i]) - total for i in best})
 
 
-def _penalised(logits: np.ndarray, params: SamplingParams, counts: TokenCounts) -> np.ndarray:
-    """Logits after the penalties, a copy."""
-    logits, seen, counted = logits.copy(), counts.ids, counts.counts
+def _penalise(logits: np.ndarray, params: SamplingParams, counts: TokenCounts) -> None:
+    """Apply the penalties to logits, in place."""
+    seen, counted = counts.ids, counts.counts
     values = logits[seen]
     if params.repetition_penalty != 1:
         values = np.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
-    penalties = params.presence_penalty * (counted > 0) + params.frequency_penalty * counted
-    logits[seen] = values - penalties
-    return logits
+    if params.presence_penalty or params.frequency_penalty:
+        values -= params.presence_penalty * (counted > 0) + params.frequency_penalty * counted
+    logits[seen] = values

@@ -156,6 +156,7 @@ class SideBySide:
 
     titles: dict[str, str]
     texts: dict[str, str] = field(default_factory=lambda: defaultdict(str))
+    seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # when each token came
     outputs: dict[str, Output] = field(default_factory=dict)
 
     def __rich__(self) -> Table:
@@ -176,6 +177,7 @@ class SideBySide:
     def add(self, mode: str, chunk: Chunk) -> None:
         """Append a chunk; the last one has the whole output."""
         self.texts[mode] += chunk.text
+        self.seconds[mode].append(chunk.seconds)
         if chunk.output is not None:
             self.outputs[mode] = chunk.output
 
@@ -188,5 +190,23 @@ class SideBySide:
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         same = len(full.token_ids) == len(tapered.token_ids) == shared
         texts = "the same text" if same else f"the first {shared} tokens are the same"
-        ratio = tapered.tokens_per_second / full.tokens_per_second
-        return f"tapered runs {ratio:.2f}x as fast per token; {texts}"
+        ratio, low, high = speedup(self.seconds["full"], self.seconds["taper"])
+        return f"tapered runs {ratio:.2f}x as fast per token ({low:.2f} to {high:.2f}); {texts}"
+
+
+def speedup(full: Sequence[float], tapered: Sequence[float]) -> tuple[float, float, float]:
+    """How much faster steps of one output are than those of another that were run in turn with them.
+
+    Args:
+        full: the seconds at which tokens of the slower one came, two at least.
+        tapered: those of the other.
+
+    Returns:
+        The median ratio over pairs of steps, and the ends of its 95 % interval, which its neighbours in order give.
+    """
+    pairs = zip(pairwise(full), pairwise(tapered), strict=False)
+    ratios = sorted((b - a) / max(d - c, 1e-9) for (a, b), (c, d) in pairs)
+    middle, spread = (len(ratios) - 1) / 2, 0.98 * len(ratios) ** 0.5  # half of 1.96 standard deviations of the rank
+    ranks = (middle, middle - spread, middle + spread)
+    median, low, high = (ratios[min(max(round(rank), 0), len(ratios) - 1)] for rank in ranks)
+    return median, low, high

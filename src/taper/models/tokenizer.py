@@ -121,6 +121,11 @@ class Tokenizer:
         """Whether the chat template uses tools."""
         return "tools" in self._tool_template.variables
 
+    @property
+    def thinks(self) -> bool:
+        """Whether the chat template knows thoughts."""
+        return "<think>" in self.chat_template or any(name in self._template.variables for name in _THINKING)
+
     @cached_property
     def special_tokens(self) -> dict[int, str]:
         """The control tokens by id."""
@@ -279,9 +284,12 @@ class TextStream:
             return ""
         return self._emit(text)
 
-    def flush(self) -> str:
-        """The text that is held back at the end of an output."""
-        return self._emit(self._tokenizer.decode(self._ids))
+    def flush(self, is_cut: bool = False) -> str:
+        """The text that is held back at the end of an output; of a character that is cut there, nothing is shown."""
+        text = self._tokenizer.decode(self._ids)
+        if is_cut and text.endswith("\ufffd") and self._tokenizer.ends_within_a_character(self._ids):
+            text = text.removesuffix("\ufffd")
+        return self._emit(text)
 
     def _emit(self, text: str) -> str:
         new = text[len(self._prefix) :]

@@ -153,13 +153,13 @@ def _add_openai_routes(
             return await run_sync(served.chat, body, token_filter)
 
         tools, goes_on = bool(body.usable_tools), bool(body.continue_final_message)
-        events = ChatEvents(served.name, served.llm.tokenizer, body.n or 1, tools, goes_on)
+        events = ChatEvents(served.name, served.llm.tokenizer, body.num_choices, tools, goes_on)
         return complete(body, events, prepare)
 
     @app.post("/v1/completions", response_model=protocol.TextCompletion, responses=errors | stream)
     async def completions(body: protocol.CompletionRequest) -> Response:
         """Complete texts."""
-        events = TextEvents(served.name, served.llm.tokenizer, body.n or 1)
+        events = TextEvents(served.name, served.llm.tokenizer, body.num_choices)
         return complete(body, events, partial(run_sync, served.complete, body))
 
     @app.get("/v1/models", response_model_exclude_none=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import codecs
-import json
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -18,15 +17,16 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ..engine import Request
-from ..errors import RequestError
 from ..llm import Chunk, Output
 from ..models.tokenizer import Tokenizer
 from .engine_loop import EngineLoop, Job
 from .metrics import Metrics
 from .protocol import ApiError, CompletionFields, to_api_error
+from .tool_calls import ToolCallParser, join_calls
 
 Json = dict[str, Any]
 
+_OF_TOKENS = ("depth", "seconds")  # statistics of a token, which events have, not replies
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-store"),
@@ -58,7 +58,7 @@ class CompletionResponse(Response):
         super().__init__()
         self._engine_loop, self._events, self._prepare = engine_loop, events, prepare
         self._stream = bool(body.stream)
-        self._include_usage = body.includes_usage
+        self._include_usage, self._in_turn = body.includes_usage, body.compares
         self._arrived, self._max_seconds, self._metrics = time.perf_counter(), max_seconds, metrics
         self._started = self._disconnected = False
 
@@ -69,7 +69,7 @@ class CompletionResponse(Response):
             watch = asyncio.ensure_future(self._watch_for_disconnect(receive, deadline))
             try:
                 requests = await self._prepare()
-                with self._engine_loop.submit(requests, self._arrived) as job:
+                with self._engine_loop.submit(requests, self._arrived, self._in_turn) as job:
                     if self._stream:
                         await self._send_stream(job, send)
                     else:
@@ -170,7 +170,7 @@ class Events(ABC):
         choices = []
         for index, choice_parts in parts.items():
             last = choice_parts[-1]
-            stats = {name: value for name, value in last["taper"].items() if name != "depth"}
+            stats = {name: value for name, value in last["taper"].items() if name not in _OF_TOKENS}
             joined = self._join(choice_parts)
             choices.append({"index": index, **joined, "finish_reason": last["finish_reason"], "taper": stats})
         return self._shared | {"object": self.reply_object, "choices": choices, "usage": self._usage()}
@@ -198,7 +198,7 @@ class Events(ABC):
         """The depth of a chunk's token, unless that is a stop token; in the last chunk, the output's statistics too."""
         output, stats = chunk.output, Json()
         if output is None or self._num_chunks[chunk.index] == output.completion_tokens:
-            stats["depth"] = chunk.depth
+            stats |= {"depth": chunk.depth, "seconds": chunk.seconds}
         if output is not None:
             stats |= {
                 "policy": output.policy.label,
@@ -227,10 +227,9 @@ class ChatEvents(Events):
         delta["content"], finish_reason = chunk.text, _finish_reason(chunk)
         if self._tools:
             parser = self._parsers[chunk.index]
-            index = parser.num_calls
             delta["content"], calls = parser.push(chunk.text, last=chunk.output is not None)
             if calls:
-                delta["tool_calls"] = [_tool_call(call) | {"index": index + i} for i, call in enumerate(calls)]
+                delta["tool_calls"] = calls
             if parser.num_calls and finish_reason == "stop":
                 finish_reason = "tool_calls"
         part: Json = {"delta": delta, "finish_reason": finish_reason}
@@ -244,11 +243,11 @@ class ChatEvents(Events):
 
     def _join(self, parts: Sequence[Json]) -> Json:
         content = "".join(part["delta"]["content"] for part in parts)
-        calls = [call for part in parts for call in part["delta"].get("tool_calls", [])]
+        calls = join_calls(call for part in parts for call in part["delta"].get("tool_calls", []))
         logprobs = [token for part in parts if "logprobs" in part for token in part["logprobs"]["content"]]
         message: Json = {"role": "assistant", "content": content or None if calls else content, "refusal": None}
         if calls:
-            message["tool_calls"] = [{name: call[name] for name in call if name != "index"} for call in calls]
+            message["tool_calls"] = calls
         return {"message": message, "logprobs": {"content": logprobs, "refusal": None} if logprobs else None}
 
     def _logprob(self, token_id: int, logprob: float, begins: bool) -> Json:
@@ -333,84 +332,3 @@ def _escaped(own: bytes) -> str:
 
 def _finish_reason(chunk: Chunk) -> str | None:
     return chunk.output.finish_reason if chunk.output else None
-
-
-def _tool_call(function: Json) -> Json:
-    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
-
-
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-
-
-def check_tools(tokenizer: Tokenizer) -> None:
-    """Check that a model's chat template takes tools, and asks for calls in the form that `ToolCallParser` reads.
-
-    Raises:
-        RequestError: it does not.
-    """
-    if not tokenizer.takes_tools:
-        raise RequestError("this model's chat template takes no tools", "leave out tools, or serve another model")
-    if _OPEN not in tokenizer.tool_template:
-        raise RequestError(f"this model's chat template does not use {_OPEN} for tool calls", "leave out tools")
-
-
-class ToolCallParser:
-    """Separates the growing text of one completion into content and tool calls."""
-
-    def __init__(self) -> None:
-        self._held = ""  # text that may belong to a call
-        self._after_call = False  # without content since
-        self.num_calls = 0
-
-    def push(self, text: str, last: bool) -> tuple[str, list[Json]]:
-        """The content that is certain to be no part of a call, and the calls that are complete.
-
-        With the `last` text, a call that is not complete becomes content.
-        """
-        self._held += text
-        if self._after_call:
-            self._held = self._held.lstrip("\n")
-        content, calls = "", list[Json]()
-        while (start := self._held.find(_OPEN)) >= 0:
-            end = self._held.find(_CLOSE, start)
-            if end < 0:
-                break
-            call = _read_call(self._held[start + len(_OPEN) : end])
-            end += len(_CLOSE)
-            if call is None:
-                content, self._held = content + self._held[:end], self._held[end:]
-            else:
-                content, self._held = content + self._held[:start].rstrip("\n"), self._held[end:].lstrip("\n")
-                calls.append(call)
-            self._after_call = call is not None
-        if last:
-            certain = len(self._held)
-        elif start >= 0:  # a call that is not complete, and the line breaks before it
-            certain = len(self._held[:start].rstrip("\n"))
-        else:
-            certain = len(self._held) - self._overlap()
-        content, self._held = content + self._held[:certain], self._held[certain:]
-        self._after_call &= not certain
-        self.num_calls += len(calls)
-        return content, calls
-
-    def _overlap(self) -> int:
-        """How many trailing characters may be the start of a call, with the line breaks before it."""
-        text = self._held
-        size = next((size for size in range(len(_OPEN) - 1, 0, -1) if text.endswith(_OPEN[:size])), 0)
-        before = text[: len(text) - size]
-        return size + len(before) - len(before.rstrip("\n"))
-
-
-def _read_call(text: str) -> Json | None:
-    """A function call from its JSON, with `arguments` as text; None if it is not one."""
-    try:
-        call = json.loads(text)
-        name, arguments = call["name"], call.get("arguments", {})
-        if not isinstance(name, str) or not isinstance(arguments, dict):
-            return None
-        arguments = json.dumps(arguments, ensure_ascii=False)
-        (name + arguments).encode()  # fails for half of a surrogate pair, which no reply can hold
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return None
-    return {"name": name, "arguments": arguments}

@@ -11,12 +11,13 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from queue import SimpleQueue
 
 from ..engine import Request
+from ..engine import Sequence as EngineSequence
 from ..errors import TaperError
 from ..llm import LLM, Chunk, Stream
 from ..policy import DepthPolicy
@@ -24,7 +25,7 @@ from ..sampling import SamplingParams
 from .metrics import Metrics
 from .protocol import ApiError, queue_full
 
-HAND_OVER_SECONDS = 0.01  # less than a screen shows
+HAND_OVER_SECONDS = 1 / 60  # as often as a screen shows something new
 log = logging.getLogger(__name__)
 _Result = Chunk | Exception
 
@@ -37,8 +38,8 @@ class Job:
         RuntimeError: the engine failed.
     """
 
-    def __init__(self, requests: Sequence[Request], arrived: float) -> None:
-        self.requests, self.arrived = requests, arrived
+    def __init__(self, requests: Sequence[Request], arrived: float, in_turn: bool) -> None:
+        self.requests, self.arrived, self.in_turn = requests, arrived, in_turn
         self.cancelled = False  # set by asyncio, read by the engine thread
         self.results: asyncio.Queue[_Result] = asyncio.Queue()  # filled and read in asyncio's thread
         self._unfinished = len(requests)
@@ -71,9 +72,9 @@ class EngineLoop:
         self._max_in_flight = llm.engine.backend.num_slots + max_waiting
         self._in_flight = 0  # sequences; used by asyncio's thread alone
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._jobs: dict[Job, Stream] = {}  # those that have not ended
+        self._jobs: dict[Job, list[Stream]] = {}  # those that have not ended; in turn, one stream for each request
         self._unsent: list[tuple[Job, _Result]] = []
-        self._sent_at = 0.0
+        self._stepped_at = self._sent_at = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._warm: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="taper-engine", daemon=True)
@@ -110,18 +111,19 @@ class EngineLoop:
             raise queue_full()
 
     @contextmanager
-    def submit(self, requests: Sequence[Request], arrived: float) -> Iterator[Job]:
+    def submit(self, requests: Sequence[Request], arrived: float, in_turn: bool = False) -> Iterator[Job]:
         """Let the engine complete requests. On leaving, those that have not finished end before the next step.
 
         Args:
             requests: of one client.
             arrived: when they arrived, by `time.perf_counter`.
+            in_turn: advance them by a token in turn, not together, and count the time of each alone.
 
         Raises:
             ApiError: too many are waiting already.
         """
         self.check_room(len(requests))
-        job = Job(requests, arrived)
+        job = Job(requests, arrived, in_turn)
         self._in_flight += len(requests)
         self._commands.put(lambda: self._begin(job))
         try:
@@ -166,13 +168,16 @@ class EngineLoop:
     def _begin(self, job: Job) -> None:
         if job.cancelled:
             return
+        streams: list[Stream] = []
+        self._jobs[job] = streams
         try:
-            self._jobs[job] = Stream(self._engine, self._llm.tokenizer, job.requests, job.arrived)
+            for requests in [[request] for request in job.requests] if job.in_turn else [job.requests]:
+                streams.append(Stream(self._engine, self._llm.tokenizer, requests, job.arrived, len(streams)))
         except TaperError as error:
             self._end(job, error)
 
     def _abort(self, job: Job) -> None:
-        if (stream := self._jobs.pop(job, None)) is not None:
+        for stream in self._jobs.pop(job, ()):
             stream.close()
 
     def _end(self, job: Job, error: Exception) -> None:
@@ -186,25 +191,40 @@ class EngineLoop:
 
     def _step(self) -> None:
         """Run one step of the engine, and send the chunks to their jobs unless the next step will soon be over too."""
-        started = time.perf_counter()
-        self._engine.step()
-        chunks = []
-        for job, stream in list(self._jobs.items()):
+        started, waiting = time.perf_counter(), self._waiting()
+        self._engine.step(self._advancing(waiting) if waiting else None)
+        now = time.perf_counter()
+        for stream, job in waiting.items():
+            stream.leave_out(now - max(self._stepped_at, job.arrived))
+        self._stepped_at, chunks = now, []
+        for job, streams in list(self._jobs.items()):
             try:
-                received = stream.received()
+                received = [chunk for stream in streams for chunk in stream.received()]
             except TaperError as error:
                 self._end(job, error)
                 continue
-            if stream.has_ended:
+            if all(stream.has_ended for stream in streams):
                 del self._jobs[job]
             chunks += received
             self._unsent += [(job, chunk) for chunk in received]
         # Counted before they are sent, so that a client with a reply finds it in the metrics.
-        now = time.perf_counter()
         self._metrics.count_step(chunks, now - started)
-        all_decode = len(chunks) == sum(stream.num_unfinished for stream in self._jobs.values())
+        all_decode = len(chunks) == sum(len(stream.unfinished) for streams in self._jobs.values() for stream in streams)
         if not all_decode or now - self._sent_at >= HAND_OVER_SECONDS:
             self._send()
+
+    def _waiting(self) -> dict[Stream, Job]:
+        """The streams that wait in this step for their turn: of each job, all but the one with the fewest tokens."""
+        waiting: dict[Stream, Job] = {}
+        for job, streams in self._jobs.items():
+            if job.in_turn and (unfinished := [stream for stream in streams if stream.unfinished]):
+                turn = min(unfinished, key=lambda stream: stream.unfinished[0].step)
+                waiting |= {stream: job for stream in unfinished if stream is not turn}
+        return waiting
+
+    def _advancing(self, waiting: Collection[Stream]) -> list[EngineSequence]:
+        streams = (stream for streams in self._jobs.values() for stream in streams if stream not in waiting)
+        return [sequence for stream in streams for sequence in stream.unfinished]
 
     def _send(self) -> None:
         """Send results to their jobs in asyncio's thread, unless its loop has ended."""

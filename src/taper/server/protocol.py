@@ -125,7 +125,7 @@ class TaperFields(Strict):
     """
 
     policy: str | None = None
-    mode: Literal["full", "taper"] | None = None
+    mode: Literal["full", "taper", "compare"] | None = None
     think: bool | None = None  # chats only
     reuse: Literal["filled", "exact"] | None = None
     top_k: int | None = None
@@ -176,10 +176,22 @@ class CompletionFields(Strict):
         for key in self.logit_bias or ():
             if not (key.isascii() and key.isdigit() and len(key) < 10):
                 raise RequestError(f"{key!r} in logit_bias is not a token id", param="logit_bias")
+        if self.compares and (self.n or 1) > 1:
+            raise RequestError("n does not go with taper.mode compare, which gives two choices", "leave it out", "n")
         if self.includes_usage and not self.stream:
             message = "stream_options goes with stream"
             raise RequestError(message, "set stream to true, or leave it out", "stream_options")
         return self
+
+    @property
+    def compares(self) -> bool:
+        """Whether the prompt is completed at full depth and tapered, a token in turn: two choices."""
+        return self.own.mode == "compare"
+
+    @property
+    def num_choices(self) -> int:
+        """Outputs of each prompt."""
+        return 2 if self.compares else self.n or 1
 
     @property
     def includes_usage(self) -> bool:
@@ -374,12 +386,12 @@ class ChatRequest(CompletionFields):
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     # Of these, only values that ask for nothing.
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
     functions: Annotated[list[Any], Field(max_length=0)] | None = None
     function_call: Literal["auto", "none"] | None = None
     verbosity: Literal["medium"] | None = None
-    reasoning_effort: None = None
     audio: None = None
     prediction: None = None
     web_search_options: None = None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 from ..engine import Request, TokenFilter
@@ -13,8 +15,8 @@ from ..llm import LLM
 from ..policy import DepthPolicy
 from ..sampling import SamplingParams, check_token_ids
 from . import protocol
-from .completions import check_tools
 from .grammars import Grammars
+from .tool_calls import check_tools
 
 DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI documents
 
@@ -66,7 +68,7 @@ class ServedModel:
                 check_tools(self.llm.tokenizer)
         tools = [tool.model_dump(exclude_none=True) for tool in body.usable_tools]
         with protocol.errors_at("messages", _WRITTEN):
-            prompt = self.llm.encode(_messages(body.messages), tools=tools, think=body.own.think, **_ending(body))
+            prompt = self.llm.encode(_messages(body.messages), tools=tools, think=self._think(body), **_ending(body))
         goes_on = bool(body.continue_final_message)
         return self._requests(body, [prompt], params, token_filter, goes_on)
 
@@ -153,14 +155,35 @@ class ServedModel:
     ) -> list[Request]:
         n = whole_number("n", 1 if body.n is None else body.n, 1, self.max_n)
         with protocol.errors_at("taper.policy", _WRITTEN):
-            policy = self._policy(body.own)
+            policies = self._policies(body.own)
+        if body.compares and params.seed is None:
+            params = replace(params, seed=secrets.randbelow(1 << 32))  # one for both, so that only depth differs
         rest = self.llm.tokenizer.eos_token_ids, token_filter, body.own.reuse or self.reuse, goes_on
         requests = []
-        for prompt in prompts:
-            for choice in range(n):  # the same seed would give the same text n times
-                seed = None if params.seed is None else params.seed + choice
-                requests.append(Request(prompt, replace(params, seed=seed), policy, *rest))
+        for prompt, choice, policy in product(prompts, range(n), policies):
+            seed = None if params.seed is None else params.seed + choice  # the same would give the same text n times
+            requests.append(Request(prompt, replace(params, seed=seed), policy, *rest))
         return requests
+
+    def _think(self, body: protocol.ChatRequest) -> bool | None:
+        """Whether to think first. Of a model without thoughts, no effort asks for anything."""
+        effort, think = body.reasoning_effort, body.own.think
+        if effort is None or not self.llm.tokenizer.thinks:
+            return think
+        if effort != "none" or think:
+            message = f"reasoning_effort is {effort}; this model thinks, or does not"
+            raise RequestError(message, "leave it out, and set taper.think", "reasoning_effort")
+        return False
+
+    def _policies(self, fields: protocol.TaperFields) -> list[DepthPolicy]:
+        """The policies of a prompt's outputs; two of them to compare."""
+        if fields.mode != "compare":
+            return [self._policy(fields)]
+        tapered = self._policy(fields.model_copy(update={"mode": None if fields.policy else "taper"}))
+        if not tapered.tapers:
+            message = "mode compare shows full depth beside a policy that tapers"
+            raise RequestError(message, "name such a policy", "policy")
+        return [self.policies["full"], tapered]
 
     def _policy(self, fields: protocol.TaperFields) -> DepthPolicy:
         if fields.mode == "full":

@@ -16,6 +16,7 @@ export class Answer {
     this.layers = model.taper.num_hidden_layers;
     this.least = model.taper.policies[policy].min_depth;
     this.tokens = [];
+    this.seconds = []; // when each token came
     this.summary = null;
     this.element = create(parent, "article", "answer running");
     this.element.dataset.policy = policy;
@@ -32,6 +33,7 @@ export class Answer {
     const [choice] = event.choices;
     this.firstToken ??= performance.now();
     this.add(choice.delta.content, choice.taper.depth);
+    if (choice.taper.depth) this.seconds.push(choice.taper.seconds);
     if (choice.finish_reason) this.summary = { ...choice.taper, finish_reason: choice.finish_reason };
     this.drawing ||= requestAnimationFrame(() => this.draw());
   }

@@ -16,30 +16,33 @@ const SAMPLING = {
 const NOTES = {
   full: "Every layer for every token: the model as it is.",
   taper: "Fewer layers per token as the answer grows.",
-  compare: "The same prompt at full depth and tapered, one after the other, so that neither slows the other.",
+  compare: "The same prompt at full depth and tapered, a token of each in turn, so that what slows the machine slows both alike.",
 };
 
 let model = null;
 let history = []; // [{role, content}], answers with their policy, tokens [text, depth] and figures
 let running = null; // AbortController of the turn that runs
 
-async function complete(answer, conversation, signal, seed) {
-  const policy = answer.element.dataset.policy;
+// Answers: one, or the two that are compared.
+async function complete(answers, conversation, signal) {
+  const { policy } = answers.at(-1).element.dataset;
+  const taper = policy === "full" ? { mode: "full" } : { policy };
   const body = {
     model: model.id,
     messages: [...systemMessage(), ...conversation.map(({ role, content }) => ({ role, content }))],
     max_tokens: Number($("max-tokens").value),
-    taper: policy === "full" ? { mode: "full" } : { policy },
+    taper: answers.length > 1 ? { ...taper, mode: "compare" } : taper,
   };
   for (const [id, name] of Object.entries(SAMPLING)) {
     if ($(id).value !== "") body[name] = Number($(id).value);
   }
-  body.seed ??= seed;
   try {
-    for await (const event of chat(body, signal)) answer.take(event);
+    for await (const event of chat(body, signal)) answers[event.choices[0].index].take(event);
   } finally {
-    answer.stopped = signal.aborted;
-    answer.end();
+    for (const answer of answers) {
+      answer.stopped = signal.aborted && !answer.summary;
+      answer.end();
+    }
   }
 }
 
@@ -108,19 +111,16 @@ async function turn(text) {
   const { signal } = running;
   showRunning(true);
   try {
-    let full = null;
-    const seed = Math.floor(Math.random() * 2 ** 32); // one for both sides, so that only depth differs
-    if (mode === "compare") {
-      full = new Answer(place, model, "full", `full depth, ${model.taper.num_hidden_layers} layers`);
-      await complete(full, conversation, signal, seed);
-    }
+    const full = `full depth, ${model.taper.num_hidden_layers} layers`;
+    const answers = mode === "compare" ? [new Answer(place, model, "full", full)] : [];
     const answer = new Answer(place, model, tapered, mode === "compare" ? `tapered, ${policy}` : "");
+    answers.push(answer);
     try {
-      await complete(answer, conversation, signal, seed);
+      await complete(answers, conversation, signal);
     } finally {
       if (answer.content) conversation.push(answer.message);
     }
-    if (full) create($("messages"), "p", "verdict", verdict(full, answer));
+    if (mode === "compare") create($("messages"), "p", "verdict", verdict(...answers));
   } catch (error) {
     if (error.name !== "AbortError") showError(error);
   } finally {
@@ -137,13 +137,25 @@ async function turn(text) {
 // What a comparison comes to; says nothing that was not measured.
 function verdict(full, tapered) {
   if (!full.summary?.tokens_per_second || !tapered.summary?.tokens_per_second) return "Too short to compare.";
-  const ratio = tapered.summary.tokens_per_second / full.summary.tokens_per_second;
+  const [ratio, low, high] = speedup(full.seconds, tapered.seconds).map((value) => `${value.toFixed(2)}x`);
   const pairs = full.tokens.map((token, i) => token.text === tapered.tokens[i]?.text);
   const same = pairs.indexOf(false);
   const text =
     full.content === tapered.content ? "The texts are the same." : `The first ${same < 0 ? pairs.length : same} tokens are the same.`;
-  const speed = `Tapered ran at ${ratio.toFixed(2)}x the tokens per second of full depth.`;
-  return `${speed} ${text} Measured here and now, once. The chat goes on from the tapered answer.`;
+  const speed = `Tapered ran at ${ratio} the tokens per second of full depth, between ${low} and ${high} with 95 % confidence.`;
+  return `${speed} ${text} The chat goes on from the tapered answer.`;
+}
+
+// The median ratio over steps that ran in turn, and its 95 % interval, as src/taper/cli/terminal.py computes them.
+function speedup(full, tapered) {
+  const steps = (seconds) => seconds.slice(1).map((second, i) => Math.max(second - seconds[i], 1e-9));
+  const shorter = steps(tapered);
+  const ratios = steps(full).slice(0, shorter.length).map((step, i) => step / shorter[i]).sort((a, b) => a - b);
+  const middle = (ratios.length - 1) / 2;
+  const spread = 0.98 * Math.sqrt(ratios.length);
+  return [middle, middle - spread, middle + spread].map((rank) => {
+    return ratios[Math.min(Math.max(Math.round(rank), 0), ratios.length - 1)];
+  });
 }
 
 function showError(error) {
