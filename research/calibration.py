@@ -91,7 +91,7 @@ def orders(cache: Path, model: str) -> dict[str, Any]:
     llm = LLM(model, threads=THREADS, max_batch_size=64)
     store = open_store(content_hash(llm.path), current_conditions(llm))
     full = DepthPolicy.full(llm.config.num_hidden_layers)
-    prompts = encode_prompts(llm, builtin_prompts(), 0, 256)
+    prompts = list(encode_prompts(llm, builtin_prompts(), 0, 256))
     _, held_out = split(completions(llm, prompts, full, ANSWER_TOKENS, store, lambda: None))
     measurements = Measurements(llm.engine, first_steps(held_out, COMPARED_STEPS), store)
     order = load_policy(SHIPPED / model / "fast.json").skip_order

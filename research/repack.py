@@ -51,7 +51,7 @@ def answers(path: Path) -> list[Reference]:
     """Greedy answers of a model at full depth to some of the built-in prompts."""
     llm = LLM(path, device="cpu", context=CONTEXT, threads=THREADS, max_batch_size=PROMPTS)
     full = DepthPolicy.full(llm.config.num_hidden_layers)
-    prompts = encode_prompts(llm, builtin_prompts(), 0, MAX_PROMPTS)[:PROMPTS]
+    prompts = list(encode_prompts(llm, builtin_prompts(), 0, MAX_PROMPTS))[:PROMPTS]
     params, stops = SamplingParams(max_tokens=ANSWER_TOKENS), llm.tokenizer.eos_token_ids
     completed = llm.engine.complete(Request(prompt, params, full, stops) for prompt in prompts)
     return [Reference(prompt, tuple(answer)) for prompt, answer in zip(prompts, completed, strict=True)]

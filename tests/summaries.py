@@ -15,7 +15,15 @@ from taper.calibration.statistics import (
     SolvedProblems,
 )
 from taper.calibration.store import Conditions
-from taper.calibration.summary import Budget, CalibratedModel, CalibrationSummary, Frontier, PromptCounts, Speedup
+from taper.calibration.summary import (
+    Budget,
+    CalibratedModel,
+    CalibrationSummary,
+    Example,
+    Frontier,
+    PromptCounts,
+    Speedup,
+)
 from taper.policy import ModelIdentity
 
 
@@ -77,4 +85,8 @@ def summary(layers: int = 6, *, tapers: bool = True, agreement: float = 0.953) -
         curve=curve,
         by_step=LossByStep([22 - step // 4 for step in steps], kl, [1 - x for x in kl]),
         frontier=frontier(layers),
+        examples=[
+            Example("Why is the <sky> blue?", "Because of the light of the sun.", "Because of the colour of the sun."),
+            Example("And the sea?", "It mirrors the sky.", "It mirrors the sky."),
+        ],
     )

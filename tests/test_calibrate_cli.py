@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import sqlite3
@@ -15,10 +16,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from forked import run_taper
+from rich.progress import Task, TaskID
 from test_calibration import comparable
 
 from taper import DepthPolicy
 from taper.cli import cli
+from taper.cli.calibrate import calibrate
+from taper.cli.terminal import TimeLeft
 
 PROMPTS = "".join(f"tell me about number {i}\n" for i in range(10))
 
@@ -30,6 +34,33 @@ def arguments(tiny_gguf, tmp_path):
     options = ["--model", tiny_gguf, "--prompts", tmp_path / "prompts.txt", "--out", tmp_path / "out" / "policy.json"]
     options += ["--max-kl", "90", "--answer-tokens", "32", "--threads", "1", "--dtype", "f32"]
     return ["calibrate", *map(str, options)]
+
+
+def test_options_are_listed_in_groups():
+    said = CliRunner().invoke(cli, ["calibrate", "--help"]).output
+    headings = ["Model:", "Budget, one at least, or a speed:", "Prompts:", "Adapters:", "Results:", "Other:"]
+    places = [said.index(f"\n{heading}") for heading in headings]
+    assert places == sorted(places)
+    options = [param.opts[-1] for param in calibrate.params if not param.hidden]
+    assert [name for name in options if not re.search(rf"{name}\b", said)] == []
+
+
+def test_the_time_left_grows_while_nothing_gets_done():
+    now, column = [0.0], TimeLeft()
+    task = Task(TaskID(0), "search", 1.0, 0.0, _get_time=lambda: now[0])
+    assert str(column.render(task)) == "-:--:--"
+    now[0], task.completed = 0.1, 0.5  # measured before, and kept
+    assert str(column.render(task)) == "0:00:01"
+    now[0] = 50.0
+    assert str(column.render(task)) == "0:00:50"
+    now[0] = 100.0
+    column.render(task)
+    now[0] = 170.0  # the burst is forgotten
+    assert str(column.render(task)) == "-:--:--"
+    now[0], task.completed = 180.0, 0.75
+    assert str(column.render(task)) == "0:01:20"
+    task.completed = 1.0
+    assert str(column.render(task)) == "0:00:00"
 
 
 def test_writes_a_policy_and_says_what_it_costs(arguments, tmp_path):

@@ -589,6 +589,29 @@ def test_calibrate_finds_validates_and_resumes(llm, tmp_path):
     assert max(ran) <= 20  # only the clock runs: prompts and single steps
 
 
+def test_a_quick_look_takes_few_prompts_and_short_outputs(llm, monkeypatch):
+    monkeypatch.setattr("taper.calibration.run.QUICK_PROMPTS", 8)
+    asked = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the last"}]
+    stages = set()
+    result = calibrate(
+        llm, [*prompts_of(20), asked], max_kl=50.0, quick=True, progress=lambda stage, part: stages.add(stage)
+    )
+    summary = result.summary
+    assert summary.prompts.search + summary.prompts.held_out == 8
+    assert summary.prompts.quick
+    assert len(summary.by_step.kl) <= 48
+    assert summary.problems is None
+    assert not any("problems" in stage for stage in stages)
+    assert len(summary.examples) == 3
+    for example in summary.examples:
+        assert example.prompt in [*prompts_of(20), "the last"]
+        for mode, written in (("full", example.full), ("taper", example.policy)):
+            policy = result.policy if mode == "taper" else None
+            prompt = asked if example.prompt == "the last" else example.prompt
+            output = llm.generate(prompt, max_tokens=48, temperature=0, policy=policy, mode=None if policy else "full")
+            assert output.text.strip().startswith(written.rstrip("\ufffd"))
+
+
 @pytest.mark.parametrize("tokens", [2, 5])
 def test_the_shortest_outputs_calibrate_too(llm, tokens):
     """Fewer steps than the clock needs to warm up, and too few to say anything."""
@@ -616,9 +639,9 @@ def test_the_next_output_after_a_tapered_one_is_measured(llm):
 
 def test_no_prompt_is_both_searched_on_and_held_out(llm):
     prompts = prompts_of(12)
-    ids = encode_prompts(llm, [*prompts, *prompts], 0, 100)
+    ids = list(encode_prompts(llm, [*prompts, *prompts], 0, 100))
     assert len(ids) == len(set(ids)) == 12
-    assert encode_prompts(llm, prompts, 1, 100) != ids
+    assert list(encode_prompts(llm, prompts, 1, 100)) != ids
     assert len(encode_prompts(llm, prompts, 0, 9)) == 9
 
 

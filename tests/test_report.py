@@ -15,6 +15,7 @@ from matplotlib.image import imread
 from summaries import around, summary
 
 from taper.calibration import report
+from taper.calibration.clock import TimedRuns
 from taper.calibration.report import write_report
 from taper.calibration.statistics import Estimate, Losses, PolicyAndFull
 from taper.calibration.summary import Budget, CalibrationSummary, Frontier, interval, verdict
@@ -112,6 +113,31 @@ def test_page_says_what_was_found():
     assert "hurts" not in said
 
 
+def test_the_page_begins_with_answers_whose_differences_are_marked():
+    source = page(summary())
+    body = source[source.index("<body>") : source.index('<div class="verdict')]
+    assert body.index("tiny: constant start=8 min_depth=4") < body.index("Why is the &lt;sky&gt; blue?")
+    assert re.findall("<mark>(.*?)</mark>", body) == [" light", " colour"]
+    assert body.count("It mirrors the sky.") == 2
+    assert "not a choice" not in words(replace(summary(), examples=[]))
+
+
+def test_a_policy_that_is_slower_is_not_to_be_used():
+    data = summary()
+    for median, said in ((0.97, True), (1.02, False)):
+        slow = replace(data, speedup=replace(data.speedup, measured=TimedRuns(median, 0.95, 1.1)))
+        assert ("Do not use this policy here" in words(slow)) == said
+        assert ("Not every timed run was faster" in words(slow)) != said
+    assert "it is the measurement that you will see" in words(data)
+
+
+def test_a_quick_look_says_that_it_is_one():
+    data = summary()
+    quick = replace(data, prompts=replace(data.prompts, quick=True), problems=None)
+    assert "A quick look: 22 held-out prompts" in words(quick)
+    assert "quick look" not in words(data)
+
+
 def test_a_missed_budget_and_a_policy_that_hurts_are_said_plainly():
     data = replace(summary(agreement=0.85), budget=Budget(max_kl=0.05, min_agreement=0.9))
     repetition = PolicyAndFull(around(0.3), around(0.118))
@@ -149,7 +175,7 @@ def test_names_are_text_and_never_markup():
     source = page(replace(data, model=replace(data.model, name='<b>&"{{ 1 }}')))
     assert "<b>&" not in source
     assert "<i>" not in source
-    assert "<h1>&lt;b&gt;&amp;&#34;{{ 1 }}</h1>" in source
+    assert "<h1>&lt;b&gt;&amp;&#34;{{ 1 }}: &lt;i&gt;</h1>" in source
 
 
 @pytest.mark.parametrize("fails", ["write", "replace"])

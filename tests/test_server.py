@@ -370,6 +370,84 @@ def test_an_effort_of_reasoning_is_none_or_for_a_model_that_thinks(tiny_llama):
             assert server.chat(**fields).json()["error"]["param"] == "reasoning_effort"
 
 
+def test_parallel_tool_calls_false_ends_an_output_after_its_first_call(tiny_llama):
+    call = '{"name": "weather", "arguments": {"at": "sea"}}'
+    with serving(tiny_llama, template=TOOLS_TEMPLATE, context=1000) as server:
+        force_text(server, f"first\n<tool_call>\n{call}\n</tool_call> more text <tool_call>")
+        reply = server.chat(tools=[TOOL], max_tokens=100, taper=ENDS, parallel_tool_calls=False).json()["choices"][0]
+        assert reply["message"]["content"] == "first"
+        assert [call["function"]["arguments"] for call in reply["message"]["tool_calls"]] == ['{"at": "sea"}']
+        assert reply["finish_reason"] == "tool_calls"
+
+
+READ = {
+    "name": "read",
+    "description": "Reads a file",
+    "parameters": {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "type": "object",
+        "properties": {"filePath": {"type": "string"}, "offset": {"description": "a line", "type": "number"}},
+        "required": ["filePath"],
+        "additionalProperties": False,
+    },
+}
+
+
+CALLED = {"id": "call_1", "type": "function", "function": {"name": "read", "arguments": '{"filePath":"a.py"}'}}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        # opencode, through the AI SDK's provider for servers of OpenAI's kind
+        {
+            "messages": [
+                {"role": "system", "content": "You are opencode."},
+                {"role": "user", "content": [{"type": "text", "text": "Read it."}, {"type": "text", "text": "a.py"}]},
+                {
+                    "role": "assistant",
+                    "content": "",
+                    "tool_calls": [CALLED],
+                },
+                {"role": "tool", "tool_call_id": "call_1", "content": "<file>\n00001| x = 1\n</file>"},
+            ],
+            "temperature": 0.55,
+            "top_p": 1,
+            "tool_choice": "auto",
+            "reasoning_effort": "medium",
+        },
+        # Cline and those that came from it
+        {
+            "messages": [
+                {
+                    "role": "system",
+                    "content": [{"type": "text", "text": "You are Cline.", "cache_control": {"type": "ephemeral"}}],
+                },
+                {"role": "user", "content": [{"type": "text", "text": "<task>\nRead a.py\n</task>"}]},
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [CALLED | {"index": 0}],
+                },
+                {"role": "tool", "tool_call_id": "call_1", "content": ""},
+                {"role": "user", "content": "go on"},
+            ],
+            "temperature": 0,
+            "tool_choice": "auto",
+            "parallel_tool_calls": False,
+        },
+    ],
+)
+def test_requests_of_coding_agents_are_taken(tiny_llama, fields):
+    with serving(tiny_llama, template=TOOLS_TEMPLATE, context=1000) as server:
+        tools = [{"type": "function", "function": READ}]
+        stream = events(
+            server.chat(**fields, tools=tools, max_tokens=8, stream=True, stream_options={"include_usage": True})
+        )
+        assert stream[-1]["usage"]["completion_tokens"] == 8
+        assert stream[-2]["choices"][0]["finish_reason"] == "length"
+
+
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 NESTED = '<tool_call>{"name": "f", "arguments": {"a": "}\\"</tool_call>{", "b": {}}, "id": 3}</tool_call>'
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib import resources
@@ -95,26 +95,32 @@ def _json_prompt(data: Any, where: str) -> Prompt:
     return prompt
 
 
-def encode_prompts(llm: LLM, prompts: Sequence[Prompt], seed: int, max_prompts: int) -> list[tuple[int, ...]]:
-    """Token ids of the different prompts, shuffled by the seed, `max_prompts` at most.
+def encode_prompts(llm: LLM, prompts: Sequence[Prompt], seed: int, max_prompts: int) -> dict[tuple[int, ...], str]:
+    """Different prompts by their token ids, shuffled by the seed, `max_prompts` at most: of each what was said last.
 
     Raises:
         RequestError: a prompt cannot be completed, or there are too few to split.
     """
-    encoded: dict[tuple[int, ...], None] = {}
+    encoded: dict[tuple[int, ...], str] = {}
     for number, prompt in enumerate(prompts, 1):
         try:
-            encoded[tuple(llm.encode(prompt))] = None
+            ids = tuple(llm.encode(prompt))
         except RequestError as error:
             raise RequestError(f"prompt {number}: {error.message}", error.hint) from None
+        encoded[ids] = _last_text(prompt)
     if len(encoded) < MIN_PROMPTS:
         raise RequestError(
             f"{len(encoded)} different prompts are too few",
             f"give at least {MIN_PROMPTS}: one half is searched on, the other is held out",
         )
-    ids = list(encoded)
-    order = np.random.default_rng(seed).permutation(len(ids))[:max_prompts]
-    return [ids[i] for i in order]
+    different = list(encoded.items())
+    order = np.random.default_rng(seed).permutation(len(different))[:max_prompts]
+    return dict(different[i] for i in order)
+
+
+def _last_text(prompt: Prompt) -> str:
+    last = prompt if isinstance(prompt, str | Mapping) else prompt[-1]
+    return last if isinstance(last, str) else str(last["content"])
 
 
 def completions(

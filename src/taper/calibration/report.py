@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 from collections.abc import Mapping
+from difflib import SequenceMatcher
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -42,7 +44,8 @@ def write_report(folder: Path, summary: CalibrationSummary) -> None:
 
 def _page(summary: CalibrationSummary, pictures: Mapping[str, bytes]) -> str:
     template = resources.files(__package__).joinpath("report.html").read_text(encoding="utf-8")
-    words = {"verdict_text": verdict(summary), "remarks": remarks(summary), "limits": limits(summary)}
+    words: dict[str, Any] = {"verdict_text": verdict(summary), "remarks": remarks(summary), "limits": limits(summary)}
+    words["answers"] = [(one.prompt, *_differing(one.full, one.policy)) for one in summary.examples]
     names = {**vars(summary), "verdict": summary.verdict, "smoothed": SMOOTHED, "min_steps": MIN_STEPS}
     return render(template, pictures, **names, **words)
 
@@ -54,6 +57,15 @@ def render(template: str, pictures: Mapping[str, bytes], **names: Any) -> str:
     style = resources.files(__package__).joinpath("report.css").read_text(encoding="utf-8")
     encoded = {name: base64.b64encode(picture).decode() for name, picture in pictures.items()}
     return environment.from_string(template).render(names, pictures=encoded, style=Markup(style))
+
+
+def _differing(one: str, other: str) -> tuple[list[tuple[str, bool]], list[tuple[str, bool]]]:
+    """Two texts in parts, each with whether the other one lacks it."""
+    words, others = (re.findall(r"\s*\S+", text) for text in (one, other))
+    blocks = SequenceMatcher(None, words, others, autojunk=False).get_opcodes()
+    ours = [("".join(words[first:end]), kind != "equal") for kind, first, end, _, _ in blocks if end > first]
+    theirs = [("".join(others[first:end]), kind != "equal") for kind, _, _, first, end in blocks if end > first]
+    return ours, theirs
 
 
 # The pictures

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..backends import choose_device
-from ..errors import RequestError, whole_number
+from ..errors import RequestError, flag, whole_number
 from ..llm import LLM, Prompt
 from ..models import model_name
 from ..models.download import content_hash
@@ -38,10 +38,22 @@ from .search import (
 )
 from .statistics import Estimate, LossEstimate, free_running, loss_by_step, over_steps
 from .store import Measurements, Tick, current_conditions, digest, numbers, open_store, skipping
-from .summary import Budget, CalibratedModel, CalibrationSummary, Frontier, PromptCounts, Speedup, Validation, to_plain
+from .summary import (
+    Budget,
+    CalibratedModel,
+    CalibrationSummary,
+    Example,
+    Frontier,
+    PromptCounts,
+    Speedup,
+    Validation,
+    to_plain,
+)
 
 REFERENCE_TOKENS = 128  # most tokens of an output, if no length is planned for
 MAX_PROMPTS = 256
+QUICK_PROMPTS, QUICK_TOKENS = 24, 48  # for a first look
+EXAMPLES = 3  # outputs that people see
 SLOTS = {"cpu": 64, "cuda": 16}  # prompts whose keys and values stay; a GPU takes memory for all at once
 MIN_SLOTS = 3  # the clock alternates between three depths
 StageProgress = Callable[[str, float], None]  # a stage, and what part of it was done since the last call
@@ -70,6 +82,7 @@ def calibrate(
     speedup: float | None = None,
     adapters: DepthPolicy | None = None,
     answer_tokens: int | None = None,
+    quick: bool = False,
     seed: int = 0,
     name: str = "",
     progress: StageProgress | None = None,
@@ -89,6 +102,7 @@ def calibrate(
         speedup: instead of a budget: the best quality at this predicted speed, times that of full depth, above 1.
         adapters: a policy with adapters: its order is kept, and only the curve is searched for.
         answer_tokens: length of output to plan for, at least 2; default the median of the model's own, up to 128.
+        quick: a first look with 24 prompts, outputs of up to 48 tokens and no word problems: intervals are wide.
         seed: of the split of the prompts, and of the sample.
         name: of the policy, at most 100 printable characters.
         progress: called with a stage and what part of it, 0 to 1, was done since the last call.
@@ -114,8 +128,8 @@ def calibrate(
     if adapters is not None:
         check_adapters(llm, adapters)
     with closing(Calibrator(llm, seed, progress)) as calibrator:
-        ids = encode_prompts(llm, prompts, seed, MAX_PROMPTS)
-        return calibrator.run(ids, budget, answer_tokens, name, adapters)
+        texts = encode_prompts(llm, prompts, seed, QUICK_PROMPTS if flag("quick", quick) else MAX_PROMPTS)
+        return calibrator.run(texts, budget, answer_tokens, name, adapters, quick)
 
 
 def check_adapters(llm: LLM, policy: DepthPolicy) -> None:
@@ -228,15 +242,16 @@ class Calibrator:
 
     def run(
         self,
-        prompts: Sequence[tuple[int, ...]],
+        texts: Mapping[tuple[int, ...], str],
         budget: Budget,
         answer_tokens: int | None,
         name: str,
         adapters: DepthPolicy | None,
+        quick: bool,
     ) -> Calibration:
-        """All stages in turn."""
-        llm, layers = self.llm, self.layers
-        max_tokens = answer_tokens or REFERENCE_TOKENS
+        """All stages in turn; `texts` are prompts by their token ids."""
+        llm, layers, prompts = self.llm, self.layers, list(texts)
+        max_tokens = answer_tokens or (QUICK_TOKENS if quick else REFERENCE_TOKENS)
         context, longest = llm.engine.backend.context_length, max(map(len, prompts))
         if longest + max_tokens > context:
             raise RequestError(
@@ -252,7 +267,7 @@ class Calibrator:
             )
         middle = sorted(prompts, key=len)[len(prompts) // 2]
         cost = self.cost(middle, planned, adapters)
-        problems = word_problems(llm, self.store)
+        problems = None if quick else word_problems(llm, self.store)
         with self.measurements(first_steps(search[:COMPLETIONS], STEPS)) as measurements:
             if adapters is None:
                 importance, skipped = self.order(measurements, problems, self._rounds(budget, cost), HARMLESS)
@@ -263,14 +278,16 @@ class Calibrator:
             score = partial(self.score, problems, measurements)
             policy, on_search_prompts = fit_curve(budget, order, measurements, cost, planned, score, self.ticks)
 
-        validated, scores = self.validate(held_out, policy, max_tokens, problems)
+        validated, scores, own = self.validate(held_out, policy, max_tokens, problems)
+        pairs = list(zip(held_out, own, strict=True))[:EXAMPLES]
+        examples = [Example(texts[full.prompt_ids], self.text(full), self.text(tapered)) for full, tapered in pairs]
         depths = [layers - count for count in range(1, len(order.searched) + 1)]
         summary = CalibrationSummary(
             mean_depth=round(policy.mean_depth(planned), 3),
             speedup=Speedup(round(cost.speedup(policy, planned), 4), self.speedup(middle, policy, planned)),
             **vars(validated),
             model=self.model,
-            prompts=PromptCounts(len(search), len(held_out), digest(sorted(prompts))),
+            prompts=PromptCounts(len(search), len(held_out), digest(sorted(prompts)), quick or None),
             seed=self.seed,
             budget=budget,
             tokens=sum(len(reference.prompt_ids) + len(reference.completion_ids) for reference in references),
@@ -291,6 +308,7 @@ class Calibrator:
                 {depth: skipped.kl for depth, skipped in zip(depths, order.searched, strict=True)},
             ),
             harmless_layers=None if problems is None else order.harmless,
+            examples=examples,
         )
         if policy.adapters is not None:  # those that it uses; a file needs no others
             skipped_layers = policy.skip_order[: layers - policy.min_depth]
@@ -303,15 +321,19 @@ class Calibrator:
 
     def validate(
         self, held_out: Sequence[Reference], policy: DepthPolicy, max_tokens: int, problems: Problems | None
-    ) -> tuple[Validation, Scores]:
-        """What a policy costs on held-out outputs of full depth, in its own outputs and on held-out problems."""
+    ) -> tuple[Validation, Scores, list[Reference]]:
+        """What a policy costs on held-out outputs of full depth, in its own outputs and on held-out problems; these."""
         scores = self._scores("validation on held-out prompts", held_out, policy)
         own = self.complete("outputs of the policy", [r.prompt_ids for r in held_out], policy, max_tokens)
         own_scores = self._scores("outputs of the policy at full depth", own, self.full)
         solved = None if problems is None else problems.validate(policy, partial(self.ticks, "word problems"))
         free = free_running(own, own_scores, held_out, scores)
         after = self._next_outputs(own, policy, max_tokens)
-        return Validation(over_steps(scores), free, problems=solved, next_output=after), scores
+        return Validation(over_steps(scores), free, problems=solved, next_output=after), scores, own
+
+    def text(self, output: Reference) -> str:
+        """The text of an output."""
+        return self.llm.tokenizer.decode(output.completion_ids).strip()
 
     def _next_outputs(self, own: Sequence[Reference], policy: DepthPolicy, max_tokens: int) -> LossEstimate | None:
         """What it costs outputs at full depth that the policy's own come before them, keys and values filled."""

@@ -72,7 +72,7 @@ class Losses:
     """What a policy costs over all steps, and over the tapered ones, which skip layers."""
 
     all_steps: LossEstimate = field(metadata={"json": "all steps"})
-    # None: fewer than `MIN_STEPS` of them.
+    # None: fewer than `MIN_STEPS` of them, too few to say anything. The policy tapers late, or hardly at all.
     tapered_steps: LossEstimate | None = field(default=None, metadata={"json": "tapered steps"})
 
 

@@ -108,11 +108,12 @@ class CalibratedModel:
 
 @dataclass(frozen=True)
 class PromptCounts:
-    """How many prompts were searched on and held out, and a hash of all of them."""
+    """How many prompts were searched on and held out, and a hash of all of them; whether they are those of `quick`."""
 
     search: int
     held_out: int
     sha256: str
+    quick: bool | None = None  # None: no
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,15 @@ class Frontier:
 
     speedup: dict[int, float]  # by depth
     kl: dict[int, float]  # mean KL by depth, nats
+
+
+@dataclass(frozen=True)
+class Example:
+    """A held-out prompt, and how full depth and the policy go on from it, as text."""
+
+    prompt: str
+    full: str
+    policy: str
 
 
 @dataclass(frozen=True)
@@ -163,6 +173,7 @@ class CalibrationSummary(Validation):
     frontier: Frontier
     # How many of the first layers can be skipped before fewer word problems are solved; None without word problems.
     harmless_layers: int | None = None
+    examples: list[Example] = field(default_factory=list)
 
     @property
     def verdict(self) -> BudgetVerdict | None:
@@ -244,17 +255,23 @@ def verdict(summary: CalibrationSummary) -> str:
 def remarks(summary: CalibrationSummary) -> list[str]:
     """What a user should know before any figure."""
     tapered, speed, repetition = summary.held_out.tapered_steps, summary.speedup, summary.free_running.repetition
-    problems = summary.problems
+    problems, prompts = summary.problems, summary.prompts
+    quick = (
+        f"A quick look: {prompts.held_out} held-out prompts and no word problems. Calibrate without --quick before you "
+        "rely on it."
+    )
     if tapered is None:
-        return []
+        return [quick] if prompts.quick else []
     asked_speed = summary.budget.speedup or 0.0
     texts = {
+        "Do not use this policy here: measured, it is slower than full depth.": speed.measured.median < 1,
+        quick: bool(prompts.quick),
         "This policy hurts: at more than one tapered step in ten another token becomes the likeliest. Expect other "
         "answers than at full depth, and read some before you use it.": tapered.agreement.value < HURTS,
         "It solves significantly fewer word problems than full depth: do not trust its arithmetic.": (
             problems is not None and problems.difference.high < 0
         ),
-        "Not every timed run was faster than full depth.": speed.measured.slowest <= 1,
+        "Not every timed run was faster than full depth.": speed.measured.slowest <= 1 <= speed.measured.median,
         "Measured, it is slower than was asked for.": speed.measured.fastest < asked_speed,
         "Left to itself, it repeats itself more than the model does at full depth.": (
             repetition.policy.low > repetition.full.high

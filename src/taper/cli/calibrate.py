@@ -13,7 +13,7 @@ import click
 
 from ..errors import RequestError
 from ..models.policies import ADAPTERS_SUFFIX, load_policy, save_policy
-from .common import check_file, check_report, import_heal, load, model_options, say, stages
+from .common import GroupedCommand, check_file, check_report, import_heal, load, model_options, say, stages
 
 if TYPE_CHECKING:
     from ..calibration.run import Calibration
@@ -23,11 +23,21 @@ _NOT_MET = 1
 _LIMITS = ("max_kl", "min_agreement", "max_nll_increase", "speedup")
 # Options that do nothing without a task, and those that do nothing with one.
 _FOR_TASKS = ("margin", "problems", "split", "data_dir", "fewshot", "chat", "max_tokens", "filter_name")
-_FOR_PROMPTS = (*_LIMITS, "answer_tokens", "prompts", "report", "heal")
+_FOR_PROMPTS = (*_LIMITS, "answer_tokens", "quick", "prompts", "report", "heal")
 _TASK_BATCH_SIZE = 32
 
 
-@click.command()
+_GROUPS = {
+    "Model": ("model", "device", "dtype", "context", "threads", "no_repack"),
+    "Budget, one at least, or a speed": _LIMITS,
+    "Prompts": ("prompts", "answer_tokens", "quick", "seed"),
+    "Adapters": ("adapters", "heal"),
+    "A task instead of a budget": ("task", *_FOR_TASKS),
+    "Results": ("out", "report", "name", "as_json"),
+}
+
+
+@click.command(cls=GroupedCommand, groups=_GROUPS)
 @model_options
 @click.option(
     "--prompts",
@@ -57,6 +67,13 @@ _TASK_BATCH_SIZE = 32
     "--answer-tokens",
     type=click.IntRange(2),
     help="Length of output to plan for. Default: the median of the model's own, up to 128.",
+)
+@click.option(
+    "--quick",
+    is_flag=True,
+    default=None,
+    show_default=False,
+    help="A first look in minutes: 24 prompts, short outputs, no word problems; wide intervals.",
 )
 @click.option("--baselines", is_flag=True, hidden=True)  # until 0.3
 @click.option("--task", metavar="NAME|FILE", help="Instead of a budget: hold the accuracy on a task (see --margin).")
@@ -134,7 +151,7 @@ def _to_prompts(out: Path, as_json: bool, options: dict[str, Any]) -> DepthPolic
         check_report("--report", options["report"])
     llm = load(options, max_batch_size=batch_size(len(prompts), options["device"]))
     names = (*_LIMITS, "answer_tokens", "seed", "name")
-    find = partial(run, llm, prompts, **{name: options[name] for name in names})
+    find = partial(run, llm, prompts, quick=bool(options["quick"]), **{name: options[name] for name in names})
     with stages() as progress:
         result = find(progress=progress, adapters=adapters)
     if train:
@@ -193,7 +210,7 @@ def _print(result: Calibration) -> None:
         title = "the next output, at full depth, after a tapered one"
         print_table((title, "KL, nats", "agreement, %"), [("", interval(after.kl), interval(after.agreement, 100))])
     notes = remarks(summary)
-    if summary.problems is None:
+    if summary.problems is None and not summary.prompts.quick:
         notes.insert(0, "No word problems: full depth solves too few of them, or the context is too short.")
     if notes:
         click.echo("\n" + "\n".join(notes))

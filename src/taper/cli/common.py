@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -41,6 +41,26 @@ def with_options(options: Sequence[Command], command: Command) -> Command:
     for option in reversed(options):
         command = option(command)
     return command
+
+
+class GroupedCommand(click.Command):
+    """A command whose help lists its options under headings.
+
+    Args:
+        groups: the names of the parameters under each heading; what is in none of them comes last.
+    """
+
+    def __init__(self, *args: Any, groups: Mapping[str, Sequence[str]], **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._groups = groups
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the groups."""
+        described = {param.name: param.get_help_record(ctx) for param in self.get_params(ctx)}
+        rest = [name for name in described if not any(name in names for names in self._groups.values())]
+        for heading, names in {**self._groups, "Other": rest}.items():
+            with formatter.section(heading):
+                formatter.write_dl([record for name in names if (record := described[name])])
 
 
 def model_options(command: Command) -> Command:
@@ -151,13 +171,13 @@ def check_report(option: str, folder: Path) -> None:
 @contextmanager
 def stages() -> Generator[Callable[[str, float], None], None, None]:
     """A bar for each stage, with the time it took and the time left; without a terminal, a line for each stage."""
-    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-    from .terminal import console
+    from .terminal import TimeLeft, console
 
     screen = console()
     tasks: dict[str, TaskID] = {}
-    columns = (TextColumn("{task.description:<36}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description:<36}"), BarColumn(), TimeElapsedColumn(), TimeLeft())
     with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bars:
 
         def advance(stage: str, part: float) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from itertools import pairwise, takewhile
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
 from rich.panel import Panel
+from rich.progress import ProgressColumn, Task
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -25,6 +28,7 @@ _CHART_HEIGHT, _CHART_WIDTH = 5, 72
 _CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])  # all but tab and newline
 _THINK, _THINK_END = "<think>", "</think>"
 _UNLIMITED = 10_000  # columns of a file or pipe
+_WINDOW = 60  # seconds back from which the time left is told
 _MIN_WIDTH = 60  # columns; in fewer, or in COLUMNS=0, nothing could be read
 
 
@@ -148,6 +152,33 @@ def console(stderr: bool = True, wide: bool = False) -> Console:
     if wide and not screen.is_terminal:
         screen.width = _UNLIMITED
     return screen
+
+
+class TimeLeft(ProgressColumn):
+    """The time that is left, from what was done in the last minute up to now.
+
+    Measurements that were kept pass in an instant. A column that looked only at the times between them would say one
+    second for as long as the first new one takes.
+    """
+
+    max_refresh = 0.5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: defaultdict[int, deque[tuple[float, float]]] = defaultdict(deque)  # seconds and what was done
+
+    def render(self, task: Task) -> Text:
+        """Minutes and seconds, or dashes while nothing was done in the last minute."""
+        seen, now, left = self._seen[task.id], task.get_time(), (task.total or 0.0) - task.completed
+        if left <= 0:
+            return Text("0:00:00")
+        seen.append((now, task.completed))
+        while len(seen) > 2 and seen[1][0] <= now - _WINDOW:
+            seen.popleft()
+        first, before = seen[0]
+        if task.completed <= before:
+            return Text("-:--:--")
+        return Text(str(timedelta(seconds=math.ceil(left * (now - first) / (task.completed - before)))))
 
 
 @dataclass

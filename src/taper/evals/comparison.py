@@ -215,7 +215,7 @@ class Study:
     @cached_property
     def influence(self) -> list[float]:
         """Block influence of each layer on outputs to built-in prompts, which are not problems of a task: [L]."""
-        prompts = encode_prompts(self.llm, builtin_prompts(), 0, INFLUENCE_PROMPTS)
+        prompts = list(encode_prompts(self.llm, builtin_prompts(), 0, INFLUENCE_PROMPTS))
         references = completions(self.llm, prompts, self.full, INFLUENCE_TOKENS, self._store, lambda: None)
         with self.measurements(references) as measurements:
             return measurements.block_influence()

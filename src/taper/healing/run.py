@@ -111,7 +111,7 @@ def heal(
         raise RequestError(f"policy {policy.label} skips no layer", "choose another policy")
     layers = policy.skip_order[: skipped + BEYOND]
     with closing(Calibrator(llm, seed, progress)) as calibrator:
-        ids = encode_prompts(llm, prompts, seed, MAX_PROMPTS)
+        ids = list(encode_prompts(llm, prompts, seed, MAX_PROMPTS))
         healer = _Healer(calibrator, policy, layers, ids, 60 * minutes, rank, report or (lambda evaluation: None))
         return healer.run()
 

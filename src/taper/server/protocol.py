@@ -21,6 +21,7 @@ from starlette.responses import JSONResponse
 
 from ..errors import ModelError, RequestError, TaperError, printable, shown
 from ..models.files import without_mark
+from .tool_calls import CLOSE
 
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 1000
 MAX_BIASED_TOKENS = 1024
@@ -411,6 +412,11 @@ class ChatRequest(CompletionFields):
         return {function.name: function.parameters or _NO_PARAMETERS for function in functions}
 
     @property
+    def stops(self) -> list[str]:
+        """The texts that end an output: the end of a call too, if the model may call one tool only."""
+        return super().stops + ([CLOSE] if self.usable_tools and self.parallel_tool_calls is False else [])
+
+    @property
     def json_schema(self) -> dict[str, Any] | None:
         """The JSON schema that outputs must keep; None for any text."""
         if isinstance(self.response_format, SchemaFormat):
@@ -430,9 +436,6 @@ class ChatRequest(CompletionFields):
         if self.required_tools and self.own.ignore_eos:
             message = "with ignore_eos, a call would never end"
             raise RequestError(message, "leave out ignore_eos or tool_choice", "taper.ignore_eos")
-        if self.usable_tools and self.parallel_tool_calls is False and not self.required_tools:
-            message = "the model decides how many tools it calls at a time, unless tool_choice requires one"
-            raise RequestError(message, "leave out parallel_tool_calls", "parallel_tool_calls")
         if self.json_schema is not None and self.usable_tools:
             raise RequestError("tools and response_format exclude each other", "leave out one of the two", "tools")
         if self.json_schema is not None and self.own.ignore_eos:

@@ -13,7 +13,7 @@ from ..models.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_OPEN, CLOSE = "<tool_call>", "</tool_call>"
 # Up to the object of the arguments, in the order in which templates ask for it.
 _HEAD = re.compile(_OPEN + r'\s*{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"arguments"\s*:\s*(?={)')
 
@@ -61,13 +61,15 @@ class ToolCallParser:
                 content += self._held[:start].rstrip("\n")
                 self._begin(head[1], deltas)
                 self._arguments, self._held = _Arguments(), self._held[head.end() :]
-            elif (end := self._held.find(_CLOSE, start)) >= 0:
-                end += len(_CLOSE)
-                call = _read_call(self._held[start + len(_OPEN) : end - len(_CLOSE)])
-                content += self._held[:end] if call is None else self._held[:start].rstrip("\n")
-                if call is not None:
+            elif last or CLOSE in self._held[start:]:
+                text, close, rest = self._held[start + len(_OPEN) :].partition(CLOSE)
+                call = _read_call(text)
+                if call is None:
+                    content += f"{self._held[:start]}{_OPEN}{text}{close}"
+                else:
+                    content += self._held[:start].rstrip("\n")
                     self._begin(call["name"], deltas, call["arguments"])
-                self._held, self._after_call = self._held[end:], call is not None
+                self._held, self._after_call = rest, call is not None
             else:
                 break
         if self._arguments is None:
@@ -92,8 +94,8 @@ class ToolCallParser:
             deltas.append({"index": self.num_calls - 1, "function": {"arguments": piece}})
         if not self._arguments.have_ended:
             return False
-        if (end := self._held.find(_CLOSE)) >= 0:
-            self._held = self._held[end + len(_CLOSE) :]
+        if (end := self._held.find(CLOSE)) >= 0:
+            self._held = self._held[end + len(CLOSE) :]
         elif last:
             self._held = self._held.lstrip().removeprefix("}")
         else:
