@@ -25,18 +25,23 @@ from typing import Any
 from decode import conditions, write
 from server_process import CHAT, COMPLETIONS, Reply, Server, free_port, post, request_bytes, send, serving
 
-from taper import LLM, SamplingParams
+from taper import LLM
 from taper.models import find_model
 from taper.models.download import DEFAULT_MODEL
 
 NAME, SLOTS, CONTEXT, CLIENTS, WAITING = "load", 8, 512, 24, 12
 POLICIES = ("full", "balanced", "fast")
+# What requests ask for; the model recommends the rest, and all of it where there is nothing.
+SAMPLING: list[dict[str, Any]] = [
+    {}, {}, {"temperature": 0}, {"temperature": 1.0, "top_p": 1.0}, {"temperature": 0.7, "top_k": 20, "top_p": 0.8},
+    {"temperature": 0.9, "min_p": 0.05}, {"presence_penalty": 0.5, "frequency_penalty": 0.2, "repetition_penalty": 1.0},
+]  # fmt: skip
 TEXT = "lighthouse river why seven the blue machine explains how winter counts stones to children and sleeps"
 # How often each thing happens, of 20.
 KINDS = {"json": 5, "stream": 5, "leave stream": 3, "leave json": 2, "bad request": 3, "not a request": 1, "silent": 1}
 BAD = [
     {"model": "other"}, {"max_tokens": 0}, {"messages": []}, {"unknown": 1}, {"n": 99}, {"temperature": "hot"},
-    {"stop": [""]}, {"taper": {"policy": "none"}}, {"logit_bias": {"-1": 1}}, {"response_format": {"type": "xml"}},
+    {"stop": [5]}, {"taper": {"policy": "none"}}, {"logit_bias": {"-1": 1}}, {"response_format": {"type": "xml"}},
 ]  # fmt: skip
 NOT_REQUESTS = [b"\x00" * 100, b"GET\r\n\r\n", b"POST / HTTP/1.1\r\nContent-Length: x\r\n\r\n", b"{" * 70_000]
 WARM_UP_SECONDS = 180.0
@@ -59,10 +64,10 @@ def make_cases(llm: LLM, count: int, rng: random.Random) -> list[Case]:
     for number in range(count):
         prompt = (shared if number % 2 else "") + " ".join(rng.choices(words, k=rng.randint(3, 80)))
         options = {"max_tokens": rng.choice([1, 8, 30, 60, 120]), "seed": number}
-        options["temperature"] = rng.choice([0.0, 0.0, 0.8])
+        options |= rng.choice(SAMPLING)
         policy = rng.choice(POLICIES)
         chosen = llm.resolve_policy(mode="full") if policy == "full" else llm.resolve_policy(policy)
-        text = llm.generate(prompt, SamplingParams(**options), policy=chosen).text
+        text = llm.generate(prompt, llm.sampling_params(**options), policy=chosen).text
         messages = [{"role": "user", "content": prompt}]
         cases.append(Case({"model": NAME, "messages": messages, **options, "taper": {"policy": policy}}, text))
     return cases
@@ -261,7 +266,7 @@ def main() -> None:
     if "load" in options.parts:
         result["conditions"] = about | {"kv_cache": "f32", "batch": SLOTS, "dtype": "f32", "context": CONTEXT}
         result["conditions"] |= {"clients": CLIENTS, "max_waiting": WAITING, "different_requests": len(cases)}
-        result["conditions"]["of_20"] = KINDS
+        result["conditions"] |= {"of_20": KINDS, "sampling": SAMPLING}
         for unused in ("answer_tokens", "rounds", "statistic"):
             result["conditions"].pop(unused)
         port = free_port()
