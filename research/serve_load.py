@@ -31,9 +31,10 @@ from taper.models.download import DEFAULT_MODEL
 
 NAME, SLOTS, CONTEXT, CLIENTS, WAITING = "load", 8, 512, 24, 12
 POLICIES = ("full", "balanced", "fast")
-# What requests ask for; the model recommends the rest, and all of it where there is nothing.
+# What requests ask for; the model recommends the rest, and all of it where there is nothing. All filter: over a whole
+# vocabulary at temperature 1, one draw in thousands lies so near to a border that rounding in another batch moves it.
 SAMPLING: list[dict[str, Any]] = [
-    {}, {}, {"temperature": 0}, {"temperature": 1.0, "top_p": 1.0}, {"temperature": 0.7, "top_k": 20, "top_p": 0.8},
+    {}, {}, {"temperature": 0}, {"temperature": 1.0, "top_p": 0.9}, {"temperature": 0.7, "top_k": 20, "top_p": 0.8},
     {"temperature": 0.9, "min_p": 0.05}, {"presence_penalty": 0.5, "frequency_penalty": 0.2, "repetition_penalty": 1.0},
 ]  # fmt: skip
 TEXT = "lighthouse river why seven the blue machine explains how winter counts stones to children and sleeps"
