@@ -39,14 +39,20 @@ ALLOWED = {
 }
 SERVER = {"fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client", "llguidance"}
 # vLLM's classes, names of files to fetch, and llama.cpp's programs and shapes of models as users name them.
-OTHERS_NAMES = {"vllm_plugin/__init__.py", "models/download.py", "bench/peers.py", "bench/target.py", "cli/bench.py"}
+OTHERS_NAMES = {
+    "backends/ggml/library.py",
+    "vllm_plugin/__init__.py",
+    "models/download.py",
+    "bench/peers.py",
+    "bench/target.py",
+    "cli/bench.py",
+}
 HEAVY = {
     "torch": {
         *(f"backends/{name}.py" for name in ("__init__", "torch")),
         *("healing/student.py", "healing/train.py"),
         *("hf.py", "bench/torch_device.py", "bench/peers.py", "vllm_plugin/models.py"),
     },
-    "ggml": {f"backends/ggml/{name}.py" for name in ("__init__", "cache", "graph", "repack", "tensors", "weights")},
     "transformers": {"hf.py", "bench/torch_device.py"},
     "matplotlib": {"calibration/report.py", "evals/reproduce.py", "cli/bench.py"},
     "fastapi": {f"server/{name}.py" for name in ("app", "protocol")},

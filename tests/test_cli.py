@@ -206,16 +206,18 @@ def test_policy_picture_marks_core_flex_and_skipped_layers():
 
 
 def test_version_says_what_ggml_was_built_with_and_what_to_do_about_it(monkeypatch):
-    from taper.backends.ggml import repack as features
+    from taper.backends.ggml.library import ggml
 
     shown = CliRunner().invoke(cli, ["--version"]).stdout
-    assert shown.startswith(f"taper {__version__}, ggml-python ")
+    assert shown.startswith(f"taper {__version__}, ggml ")
     built = {"AVX2": False, "REPACK": True}
-    monkeypatch.setattr(features, "features", lambda: built)
+    monkeypatch.setattr(ggml, "features", lambda: built)
+    monkeypatch.setattr(ggml, "rejected", ["a library: too old"])
     lines = CliRunner().invoke(cli, ["--version"]).stdout.splitlines()
-    assert lines[0].endswith("with REPACK")
-    assert [line.split(":")[0] for line in lines[1:]] == ["without AVX2", "without LLAMAFILE"]
-    assert "CMAKE_ARGS=-DGGML_LLAMAFILE=ON" in lines[2]
+    assert lines[1].endswith("built with REPACK")
+    assert str(ggml.place.folder) in lines[1]
+    assert [line.split(":")[0] for line in lines[2:]] == ["not used", "without AVX2", "without LLAMAFILE"]
+    assert "CMAKE_ARGS=-DGGML_LLAMAFILE=ON" in lines[4]
 
 
 def test_no_repack_changes_no_token_in_f32(run):

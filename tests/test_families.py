@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import cache
 from types import SimpleNamespace
 
-import ggml
 import numpy as np
 import pytest
 import torch
@@ -27,6 +26,7 @@ from tiny import (
 
 import taper.hf
 from taper.backends.ggml import GgmlBackend
+from taper.backends.ggml.library import ggml
 from taper.engine import Engine
 from taper.errors import ModelError
 from taper.models import load_model
@@ -105,7 +105,7 @@ def test_a_prompt_alone_equals_a_batch_and_a_second_turn_a_cold_start(family, ki
 def test_what_other_families_need_costs_these_no_operation(tmp_path, architecture, nodes):
     backend = make_backend("ggml", make_tiny(tmp_path, architecture).load())
     backend.forward(one_slot(backend, [5], (0,)))
-    assert [ggml.ggml_graph_n_nodes(graph.pointer) for graph in backend._graphs.values()] == [nodes]
+    assert [ggml.graph_n_nodes(graph.pointer) for graph in backend._graphs.values()] == [nodes]
 
 
 @BACKENDS

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from dataclasses import replace
 
-import ggml
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
@@ -13,6 +12,7 @@ from gguf.quants import dequantize
 from tiny import one_slot
 
 from taper.backends.ggml import GgmlBackend
+from taper.backends.ggml.library import ggml
 from taper.backends.ggml.weights import convert
 from taper.backends.torch import TorchBackend
 from taper.errors import ModelError
@@ -46,7 +46,7 @@ def quantised(dtype: str, floats: np.ndarray) -> Tensor:
         return Tensor(dtype, floats.shape, random_blocks(dtype, rows * columns, floats[0].view(np.uint32)))
     data = np.zeros(rows * row_bytes(dtype, columns), np.uint8)
     pointer = np.ascontiguousarray(floats, np.float32).ctypes.data_as(ctypes.POINTER(ctypes.c_float))
-    ggml.ggml_quantize_chunk(WEIGHT_TYPES[dtype][0], pointer, data.ctypes.data, 0, rows, columns, None)
+    ggml.quantize_chunk(WEIGHT_TYPES[dtype][0], pointer, data.ctypes.data, 0, rows, columns, None)
     return Tensor(dtype, floats.shape, data)
 
 
@@ -83,7 +83,7 @@ def random_blocks(dtype: str, count: int, seed: np.ndarray) -> np.ndarray:
 
 def test_sizes_are_those_of_ggml():
     for type_id, block, size in WEIGHT_TYPES.values():
-        assert (ggml.ggml_blck_size(type_id), ggml.ggml_type_size(type_id)) == (block, size)
+        assert (ggml.blck_size(type_id), ggml.type_size(type_id)) == (block, size)
 
 
 @pytest.mark.parametrize("dtype", WEIGHT_TYPES)
@@ -107,7 +107,7 @@ def test_quantised_weights_on_the_torch_backend_equal_ggmls_in_f32(dtype):
 @pytest.mark.parametrize("statuses", [(1, 1), (1, -1), (-1,), (-2,)])  # 1: aborted, -1: failed, -2: no memory
 def test_a_computation_that_ggml_does_not_finish_is_an_error(monkeypatch, statuses):
     backend, left = GgmlBackend(CONFIG, random_model(CONFIG, "F32"), context_length=64, threads=1), list(statuses)
-    monkeypatch.setattr(ggml, "ggml_backend_graph_compute", lambda *_: left.pop(0))
+    monkeypatch.setattr(ggml, "backend_graph_compute", lambda *_: left.pop(0))
     with pytest.raises(ModelError, match=rf"ggml did not finish this computation \(status {statuses[-1]}\)"):
         logits(backend, TOKENS)
     assert not left

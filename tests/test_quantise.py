@@ -10,7 +10,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import ggml
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -26,6 +25,7 @@ from tiny import make_tiny, random_prompt, write_gguf
 from taper import LLM, SamplingParams
 from taper.backends import open_backend
 from taper.backends.ggml import GgmlBackend
+from taper.backends.ggml.library import ggml
 from taper.backends.ggml.weights import Weights, stored_types
 from taper.backends.torch import TorchBackend
 from taper.calibration.store import current_conditions
@@ -51,7 +51,7 @@ def held(weights: Weights, name: str) -> tuple[str, bytes]:
     """Type and bytes of a tensor that was not repacked."""
     tensor = weights[name].contents
     dtype = next(dtype for dtype, (type_id, _, _) in WEIGHT_TYPES.items() if type_id == tensor.type)
-    return dtype, ctypes.string_at(tensor.data, ggml.ggml_nbytes(weights[name]))
+    return dtype, ctypes.string_at(tensor.data, ggml.nbytes(weights[name]))
 
 
 @pytest.fixture(scope="module")
@@ -239,6 +239,7 @@ from dataclasses import replace
 from pathlib import Path
 from test_quantisation import CONFIG
 from taper.backends.ggml import GgmlBackend
+from taper.backends.ggml.library import ggml
 from taper.models.config import expected_shapes
 from taper.models.tensors import Tensor
 def status(name):

@@ -67,7 +67,7 @@ def test_types_without_a_layout_stay_where_they_are(dtype):
 
 
 def test_a_processor_without_layouts_works(monkeypatch):
-    monkeypatch.setattr(repack, "repacking_buffer_types", list)
+    monkeypatch.setattr(repack.ggml, "repacking_buffer_types", list)
     backend = GgmlBackend(replace(CONFIG, quantization="Q4_0"), weights("Q4_0"), context_length=64, threads=1)
     assert not taken(backend)
     assert np.isfinite(backend.forward(one_slot(backend, [1, 2, 3], (2,))).logits).all()

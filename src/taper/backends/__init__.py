@@ -64,6 +64,7 @@ class Backend(Protocol):
     config: ModelConfig
     num_slots: int
     context_length: int
+    kernels: str  # what computes, with its version
     weight_bytes: dict[str, int]  # of each tensor, in the type in which forwards read it
 
     def forward(self, batch: TokenBatch) -> ForwardOutput:

@@ -59,6 +59,7 @@ class TorchBackend:
             raise RequestError(f"dtype {dtype} does not run on {device}", f"choose one of {', '.join(DTYPES)}")
         check_device(device)
         self.config, self.num_slots, self.context_length = config, num_slots, context_length
+        self.kernels = f"torch {torch.__version__}"
         self.device, self.dtype = torch.device(device), DTYPES[dtype]
         self._use_graphs = graphs and self.device.type == "cuda"
         self._weights = {name: self._convert(name, to_torch(tensor)) for name, tensor in tensors.items()}

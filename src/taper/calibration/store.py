@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 FORMAT = 3  # part of every key: raise it when the meaning of a stored value changes
 _TABLE = f"measured_{FORMAT}"
 _TIMEOUT = 60  # seconds to wait for another process that is writing
-_KERNELS = {"ggml": "ggml-python", "torch": "torch"}  # the distribution that holds each backend's kernels
 
 Tick = Callable[[], None]  # called after each completion
 
@@ -60,7 +59,7 @@ def current_conditions(llm: LLM) -> Conditions:
         threads=llm.threads,
         machine=machine(),
         python=platform.python_version(),
-        kernels=f"{_KERNELS[backend]} {metadata.version(_KERNELS[backend])}",
+        kernels=llm.engine.backend.kernels,
     )
 
 

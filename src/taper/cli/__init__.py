@@ -32,11 +32,13 @@ def _version(context: click.Context, parameter: click.Parameter, wanted: bool) -
         return
     from importlib import metadata
 
-    from ..backends.ggml.repack import features
+    from ..backends.ggml.library import ggml
 
-    built = features()
-    kernels = f"ggml-python {metadata.version('ggml-python')} with {', '.join(name for name in built if built[name])}"
-    click.echo(f"taper {metadata.version('taper-llm')}, {kernels}")
+    built = ggml.features()
+    click.echo(f"taper {metadata.version('taper-llm')}, {ggml}")
+    click.echo(f"{ggml.place.folder}, built with {', '.join(name for name in built if built[name])}")
+    for reason in ggml.rejected:
+        click.echo(f"not used: {reason}")
     for name, advice in _ADVICE.items():
         if not built.get(name):
             click.echo(f"without {name}: {advice}")

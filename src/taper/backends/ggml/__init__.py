@@ -21,7 +21,6 @@ from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import ggml
 import numpy as np
 
 from ...errors import QUANTISED_DTYPES, ModelError
@@ -32,6 +31,7 @@ from .. import ForwardOutput, TokenBatch, available_threads, runs_by_slot
 from ..passing import PassingStates
 from .cache import KeyValueCache
 from .graph import Graph, GraphKey, Model
+from .library import STATUS_ABORTED, STATUS_SUCCESS, AbortCallback, ggml
 from .tensors import TensorContext
 from .weights import AdapterTensors, LoadProgress, Weights
 
@@ -61,6 +61,7 @@ class GgmlBackend:
         progress: LoadProgress | None = None,
     ) -> None:
         self.num_slots, self.context_length = num_slots, context_length
+        self.kernels = str(ggml.place)
         self._constants = TensorContext(config.num_hidden_layers)
         rope_factors = self._rope_factors(config.layers)
         threads = threads or available_threads()
@@ -75,14 +76,14 @@ class GgmlBackend:
         self._model = Model(config, weights, cache, rope_factors, exact, keeps_states)
         self._graphs: OrderedDict[GraphKey, Graph] = OrderedDict()
         self._adapters: WeakKeyDictionary[Adapters, AdapterTensors] = WeakKeyDictionary()  # those in use
-        self._backend = ggml.ggml_backend_cpu_init()
-        params = ggml.ggml_threadpool_params_default(threads)
-        self._threadpool = ggml.ggml_threadpool_new(ctypes.byref(params))
-        ggml.ggml_backend_cpu_set_n_threads(self._backend, threads)
-        ggml.ggml_backend_cpu_set_threadpool(self._backend, self._threadpool)
+        self._backend = ggml.backend_cpu_init()
+        params = ggml.threadpool_params_default(threads)
+        self._threadpool = ggml.threadpool_new(ctypes.byref(params))
+        ggml.backend_cpu_set_n_threads(self._backend, threads)
+        ggml.backend_cpu_set_threadpool(self._backend, self._threadpool)
         self._compute = InterruptibleCompute(self._backend)
         self._pid = os.getpid()  # threads and their locks do not survive a fork
-        self._allocator = ggml.ggml_gallocr_new(ggml.ggml_backend_get_default_buffer_type(self._backend))
+        self._allocator = ggml.gallocr_new(ggml.backend_get_default_buffer_type(self._backend))
 
     def _rope_factors(self, layers: tuple[LayerSpec, ...]) -> tuple[Any, ...]:
         """A tensor of divisors of rotary frequencies for each layer, or None; equal ones are one."""
@@ -132,9 +133,9 @@ class GgmlBackend:
         self._graphs.clear()
         if self._backend is not None and os.getpid() == self._pid:
             self._compute.close()
-            ggml.ggml_gallocr_free(self._allocator)
-            ggml.ggml_backend_free(self._backend)
-            ggml.ggml_threadpool_free(self._threadpool)
+            ggml.gallocr_free(self._allocator)
+            ggml.backend_free(self._backend)
+            ggml.threadpool_free(self._threadpool)
             self._backend = None
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
@@ -171,9 +172,9 @@ class GgmlBackend:
         if key in self._graphs:
             self._graphs.move_to_end(key)
             return self._graphs[key]
-        before = ggml.ggml_gallocr_get_buffer_size(self._allocator, 0)
+        before = ggml.gallocr_get_buffer_size(self._allocator, 0)
         graph = Graph(self._model, key, self._adapter_tensors(key.adapters), self._allocator)
-        if ggml.ggml_gallocr_get_buffer_size(self._allocator, 0) != before:
+        if ggml.gallocr_get_buffer_size(self._allocator, 0) != before:
             self._graphs.clear()  # all graphs share one buffer, and it has just moved
         self._graphs[key] = graph
         if len(self._graphs) > MAX_GRAPHS:
@@ -215,8 +216,8 @@ class InterruptibleCompute:
         os.set_blocking(self._file.fileno(), False)
         self._signals = mmap.mmap(self._file.fileno(), mmap.PAGESIZE)
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._signals))
-        callback = ctypes.cast(ctypes.CDLL(None).strlen, ggml.ggml_abort_callback)
-        ggml.ggml_backend_cpu_set_abort_callback(backend, callback, address)
+        callback = ctypes.cast(ctypes.CDLL(None).strlen, AbortCallback)
+        ggml.backend_cpu_set_abort_callback(backend, callback, address)
 
     def compute(self, graph: Any, interruptible: bool = True) -> bool:
         """Compute a graph; False if a signal ended it, and the signal's handler returned: nothing was computed.
@@ -226,24 +227,24 @@ class InterruptibleCompute:
             BaseException: what the handler of a signal raised, such as KeyboardInterrupt. The graph has ended.
         """
         if not interruptible or threading.current_thread() is not threading.main_thread():  # where handlers run
-            status = ggml.ggml_backend_graph_compute(self._backend, graph)
+            status = ggml.backend_graph_compute(self._backend, graph)
         else:
             previous = _NONE  # should the next line be interrupted
             try:
                 previous = signal.set_wakeup_fd(self._file.fileno(), warn_on_full_buffer=False)
-                status = ggml.ggml_backend_graph_compute(self._backend, graph)
+                status = ggml.backend_graph_compute(self._backend, graph)
             finally:
                 signal.set_wakeup_fd(previous, warn_on_full_buffer=False)
                 self._pass_on(previous)
-        if interruptible and status == ggml.GGML_STATUS_ABORTED:
+        if interruptible and status == STATUS_ABORTED:
             return False
-        if status != ggml.GGML_STATUS_SUCCESS:
+        if status != STATUS_SUCCESS:
             raise ModelError(f"ggml did not finish this computation (status {status})", "retry with more memory free")
         return True
 
     def close(self) -> None:
         """Close the file; no graph is computed afterwards."""
-        ggml.ggml_backend_cpu_set_abort_callback(self._backend, ggml.ggml_abort_callback(), None)
+        ggml.backend_cpu_set_abort_callback(self._backend, AbortCallback(), None)
         self._file.close()
 
     def _pass_on(self, fd: int) -> None:

@@ -6,11 +6,11 @@ import math
 import mmap
 from typing import Any
 
-import ggml
 import numpy as np
 
 from ...models.config import ModelConfig
 from .. import no_room
+from .library import ggml
 from .tensors import TensorContext
 
 BUCKET = 256  # cells; attention reads whole buckets, so that one graph serves that many positions
@@ -63,7 +63,7 @@ class KeyValueCache:
         config, (item, row) = self._config, tensor.contents.nb[:2]
         first = slot * self._context_length * row
         sizes, strides = (config.head_dim, length, config.num_key_value_heads), (row, config.head_dim * item)
-        return ggml.ggml_view_3d(context, tensor, *sizes, *strides, first)
+        return ggml.view_3d(context, tensor, *sizes, *strides, first)
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:

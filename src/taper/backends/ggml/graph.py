@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
-import ggml
 import numpy as np
 
 from ...errors import ModelError
 from ...models.config import Experts, ModelConfig
 from ...policy import ADAPTER_EPS, Adapters
 from .cache import KeyValueCache
+from .library import ggml
 from .tensors import TensorContext, new_input, view
 from .weights import Weights
 
@@ -86,9 +86,9 @@ class Graph:
         nodes = config.num_hidden_layers * nodes_per_layer + _OTHER_NODES
         self._context = TensorContext(nodes, graph_nodes=nodes)
         self._inputs = {name: new_input(self._context, shape, dtype) for name, (shape, dtype) in shapes.items()}
-        self.pointer = ggml.ggml_new_graph_custom(self._context.pointer, nodes, False)
+        self.pointer = ggml.new_graph_custom(self._context.pointer, nodes, False)
         logits, hidden_states = self._build()
-        if not ggml.ggml_gallocr_alloc_graph(allocator, self.pointer):
+        if not ggml.gallocr_alloc_graph(allocator, self.pointer):
             raise ModelError("there is not enough memory for this many tokens", "lower --context or shorten the prompt")
         # An input that no retained layer reads has no memory; what is written to it goes nowhere.
         self.inputs = {
@@ -111,7 +111,7 @@ class Graph:
         if key.first_layer:
             x = self._inputs["hidden_states"]  # [hidden_size, tokens]
         else:
-            x = ggml.ggml_get_rows(context, weights["embed_tokens"], self._inputs["tokens"])
+            x = ggml.get_rows(context, weights["embed_tokens"], self._inputs["tokens"])
             x = self._scaled(x, self._model.config.embedding_scale)
         hidden_states: dict[int, Any] = {}
         if key.only_cells:
@@ -121,35 +121,35 @@ class Graph:
         for layer in range(key.first_layer, layers + 1):
             if layer in key.output_hidden_states:
                 # A copy, made before a later layer updates x in place.
-                hidden_states[layer] = self._output(ggml.ggml_dup(context, x))
+                hidden_states[layer] = self._output(ggml.dup(context, x))
             if layer < layers and (key.fill or key.num_active[layer]):
                 x = self._layer(x, layer, key.num_active[layer])
             if layer in self._adapters and key.num_active[layer] < key.runs[-1][2]:
                 x = self._adapter(x, layer, key.num_active[layer])
         if not key.num_outputs:
             return None, hidden_states
-        rows = self._norm(ggml.ggml_get_rows(context, x, self._inputs["rows"]), "norm")
+        rows = self._norm(ggml.get_rows(context, x, self._inputs["rows"]), "norm")
         head = weights.get("lm_head") or weights["embed_tokens"]
-        logits = self._scaled(ggml.ggml_mul_mat(context, head, rows), self._model.config.logit_scale)
+        logits = self._scaled(ggml.mul_mat(context, head, rows), self._model.config.logit_scale)
         return self._output(logits), hidden_states
 
     def _run(self, tensor: Any) -> None:
-        ggml.ggml_build_forward_expand(self.pointer, tensor)
+        ggml.build_forward_expand(self.pointer, tensor)
 
     def _output(self, tensor: Any) -> Any:
-        ggml.ggml_set_output(tensor)
+        ggml.set_output(tensor)
         self._run(tensor)
         return tensor
 
     def _scaled(self, x: Any, scale: float) -> Any:
-        return x if scale == 1.0 else ggml.ggml_scale(self._context.pointer, x, scale)
+        return x if scale == 1.0 else ggml.scale(self._context.pointer, x, scale)
 
     def _norm(self, x: Any, name: str) -> Any:
         """RMS norm along rows, where the model has one of this name; else x itself."""
         context, weight = self._context.pointer, self._model.weights.get(name)
         if weight is None:
             return x
-        return ggml.ggml_mul(context, ggml.ggml_rms_norm(context, x, self._model.config.rms_norm_eps), weight)
+        return ggml.mul(context, ggml.rms_norm(context, x, self._model.config.rms_norm_eps), weight)
 
     def _layer(self, x: Any, layer: int, active: int) -> Any:
         """Run a layer on the first `active` tokens of x [hidden_size, tokens]; to fill, the rest write their cells."""
@@ -164,7 +164,7 @@ class Graph:
             return x
         prefix = _rows(context, x, 0, active)
         # A part of x is updated in place: the rest keeps its value, and a token may re-enter at a later layer.
-        add = ggml.ggml_add if active == count else ggml.ggml_add_inplace
+        add = ggml.add if active == count else ggml.add_inplace
         attended = self._attention(_rows(context, h, 0, active), layer)
         prefix = add(context, prefix, self._added(attended, f"layers.{layer}.post_attention_norm"))
         h = self._mlp(self._norm(prefix, f"layers.{layer}.pre_mlp_norm"), layer)
@@ -177,11 +177,11 @@ class Graph:
         context = self._context.pointer
         down, up = self._adapters[layer]
         rest = _rows(context, x, active, x.contents.ne[1])
-        h = ggml.ggml_mul_mat(context, down, ggml.ggml_rms_norm(context, rest, ADAPTER_EPS))
-        h = ggml.ggml_mul_mat(context, up, ggml.ggml_silu_inplace(context, h))
+        h = ggml.mul_mat(context, down, ggml.rms_norm(context, rest, ADAPTER_EPS))
+        h = ggml.mul_mat(context, up, ggml.silu_inplace(context, h))
         if not active:
-            return ggml.ggml_add(context, x, h)
-        self._run(ggml.ggml_add_inplace(context, rest, h))
+            return ggml.add(context, x, h)
+        self._run(ggml.add_inplace(context, rest, h))
         return x
 
     def _added(self, h: Any, norm: str) -> Any:
@@ -190,7 +190,7 @@ class Graph:
 
     def _times(self, h: Any, layer: int, name: str) -> Any:
         """Rows h times a matrix of a layer."""
-        return ggml.ggml_mul_mat(self._context.pointer, self._model.weights[f"layers.{layer}.{name}"], h)
+        return ggml.mul_mat(self._context.pointer, self._model.weights[f"layers.{layer}.{name}"], h)
 
     def _mlp(self, h: Any, layer: int) -> Any:
         if (experts := self._model.config.layers[layer].experts) is not None:
@@ -202,35 +202,35 @@ class Graph:
         """The MLPs of the experts that the router chooses for each row of h, weighted: [hidden_size, active]."""
         context, weights = self._context.pointer, self._model.weights
         chosen, (size, active) = experts.num_experts_per_tok, h.contents.ne[:2]
-        shares = ggml.ggml_soft_max(context, self._times(h, layer, "router"))
-        ids = ggml.ggml_argsort_top_k(context, shares, chosen)  # [chosen, active]
-        shares = ggml.ggml_get_rows(context, ggml.ggml_reshape_3d(context, shares, 1, experts.num_experts, active), ids)
+        shares = ggml.soft_max(context, self._times(h, layer, "router"))
+        ids = ggml.argsort_top_k(context, shares, chosen)  # [chosen, active]
+        shares = ggml.get_rows(context, ggml.reshape_3d(context, shares, 1, experts.num_experts, active), ids)
         if experts.norm_topk_prob:
-            shares = ggml.ggml_reshape_2d(context, shares, chosen, active)
-            shares = ggml.ggml_div(context, shares, ggml.ggml_sum_rows(context, shares))
-            shares = ggml.ggml_reshape_3d(context, shares, 1, chosen, active)
+            shares = ggml.reshape_2d(context, shares, chosen, active)
+            shares = ggml.div(context, shares, ggml.sum_rows(context, shares))
+            shares = ggml.reshape_3d(context, shares, 1, chosen, active)
 
         def times(rows: Any, name: str) -> Any:
-            return ggml.ggml_mul_mat_id(context, weights[f"layers.{layer}.{name}"], rows, ids)
+            return ggml.mul_mat_id(context, weights[f"layers.{layer}.{name}"], rows, ids)
 
-        rows = ggml.ggml_reshape_3d(context, h, size, 1, active)
+        rows = ggml.reshape_3d(context, h, size, 1, active)
         out = times(self._gated(times(rows, "gate_experts"), times(rows, "up_experts")), "down_experts")
-        out = ggml.ggml_mul(context, out, shares)  # [hidden_size, chosen, active]
+        out = ggml.mul(context, out, shares)  # [hidden_size, chosen, active]
         _, stride, row = out.contents.nb[:3]
-        parts = [ggml.ggml_view_2d(context, out, size, active, row, place * stride) for place in range(chosen)]
-        return reduce(partial(ggml.ggml_add, context), parts)
+        parts = [ggml.view_2d(context, out, size, active, row, place * stride) for place in range(chosen)]
+        return reduce(partial(ggml.add, context), parts)
 
     def _gated(self, gate: Any, up: Any) -> Any:
         """The activation of `gate`, times `up`."""
         context = self._context.pointer
         if self._model.config.activation == "silu":
-            return ggml.ggml_swiglu_split(context, gate, up)
+            return ggml.swiglu_split(context, gate, up)
         if not self._model.exact:
-            return ggml.ggml_geglu_split(context, gate, up)
+            return ggml.geglu_split(context, gate, up)
         # gelu(x) = x * sigmoid(x * (a + b * x * x)) in its tanh form (arXiv 1606.08415).
-        factor = ggml.ggml_scale_bias(context, ggml.ggml_sqr(context, gate), _GELU_B, _GELU_A)
-        inner = ggml.ggml_mul(context, gate, factor)
-        return ggml.ggml_mul(context, ggml.ggml_mul(context, gate, ggml.ggml_sigmoid(context, inner)), up)
+        factor = ggml.scale_bias(context, ggml.sqr(context, gate), _GELU_B, _GELU_A)
+        inner = ggml.mul(context, gate, factor)
+        return ggml.mul(context, ggml.mul(context, gate, ggml.sigmoid(context, inner)), up)
 
     def _write_cells(self, h: Any, layer: int) -> None:
         """Write keys and values of h [hidden_size, n], the first n tokens."""
@@ -238,16 +238,16 @@ class Graph:
         keys, values = self._model.cache[layer]
         k = self._rotated(self._project(h, layer, "k", config.num_key_value_heads), layer)
         v = self._project(h, layer, "v", config.num_key_value_heads)
-        cells = ggml.ggml_view_1d(context, self._inputs["cells"], h.contents.ne[1], 0)
+        cells = ggml.view_1d(context, self._inputs["cells"], h.contents.ne[1], 0)
         for cache, new in ((keys, k), (values, v)):
-            flat = ggml.ggml_reshape_2d(context, new, config.num_key_value_heads * config.head_dim, h.contents.ne[1])
-            self._run(ggml.ggml_set_rows(context, cache, flat, cells))
+            flat = ggml.reshape_2d(context, new, config.num_key_value_heads * config.head_dim, h.contents.ne[1])
+            self._run(ggml.set_rows(context, cache, flat, cells))
 
     def _write_states(self, h: Any, layer: int, first: int) -> None:
         """Leave h [hidden_size, n], the tokens from `first` on, in the place of their keys."""
         context, cells = self._context.pointer, self._inputs["cells"]
-        part = ggml.ggml_view_1d(context, cells, h.contents.ne[1], first * cells.contents.nb[0])
-        self._run(ggml.ggml_set_rows(context, self._model.cache[layer][0], h, part))
+        part = ggml.view_1d(context, cells, h.contents.ne[1], first * cells.contents.nb[0])
+        self._run(ggml.set_rows(context, self._model.cache[layer][0], h, part))
 
     def _attention(self, h: Any, layer: int) -> Any:
         """Let the first tokens, h [hidden_size, active], attend; returns [hidden_size, active]."""
@@ -259,15 +259,13 @@ class Graph:
             if first >= active:
                 break
             rows = min(end, active) - first
-            q_rows = ggml.ggml_view_3d(
-                context, q, *q.contents.ne[:2], rows, *q.contents.nb[1:3], first * q.contents.nb[2]
-            )
+            q_rows = ggml.view_3d(context, q, *q.contents.ne[:2], rows, *q.contents.nb[1:3], first * q.contents.nb[2])
             mask_rows = _rows(context, mask, first, first + rows)
             cached = (self._model.cache.slot(context, tensor, slot, length) for tensor in self._model.cache[layer])
-            queries = ggml.ggml_permute(context, q_rows, 0, 2, 1, 3)
-            out = ggml.ggml_flash_attn_ext(context, queries, *cached, mask_rows, spec.attention_scale, 0.0, 0.0)
-            outputs = out if outputs is None else ggml.ggml_concat(context, outputs, out, 2)
-        outputs = ggml.ggml_reshape_2d(context, outputs, config.num_attention_heads * config.head_dim, active)
+            queries = ggml.permute(context, q_rows, 0, 2, 1, 3)
+            out = ggml.flash_attn_ext(context, queries, *cached, mask_rows, spec.attention_scale, 0.0, 0.0)
+            outputs = out if outputs is None else ggml.concat(context, outputs, out, 2)
+        outputs = ggml.reshape_2d(context, outputs, config.num_attention_heads * config.head_dim, active)
         return self._times(outputs, layer, "o_proj")
 
     def _project(self, h: Any, layer: int, name: str, heads: int) -> Any:
@@ -276,9 +274,9 @@ class Graph:
         whole, norm = self._model.config.layers[layer].qk_norm == "whole", f"layers.{layer}.{name}_norm"
         out = self._times(h, layer, f"{name}_proj")
         if (bias := weights.get(f"layers.{layer}.{name}_bias")) is not None:
-            out = ggml.ggml_add(context, out, bias)
+            out = ggml.add(context, out, bias)
         out = self._norm(out, norm) if whole else out
-        out = ggml.ggml_reshape_3d(context, out, self._model.config.head_dim, heads, h.contents.ne[1])
+        out = ggml.reshape_3d(context, out, self._model.config.head_dim, heads, h.contents.ne[1])
         return out if whole else self._norm(out, norm)
 
     def _rotated(self, x: Any, layer: int) -> Any:
@@ -287,9 +285,9 @@ class Graph:
         if rope is None:
             return x
         mode = _ROPE_NEIGHBOURS if rope.interleaved else _ROPE_HALVES
-        positions = ggml.ggml_view_1d(context, self._inputs["positions"], x.contents.ne[2], 0)
+        positions = ggml.view_1d(context, self._inputs["positions"], x.contents.ne[2], 0)
         factors, scaling = self._model.rope_factors[layer], (rope.theta, 1.0, 0.0, rope.attention_factor, 0.0, 0.0)
-        return ggml.ggml_rope_ext(context, x, positions, factors, rope.dim, mode, 0, *scaling)
+        return ggml.rope_ext(context, x, positions, factors, rope.dim, mode, 0, *scaling)
 
 
 def _rows(context: Any, x: Any, first: int, end: int) -> Any:
@@ -298,4 +296,4 @@ def _rows(context: Any, x: Any, first: int, end: int) -> Any:
     if (first, end) == (0, count):
         return x
     row = x.contents.nb[1]
-    return ggml.ggml_view_2d(context, x, width, end - first, row, first * row)
+    return ggml.view_2d(context, x, width, end - first, row, first * row)

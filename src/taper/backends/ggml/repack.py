@@ -10,13 +10,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import ggml
 import numpy as np
 
 from ...models.tensors import WEIGHT_TYPES, Tensor
+from .library import ggml
 from .tensors import TensorContext
-
-_SILENT = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(lambda level, text, data: None)
 
 
 class RepackedMatrices:
@@ -38,17 +36,16 @@ class RepackedMatrices:
         on_repacked: Callable[[str], None],
         threads: int,
     ) -> None:
-        ggml.ggml_log_set(_SILENT, None)  # it logs a line for each matrix
         self.tensors: dict[str, Any] = {}
         self._contexts: list[TensorContext] = []
 
         def repack(name: str) -> str:
             data = read(name)
-            ggml.ggml_backend_tensor_set(self.tensors[name], data.ctypes.data, 0, data.nbytes)
+            ggml.backend_tensor_set(self.tensors[name], data.ctypes.data, 0, data.nbytes)
             release_pages(data)
             return name
 
-        for buffer_type in repacking_buffer_types():
+        for buffer_type in ggml.repacking_buffer_types():
             kinds = {name: (types[name], matrix.shape) for name, matrix in matrices.items()}
             taken = {kind for kind in set(kinds.values()) if _takes(buffer_type, *kind)}
             names = [name for name, kind in kinds.items() if kind in taken]
@@ -66,9 +63,9 @@ class RepackedMatrices:
         """Make tensors of these types and shapes; False if there is no memory for them."""
         context = TensorContext(len(kinds))
         tensors = {name: context.new(WEIGHT_TYPES[dtype][0], shape) for name, (dtype, shape) in kinds.items()}
-        buffer = ggml.ggml_backend_alloc_ctx_tensors_from_buft(context.pointer, buffer_type)
+        buffer = ggml.backend_alloc_ctx_tensors_from_buft(context.pointer, buffer_type)
         if buffer:
-            weakref.finalize(self, ggml.ggml_backend_buffer_free, buffer).atexit = False
+            weakref.finalize(self, ggml.backend_buffer_free, buffer).atexit = False
             self._contexts.append(context)
             self.tensors |= tensors
         return bool(buffer)
@@ -78,10 +75,10 @@ def _takes(buffer_type: Any, dtype: str, shape: tuple[int, ...]) -> bool:
     """Whether a buffer type has a layout for matrices of this type and shape, as a trial shows."""
     context = TensorContext(1)
     trial = context.new(WEIGHT_TYPES[dtype][0], shape)
-    buffer = ggml.ggml_backend_alloc_ctx_tensors_from_buft(context.pointer, buffer_type)
+    buffer = ggml.backend_alloc_ctx_tensors_from_buft(context.pointer, buffer_type)
     takes = bool(buffer and trial.contents.extra)
     if buffer:
-        ggml.ggml_backend_buffer_free(buffer)
+        ggml.backend_buffer_free(buffer)
     return takes
 
 
@@ -96,37 +93,3 @@ def release_pages(data: np.ndarray) -> None:
     size = (data.ctypes.data + data.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
     if size > 0:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
-
-
-class _Feature(ctypes.Structure):
-    _fields_ = (("name", ctypes.c_char_p), ("value", ctypes.c_char_p))
-
-
-def features() -> dict[str, bool]:
-    """What the loaded library was built with, by ggml's names, such as AVX2, REPACK and LLAMAFILE."""
-    registry = ggml.ggml_backend_cpu_reg()
-    pointers = _call(registry, b"ggml_backend_get_features", registry, _Feature)
-    found: dict[str, bool] = {}
-    while pointers and (feature := pointers[len(found)]).name:
-        found[feature.name.decode()] = feature.value == b"1"
-    return found
-
-
-def repacking_buffer_types() -> list[Any]:
-    """The buffer types that repack what is put into them; none on a processor without such."""
-    registry = ggml.ggml_backend_cpu_reg()
-    device = ggml.ggml_backend_reg_dev_get(registry, 0)
-    pointers = _call(registry, b"ggml_backend_dev_get_extra_bufts", device, ctypes.c_void_p)
-    types: list[Any] = []
-    while pointers and pointers[len(types)]:
-        types.append(pointers[len(types)])
-    return types
-
-
-def _call(registry: Any, name: bytes, argument: Any, kind: Any) -> Any:
-    """What a function of a pointer returns, a pointer to `kind`; None if this library has no such function."""
-    address = ggml.ggml_backend_reg_get_proc_address(registry, name)
-    if not address:
-        return None
-    function = ctypes.CFUNCTYPE(ctypes.POINTER(kind), ctypes.c_void_p)(ctypes.cast(address, ctypes.c_void_p).value or 0)
-    return function(ctypes.cast(argument, ctypes.c_void_p))

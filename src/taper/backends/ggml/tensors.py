@@ -7,15 +7,17 @@ import math
 import weakref
 from typing import Any
 
-import ggml
 import numpy as np
+
+from . import library
+from .library import ggml
 
 ALIGNMENT = 32
 _TYPES = {
-    np.dtype(np.float32): ggml.GGML_TYPE_F32,
-    np.dtype(np.float16): ggml.GGML_TYPE_F16,
-    np.dtype(np.int32): ggml.GGML_TYPE_I32,
-    np.dtype(np.int64): ggml.GGML_TYPE_I64,
+    np.dtype(np.float32): library.TYPE_F32,
+    np.dtype(np.float16): library.TYPE_F16,
+    np.dtype(np.int32): library.TYPE_I32,
+    np.dtype(np.int64): library.TYPE_I64,
 }
 
 
@@ -23,17 +25,17 @@ class TensorContext:
     """A ggml context with room for `num_tensors`, which owns no tensor data; freed with this object."""
 
     def __init__(self, num_tensors: int, graph_nodes: int = 0) -> None:
-        size = num_tensors * ggml.ggml_tensor_overhead()
+        size = num_tensors * ggml.tensor_overhead()
         if graph_nodes:
-            size += ggml.ggml_graph_overhead_custom(graph_nodes, False)
-        self.pointer = ggml.ggml_init(ggml.ggml_init_params(mem_size=size, mem_buffer=None, no_alloc=True))
-        weakref.finalize(self, ggml.ggml_free, self.pointer).atexit = False
+            size += ggml.graph_overhead_custom(graph_nodes, False)
+        self.pointer = ggml.init(library.InitParams(mem_size=size, no_alloc=True))
+        weakref.finalize(self, ggml.free, self.pointer).atexit = False
         self._memory: list[np.ndarray] = []  # keeps alive what the tensors point to
 
     def new(self, type_id: int, shape: tuple[int, ...]) -> Any:
         """A tensor without data, of a shape in numpy's order."""
         sizes = (ctypes.c_int64 * len(shape))(*reversed(shape))
-        return ggml.ggml_new_tensor(self.pointer, type_id, len(shape), sizes)
+        return ggml.new_tensor(self.pointer, type_id, len(shape), sizes)
 
     def over(self, data: np.ndarray, type_id: int | None = None, shape: tuple[int, ...] | None = None) -> Any:
         """A tensor over an array's memory: the array's own type and shape, or bytes of another."""
@@ -47,7 +49,7 @@ class TensorContext:
 def new_input(context: TensorContext, shape: tuple[int, ...], dtype: type) -> Any:
     """An input of a graph; `view` shows its memory once the graph has been allocated."""
     tensor = context.new(_TYPES[np.dtype(dtype)], shape)
-    ggml.ggml_set_input(tensor)
+    ggml.set_input(tensor)
     return tensor
 
 

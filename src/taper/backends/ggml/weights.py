@@ -10,12 +10,12 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
-import ggml
 import numpy as np
 
 from ...errors import QUANTISED_DTYPES, ModelError, RequestError, TaperWarning
 from ...models.tensors import WEIGHT_TYPES, Tensor, row_bytes
 from ...policy import Adapters
+from .library import ggml
 from .repack import RepackedMatrices, release_pages
 from .tensors import ALIGNMENT, TensorContext, aligned
 
@@ -233,7 +233,7 @@ def convert(tensor: Tensor, dtype: str, pool: Executor | None = None) -> np.ndar
                     raise OverflowError(value)
         pointer = floats.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
         destination = target.ctypes.data + first * width
-        ggml.ggml_quantize_chunk(WEIGHT_TYPES[dtype][0], pointer, destination, 0, count, columns, None)
+        ggml.quantize_chunk(WEIGHT_TYPES[dtype][0], pointer, destination, 0, count, columns, None)
 
     for _ in (pool.map if pool else map)(convert_rows, range(0, rows, step)):
         pass
@@ -246,6 +246,6 @@ def _as_floats(data: np.ndarray, dtype: str) -> np.ndarray:
         return np.frombuffer(data.tobytes(), np.float32)
     type_id, block, size = WEIGHT_TYPES[dtype]
     floats = np.empty(len(data) // size * block, np.float32)
-    to_float = ggml.ggml_get_type_traits(type_id).contents.to_float
+    to_float = ggml.get_type_traits(type_id).contents.to_float
     to_float(data.ctypes.data, floats.ctypes.data_as(ctypes.POINTER(ctypes.c_float)), len(floats))
     return floats

@@ -1,0 +1,342 @@
+"""ggml's shared library: which one is used, and the functions and structures of it that Taper uses.
+
+`ggml` has the functions without their prefix: `ggml.mul_mat` is `ggml_mul_mat`. They are declared here from ggml's
+public headers, which say the same in all tested versions, so that any library of these versions serves. Several Python
+packages bring one. Those that pip compiled for this processor come first, as prebuilt ones know no newer kernels.
+"""
+
+from __future__ import annotations
+
+import _ctypes
+import ctypes
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from ctypes import c_bool, c_char, c_char_p, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_void_p
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...errors import ModelError
+from ...models.tensors import WEIGHT_TYPES
+
+VARIABLE = "TAPER_GGML"
+FIRST_TESTED, FIRST_UNTESTED = (0, 15), (0, 26)
+TYPE_F32, TYPE_F16, TYPE_I32, TYPE_I64 = 0, 1, 26, 27
+STATUS_SUCCESS, STATUS_ABORTED = 0, 1
+_OBJECT_SIZE = 32  # of ggml's own note about each tensor of a context
+
+
+class Tensor(ctypes.Structure):
+    """ggml_tensor."""
+
+
+TensorPointer = ctypes.POINTER(Tensor)
+Tensor._fields_ = (
+    ("type", c_int),
+    ("buffer", c_void_p),
+    ("ne", c_int64 * 4),  # elements of each dimension, the one that changes fastest first
+    ("nb", c_size_t * 4),  # bytes from one to the next
+    ("op", c_int),
+    ("op_params", c_int32 * 16),
+    ("flags", c_int32),
+    ("src", TensorPointer * 10),
+    ("view_src", TensorPointer),
+    ("view_offs", c_size_t),
+    ("data", c_void_p),
+    ("name", c_char * 64),
+    ("extra", c_void_p),
+    ("padding", c_char * 8),
+)
+
+
+class InitParams(ctypes.Structure):
+    """ggml_init_params."""
+
+    _fields_ = (("mem_size", c_size_t), ("mem_buffer", c_void_p), ("no_alloc", c_bool))
+
+
+class ThreadpoolParams(ctypes.Structure):
+    """ggml_threadpool_params."""
+
+    _fields_ = (
+        ("cpumask", c_bool * 512),
+        ("n_threads", c_int),
+        ("prio", c_int),
+        ("poll", c_uint32),
+        ("strict_cpu", c_bool),
+        ("paused", c_bool),
+    )
+
+
+class TypeTraits(ctypes.Structure):
+    """ggml_type_traits."""
+
+    _fields_ = (
+        ("type_name", c_char_p),
+        ("blck_size", c_int64),
+        ("blck_size_interleave", c_int64),
+        ("type_size", c_size_t),
+        ("is_quantized", c_bool),
+        ("to_float", ctypes.CFUNCTYPE(None, c_void_p, ctypes.POINTER(c_float), c_int64)),
+        ("from_float_ref", c_void_p),
+    )
+
+
+AbortCallback = ctypes.CFUNCTYPE(c_bool, c_void_p)
+LogCallback = ctypes.CFUNCTYPE(None, c_int, c_char_p, c_void_p)
+_SILENT = LogCallback(lambda level, text, data: None)
+
+_T, _P = TensorPointer, c_void_p  # a tensor; a context, graph, backend, buffer or allocator
+_OF_ONE, _OF_TWO, _OF_THREE = (_T, _P, _T), (_T, _P, _T, _T), (_T, _P, _T, _T, _T)
+# What each function returns, and its arguments.
+_FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "version": (c_char_p,),
+    "log_set": (None, LogCallback, c_void_p),
+    "init": (_P, InitParams),
+    "free": (None, _P),
+    "tensor_overhead": (c_size_t,),
+    "blck_size": (c_int64, c_int),
+    "type_size": (c_size_t, c_int),
+    "nbytes": (c_size_t, _T),
+    "get_type_traits": (ctypes.POINTER(TypeTraits), c_int),
+    "quantize_chunk": (c_size_t, c_int, ctypes.POINTER(c_float), c_void_p, c_int64, c_int64, c_int64, c_void_p),
+    "new_tensor": (_T, _P, c_int, c_int, ctypes.POINTER(c_int64)),
+    "set_input": (None, _T),
+    "set_output": (None, _T),
+    # Graphs
+    "new_graph_custom": (_P, _P, c_size_t, c_bool),
+    "graph_overhead_custom": (c_size_t, c_size_t, c_bool),
+    "graph_n_nodes": (c_int, _P),
+    "build_forward_expand": (None, _P, _T),
+    # Operations
+    **dict.fromkeys(("dup", "sqr", "sum_rows", "soft_max", "sigmoid", "silu_inplace"), _OF_ONE),
+    **dict.fromkeys(("add", "add_inplace", "mul", "div", "mul_mat", "get_rows"), _OF_TWO),
+    **dict.fromkeys(("swiglu_split", "geglu_split"), _OF_TWO),
+    **dict.fromkeys(("mul_mat_id", "set_rows"), _OF_THREE),
+    "scale": (*_OF_ONE, c_float),
+    "scale_bias": (*_OF_ONE, c_float, c_float),
+    "rms_norm": (*_OF_ONE, c_float),
+    "argsort_top_k": (*_OF_ONE, c_int),
+    "concat": (*_OF_TWO, c_int),
+    "permute": (*_OF_ONE, c_int, c_int, c_int, c_int),
+    "reshape_2d": (*_OF_ONE, c_int64, c_int64),
+    "reshape_3d": (*_OF_ONE, c_int64, c_int64, c_int64),
+    "view_1d": (*_OF_ONE, c_int64, c_size_t),
+    "view_2d": (*_OF_ONE, c_int64, c_int64, c_size_t, c_size_t),
+    "view_3d": (*_OF_ONE, c_int64, c_int64, c_int64, c_size_t, c_size_t, c_size_t),
+    "rope_ext": (*_OF_THREE, c_int, c_int, c_int, *(c_float,) * 6),
+    "flash_attn_ext": (*_OF_THREE, _T, c_float, c_float, c_float),
+    # Memory
+    "gallocr_new": (_P, _P),
+    "gallocr_free": (None, _P),
+    "gallocr_alloc_graph": (c_bool, _P, _P),
+    "gallocr_get_buffer_size": (c_size_t, _P, c_int),
+    "backend_alloc_ctx_tensors_from_buft": (_P, _P, _P),
+    "backend_buffer_free": (None, _P),
+    "backend_tensor_set": (None, _T, c_void_p, c_size_t, c_size_t),
+    # The CPU
+    "backend_cpu_init": (_P,),
+    "backend_free": (None, _P),
+    "backend_get_default_buffer_type": (_P, _P),
+    "backend_graph_compute": (c_int, _P, _P),
+    "backend_cpu_set_n_threads": (None, _P, c_int),
+    "backend_cpu_set_threadpool": (None, _P, _P),
+    "backend_cpu_set_abort_callback": (None, _P, AbortCallback, c_void_p),
+    "backend_cpu_reg": (_P,),
+    "backend_reg_dev_get": (_P, _P, c_size_t),
+    "backend_reg_get_proc_address": (c_void_p, _P, c_char_p),
+    "threadpool_params_default": (ThreadpoolParams, c_int),
+    "threadpool_new": (_P, ctypes.POINTER(ThreadpoolParams)),
+    "threadpool_free": (None, _P),
+}
+
+
+class Feature(ctypes.Structure):
+    """ggml_backend_feature."""
+
+    _fields_ = (("name", c_char_p), ("value", c_char_p))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a library may be: a folder, and the package that brought it; "" for `$TAPER_GGML`."""
+
+    folder: Path
+    package: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.package} {metadata.version(self.package)}" if self.package else str(self.folder)
+
+
+class Library:
+    """ggml, loaded and checked; its functions are attributes.
+
+    Raises:
+        ModelError: it cannot be loaded, or is not what is declared here.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.rejected: list[str] = []  # libraries before this one, and what is wrong with each
+        self._handles: list[ctypes.CDLL] = []
+        try:
+            # Each needs those before it; loaded by their paths, they find one another without a search path.
+            for name in ("ggml-base", "ggml-cpu", "ggml"):
+                self._handles.append(ctypes.CDLL(str(_file(place.folder, name))))
+            for name, (returned, *arguments) in _FUNCTIONS.items():
+                function = self._function(f"ggml_{name}")
+                function.restype, function.argtypes = returned, arguments
+                setattr(self, name, function)
+            self._check()
+        except (OSError, ModelError) as error:
+            self._close()
+            raise ModelError(f"{place}: {error.message if isinstance(error, ModelError) else error}") from None
+
+    def __getattr__(self, name: str) -> Any:  # the functions, for type checkers
+        raise AttributeError(name)
+
+    def __str__(self) -> str:
+        return f"ggml {self.version().decode()} of {self.place}"
+
+    @cached_property
+    def version_numbers(self) -> tuple[int, ...]:
+        """Such as (0, 25, 3)."""
+        return tuple(int(part) for part in self.version().decode().split("-")[0].split(".") if part.isdigit())
+
+    def features(self) -> dict[str, bool]:
+        """What it was built with, by ggml's names, such as AVX2, REPACK and LLAMAFILE."""
+        registry = self.backend_cpu_reg()
+        pointers = self.extension(registry, b"ggml_backend_get_features", registry, Feature)
+        found: dict[str, bool] = {}
+        while pointers and (feature := pointers[len(found)]).name:
+            found[feature.name.decode()] = feature.value == b"1"
+        return found
+
+    def repacking_buffer_types(self) -> list[Any]:
+        """The buffer types that repack what is put into them; none on a processor without such."""
+        registry = self.backend_cpu_reg()
+        device = self.backend_reg_dev_get(registry, 0)
+        pointers = self.extension(registry, b"ggml_backend_dev_get_extra_bufts", device, c_void_p)
+        types: list[Any] = []
+        while pointers and pointers[len(types)]:
+            types.append(pointers[len(types)])
+        return types
+
+    def extension(self, registry: Any, name: bytes, argument: Any, kind: Any) -> Any:
+        """What a function of a pointer returns, a pointer to `kind`; None if this library has no such function."""
+        address = self.backend_reg_get_proc_address(registry, name)
+        return ctypes.CFUNCTYPE(ctypes.POINTER(kind), c_void_p)(address)(argument) if address else None
+
+    def _function(self, name: str) -> Any:
+        for handle in self._handles:
+            with suppress(AttributeError):
+                return getattr(handle, name)
+        raise ModelError(f"it has no {name}")
+
+    def _check(self) -> None:
+        """Check version and layout of structures, and the sizes of the types that we use."""
+        if not FIRST_TESTED <= self.version_numbers[:2] < FIRST_UNTESTED:
+            first, last = (".".join(map(str, version)) for version in (FIRST_TESTED, FIRST_UNTESTED))
+            raise ModelError(f"it is ggml {self.version().decode()}; tested are {first} up to, not including, {last}")
+        if self.tensor_overhead() != ctypes.sizeof(Tensor) + _OBJECT_SIZE:
+            raise ModelError("its tensors are not laid out as in the tested versions")
+        for dtype, (type_id, block, size) in WEIGHT_TYPES.items():
+            if (self.blck_size(type_id), self.type_size(type_id)) != (block, size):
+                raise ModelError(f"its {dtype} has other blocks than the tested versions")
+        self.log_set(_SILENT, None)  # it logs a line for each matrix that it repacks
+        backend = self.backend_cpu_init()
+        try:
+            plain = self.backend_get_default_buffer_type(backend)
+            for buffer_type in (plain, *self.repacking_buffer_types()):
+                self._check_product(backend, plain, buffer_type)
+        finally:
+            self.backend_free(backend)
+
+    def _check_product(self, backend: Any, plain: Any, buffer_type: Any) -> None:
+        """Multiply a small matrix that lies in a buffer of this type, and compare with numpy."""
+        rows, columns, tokens, dtype = 16, 64, 3, WEIGHT_TYPES["Q4_0"][0]
+        rng = np.random.default_rng(0)
+        matrix, x = (rng.normal(0, 1, (count, columns)).astype(np.float32) for count in (rows, tokens))
+        quantised = np.empty(rows * columns // 32 * 18, np.uint8)
+        source = matrix.ctypes.data_as(ctypes.POINTER(c_float))
+        self.quantize_chunk(dtype, source, quantised.ctypes.data, 0, rows, columns, None)
+        contexts = [self.init(InitParams(mem_size=1 << 16, no_alloc=True)) for _ in range(2)]
+        buffers = []
+        try:
+            weights = self.new_tensor(contexts[0], dtype, 2, (c_int64 * 2)(columns, rows))
+            buffers.append(self.backend_alloc_ctx_tensors_from_buft(contexts[0], buffer_type))
+            if buffer_type != plain and not weights.contents.extra:
+                return  # it has no layout for this type
+            vectors = self.new_tensor(contexts[1], TYPE_F32, 2, (c_int64 * 2)(columns, tokens))
+            product = self.mul_mat(contexts[1], weights, vectors)
+            graph = self.new_graph_custom(contexts[1], 8, False)
+            self.build_forward_expand(graph, product)
+            buffers.append(self.backend_alloc_ctx_tensors_from_buft(contexts[1], plain))
+            self.backend_tensor_set(weights, quantised.ctypes.data, 0, quantised.nbytes)
+            self.backend_tensor_set(vectors, x.ctypes.data, 0, x.nbytes)
+            self.backend_graph_compute(backend, graph)
+            computed = np.array((c_float * (rows * tokens)).from_address(product.contents.data), np.float32)
+            # Four bits of each weight and eight of each input; a wrong product is off by about eight.
+            if not np.abs(computed.reshape(tokens, rows) - x @ matrix.T).max() < 3:
+                raise ModelError("its product of two small matrices is wrong")
+        finally:
+            for buffer in buffers:
+                self.backend_buffer_free(buffer)
+            for context in contexts:
+                self.free(context)
+
+    def _close(self) -> None:
+        """Unload it: a loader takes one library of a name for another, and the next one has the same names."""
+        if os.name == "posix":
+            for handle in reversed(self._handles):
+                _ctypes.dlclose(handle._handle)
+
+
+def _file(folder: Path, name: str) -> Path:
+    names = {"win32": f"{name}.dll", "darwin": f"lib{name}.dylib"}
+    return folder / names.get(sys.platform, f"lib{name}.so")
+
+
+def _places() -> Iterator[Place]:
+    """Where libraries may be, the best first."""
+    if folder := os.environ.get(VARIABLE):
+        yield Place(Path(folder))
+        return
+    for package, module, inside in (
+        ("llama-cpp-python", "llama_cpp", ("lib",)),  # names of packages, not of architectures
+        ("libggml-python", "libggml", ("lib64", "lib", "bin")),
+        ("ggml-python", "ggml", ("lib",)),
+    ):
+        spec = find_spec(module)
+        for root in (spec.submodule_search_locations or ()) if spec else ():
+            yield from (
+                Place(Path(root) / name, package) for name in inside if _file(Path(root) / name, "ggml").exists()
+            )
+
+
+def _load() -> Library:
+    """The first library that passes its checks; those before it are named with what is wrong.
+
+    Raises:
+        ModelError: there is none.
+    """
+    reasons = []
+    for place in _places():
+        try:
+            library = Library(place)
+        except ModelError as error:
+            reasons.append(error.message)
+        else:
+            library.rejected = reasons
+            return library
+    raise ModelError("; ".join(reasons) or "there is no ggml library", 'pip install "taper-llm"')
+
+
+ggml = _load()

@@ -1,0 +1,87 @@
+"""ggml's library: what is used of several, and that one which is not what was declared is refused."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from taper.backends.ggml import library
+from taper.backends.ggml.library import Library, ggml
+from taper.errors import ModelError
+from taper.models.tensors import WEIGHT_TYPES
+
+PLACE = ggml.place
+ALL = list(library._places())
+
+
+def used(folder: str | Path) -> subprocess.CompletedProcess[str]:
+    """`taper --version` with `$TAPER_GGML`, in a process of its own: two libraries of a name exclude each other."""
+    environment = {**os.environ, library.VARIABLE: str(folder)}
+    command = [sys.executable, "-m", "taper", "--version"]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+
+@pytest.mark.parametrize("place", ALL, ids=str)
+def test_each_library_that_is_installed_passes_its_checks(place):
+    result = used(place.folder)
+    assert result.returncode == 0, result.stderr
+    assert str(place.folder) in result.stdout
+
+
+def test_a_folder_without_a_library_is_told_in_one_line(tmp_path):
+    result = used(tmp_path)
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1
+    assert str(tmp_path) in result.stderr
+    (tmp_path / library._file(tmp_path, "ggml-base").name).write_bytes(b"no library")
+    assert used(tmp_path).returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("FIRST_TESTED", (0, 99), "tested are 0.99"),
+        ("FIRST_UNTESTED", (0, 1), "not including, 0.1"),
+        ("_OBJECT_SIZE", 40, "not laid out"),
+        ("WEIGHT_TYPES", {**WEIGHT_TYPES, "Q4_0": (2, 32, 20)}, "Q4_0 has other blocks"),
+        ("_FUNCTIONS", {"no_such_function": (None,)}, "no ggml_no_such_function"),
+    ],
+)
+def test_a_library_that_is_not_what_was_declared_is_refused(monkeypatch, name, value, says):
+    monkeypatch.setattr(library, name, value)
+    monkeypatch.setattr(Library, "_close", lambda self: None)  # the tests go on with it
+    with pytest.raises(ModelError, match=says):
+        Library(PLACE)
+
+
+def test_wrong_products_are_noticed(monkeypatch):
+    monkeypatch.setattr(Library, "_close", lambda self: None)
+    get = Library._function
+
+    def wrong(self, name):
+        function = get(self, name)
+        if name != "ggml_backend_tensor_set":
+            return function
+
+        def zeros(tensor, data, offset, size):
+            function(tensor, ctypes.create_string_buffer(size), offset, size)
+
+        return zeros
+
+    monkeypatch.setattr(Library, "_function", wrong)
+    with pytest.raises(ModelError, match="product of two small matrices is wrong"):
+        Library(PLACE)
+
+
+def test_a_refused_library_is_named_and_the_next_one_taken(monkeypatch, tmp_path):
+    nothing = library.Place(tmp_path)
+    monkeypatch.setattr(library, "_places", lambda: iter([nothing, PLACE]))
+    taken = library._load()
+    assert taken.place == PLACE
+    assert len(taken.rejected) == 1
+    assert str(tmp_path) in taken.rejected[0]
