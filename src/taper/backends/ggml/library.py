@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import ModelError
-from ...models.tensors import WEIGHT_TYPES
+from ...models.tensors import WEIGHT_TYPES, row_bytes
 
 VARIABLE = "TAPER_GGML"
 FIRST_TESTED, FIRST_UNTESTED = (0, 15), (0, 26)
@@ -264,7 +264,7 @@ class Library:
         rows, columns, tokens, dtype = 16, 64, 3, WEIGHT_TYPES["Q4_0"][0]
         rng = np.random.default_rng(0)
         matrix, x = (rng.normal(0, 1, (count, columns)).astype(np.float32) for count in (rows, tokens))
-        quantised = np.empty(rows * columns // 32 * 18, np.uint8)
+        quantised = np.empty(rows * row_bytes("Q4_0", columns), np.uint8)
         source = matrix.ctypes.data_as(ctypes.POINTER(c_float))
         self.quantize_chunk(dtype, source, quantised.ctypes.data, 0, rows, columns, None)
         contexts = [self.init(InitParams(mem_size=1 << 16, no_alloc=True)) for _ in range(2)]
