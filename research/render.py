@@ -30,7 +30,9 @@ MARK = re.compile(r"(<!-- (\w+\.md\.j2): python research/render\.py -->\n).*?(<!
 def load(folder: Path = RESULTS) -> dict[str, Any]:
     """The results by kind: `decode` is decode.json, and `methods` has methods-MODEL.json of each model by its name."""
     results: dict[str, Any] = {kind: {} for kind in ("bench", "calibration", "claims", "harness", "methods")}
-    results |= {kind: {} for kind in ("repetition", "second_turn", "session", "task_calibration", "task_signals")}
+    results |= {
+        kind: {} for kind in ("gpu_bench", "repetition", "second_turn", "session", "task_calibration", "task_signals")
+    }
     for path in sorted(folder.glob("*.json")):
         kind, _, model = path.stem.partition("-")
         (results[kind] if model else results)[model or kind] = json.loads(path.read_text())
@@ -104,7 +106,7 @@ def rendered(folder: Path = RESULTS) -> dict[Path, str]:
     def text(template: str, **more: Any) -> str:
         return wrapped(jinja.get_template(template).render(results, **more))
 
-    pages = {PAGES / f"{name}.md": text(f"{name}.md.j2") for name in ("results", "fleets", "session")}
+    pages = {PAGES / f"{name}.md": text(f"{name}.md.j2") for name in ("results", "fleets", "gpu", "session")}
     for name, kind in {
         "paper": "claims",
         "methods": "methods",

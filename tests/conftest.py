@@ -8,9 +8,12 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 from tiny import PLAIN, TinyModel, make_tiny, write_gguf
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
 settings.register_profile("taper", deadline=None)  # a busy machine must not fail a test
 settings.load_profile("taper")
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # pytest runs in the background; processes of tests get Ctrl-C

@@ -49,10 +49,11 @@ OTHERS_NAMES = {
 }
 HEAVY = {
     "torch": {
-        *(f"backends/{name}.py" for name in ("__init__", "torch")),
+        *(f"backends/{name}.py" for name in ("__init__", "fused", "torch")),
         *("healing/student.py", "healing/train.py"),
         *("hf.py", "bench/torch_device.py", "bench/peers.py", "vllm_plugin/models.py"),
     },
+    "triton": {"backends/fused.py", "backends/triton_kernels.py"},
     "transformers": {"hf.py", "bench/torch_device.py"},
     "matplotlib": {"calibration/report.py", "evals/reproduce.py", "cli/bench.py"},
     "fastapi": {f"server/{name}.py" for name in ("app", "protocol")},

@@ -135,7 +135,7 @@ def test_steps_by_depth_take_turns_and_run_their_layers(backend):
     times = step_ms_by_depth(backend, (4, 1, 2), (6, 5, 3), steps=2, first_position=7)
     assert list(times) == [6, 5, 3]
     assert all(ms > 0 for ms in times.values())
-    assert backend.forwards == [(1, 6), (1, 5), (1, 3)] * 5
+    assert backend.forwards == [(1, 6), (1, 6), (1, 5), (1, 5), (1, 3), (1, 3)] * 5
     step_ms_by_depth(backend, (), (6,), steps=1, first_position=backend.context_length - 2)
 
 

@@ -26,6 +26,7 @@ def test_captured_steps_equal_the_reference_implementation(tiny):
     for name, policy in policies(loaded.config.num_hidden_layers).items():
         backend = make(loaded)
         assert complete(Engine(backend), [prompt], [policy])[0] == reference_ids(tiny, prompt, policy), name
+        assert backend._fused is not None
         assert len(backend._graphs) == len({policy.depth(step) for step in range(1, 40)})
 
 

@@ -1,14 +1,16 @@
 """The CUDA backend: a compact decoder with a static key-value cache. Runs on a CPU too, where the tests use it.
 
 A decode step whose rows all have one depth replays a CUDA graph, captured on first use for each (depth pattern,
-batch, KV bucket); everything else runs eagerly. Knows neither policies nor text.
+batch, KV bucket); everything else runs eagerly. Graphs of one token run the kernels of `fused`, where those fit
+the model. Knows neither policies nor text.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -22,13 +24,16 @@ from ..policy import ADAPTER_EPS, Adapters
 from . import ForwardOutput, TokenBatch, runs_by_slot
 from .passing import PassingStates
 
+if TYPE_CHECKING:
+    from .fused import FusedLayers
+
 FIRST_BUCKET = 256  # cells that attention reads; doubled until a step's positions fit
 MAX_GRAPHS = 512
 FEW_TOKENS = 4  # for so many, each gets a copy of its experts
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
-# Tokens, positions and slots, int64 [N] each.
-Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Outputs = tuple[torch.Tensor, torch.Tensor]  # logits [N, vocab_size], and the argmax of each, int64 [N], or -1
+Step = Callable[[TokenBatch], Outputs]
 Rotations = dict[Rope, torch.Tensor]
 AdapterWeights = dict[int, tuple[torch.Tensor, torch.Tensor]]  # `down` and `up` of each adapter, by layer
 
@@ -37,7 +42,8 @@ class TorchBackend:
     """A model on a CUDA device, or on the CPU for tests.
 
     `dtype` is that of weights, activations and cache; memory for the whole cache is taken at once. PyTorch's
-    own tensors are shared, if they are of this device and dtype. Without `graphs`, every step runs eagerly.
+    own tensors are shared, if they are of this device and dtype. Without `graphs`, every step runs eagerly, in
+    PyTorch's own operations.
 
     Raises:
         RequestError: no CUDA device, or a dtype that does not run here.
@@ -73,7 +79,9 @@ class TorchBackend:
         self._rotations = {rope: rotation_table(rope, context_length, device) for rope in ropes}
         self._windows = {spec.window for spec in config.layers}
         self._adapters: WeakKeyDictionary[Adapters, AdapterWeights] = WeakKeyDictionary()  # those in use
-        self._graphs: OrderedDict[tuple[Any, ...], Callable[[Inputs], torch.Tensor]] = OrderedDict()
+        self._graphs: OrderedDict[tuple[Any, ...], Step] = OrderedDict()
+        self._pool = torch.cuda.graph_pool_handle() if self._use_graphs else None  # memory that all graphs share
+        self._fused = self._open_fused() if self._use_graphs else None
 
     def _convert(self, name: str, weights: torch.Tensor) -> torch.Tensor:
         converted = weights.to(self.device, self.dtype)
@@ -82,22 +90,29 @@ class TorchBackend:
             raise ModelError(f"tensor {name} has the value {value:g}, which f16 cannot hold", "use --dtype bf16 or f32")
         return converted
 
+    def _open_fused(self) -> FusedLayers | None:
+        """The kernels for steps of one token; None where they do not fit the model, or Triton does not work here."""
+        try:
+            from .fused import FusedLayers
+
+            if not FusedLayers.fit(self.config):
+                return None
+            kernels = FusedLayers(self.config, self._weights, self._cache, self._rotations)
+            kernels.logits(torch.zeros(1, self.config.hidden_size, dtype=self.dtype, device=self.device))
+        except Exception:  # no Triton, no C compiler for it, or a device that it does not know
+            return None
+        self.kernels += f", triton {metadata.version('triton')}"
+        return kernels
+
     def forward(self, batch: TokenBatch) -> ForwardOutput:
         """Run the batch and write its keys and values."""
         with torch.inference_mode():
             if self._passing is not None:
                 self._passing.fill(batch, self._states, self._write_cells)
-            logits, hidden_states = self._forward(batch)
+            output = self._forward(batch)
             if self._passing is not None:
                 self._passing.note(batch)
-            wanted = len(batch.logits_rows)
-            highest, ids = logits[wanted:].max(-1)  # a NaN, if there is one
-            greedy = torch.where(highest.isfinite(), ids, -1)
-            return ForwardOutput(
-                logits=logits[:wanted].float().cpu().numpy(),
-                greedy_ids=greedy.cpu().numpy(),
-                hidden_states={layer: states.float().cpu().numpy() for layer, states in hidden_states.items()},
-            )
+            return output
 
     def _adapter_weights(self, adapters: Adapters | None) -> AdapterWeights:
         """Adapters on the device, put there when a forward first needs them."""
@@ -130,19 +145,19 @@ class TorchBackend:
         ):
             cells[:, places] = new.transpose(0, 1)
 
-    def _forward(self, batch: TokenBatch) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """Logits [rows, vocab_size], greedy rows last, and hidden states by layer, on the device."""
+    def _forward(self, batch: TokenBatch) -> ForwardOutput:
         kv_length = self._kv_length(int(batch.positions.max()) + 1)
         runs = runs_by_slot(batch.slots)
         count = len(batch.tokens)
-        inputs = self._upload(batch.tokens), self._upload(batch.positions), self._upload(batch.slots)
-        rows = (*batch.logits_rows, *batch.greedy_rows)
         one_depth = set(batch.num_active) <= {0, count}
         whole = batch.first_layer == 0 and not batch.output_hidden_states
-        if self._use_graphs and whole and one_depth and len(runs) == count == len(rows):
+        if self._use_graphs and whole and one_depth and len(runs) == count:
             skips = 0 in batch.num_active
             key = batch.num_active, batch.adapters if skips else None, batch.fill and skips, count, kv_length
-            return self._replay(key, inputs)[list(rows)], {}
+            logits, greedy = self._step(key, batch)(batch)
+            wanted = logits[list(batch.logits_rows)] if batch.logits_rows else logits[:0]
+            return ForwardOutput(wanted.float().cpu().numpy(), greedy.numpy()[list(batch.greedy_rows)])
+        inputs = self._upload(stacked(batch))
         if batch.hidden_states is None:
             x = self.embed(inputs[0])
         else:
@@ -151,7 +166,13 @@ class TorchBackend:
         sharing, adapters = (batch.first_layer, batch.output_hidden_states), self._adapter_weights(batch.adapters)
         active = batch.num_active, batch.fill
         hidden_states = self._decode(x, inputs, *active, adapters, one_each, kv_length, *sharing)
-        return self.logits(x[self._upload(np.asarray(rows, np.int32))]), hidden_states
+        wanted = len(batch.logits_rows)
+        logits = self.logits(x[self._upload(np.array(batch.logits_rows + batch.greedy_rows, np.int32))])
+        return ForwardOutput(
+            logits=logits[:wanted].float().cpu().numpy(),
+            greedy_ids=argmax(logits[wanted:]).cpu().numpy(),
+            hidden_states={layer: states.float().cpu().numpy() for layer, states in hidden_states.items()},
+        )
 
     def _kv_length(self, longest: int) -> int:
         bucket = FIRST_BUCKET
@@ -162,51 +183,65 @@ class TorchBackend:
     def _upload(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(self.device, non_blocking=True)
 
-    def _replay(self, key: tuple[Any, ...], inputs: Inputs) -> torch.Tensor:
-        """Logits [count, vocab_size] of a step with one token a row.
+    def _step(self, key: tuple[Any, ...], batch: TokenBatch) -> Step:
+        """A step of one token a row: `key` is what it depends on, (num_active, adapters, fill, count, kv_length).
 
-        `key` is what its graph depends on: (num_active, adapters, fill, count, kv_length).
+        `batch` is one of those that it is for.
         """
         if key not in self._graphs:
-            num_active, adapters, fill, _, kv_length = key
-            self._graphs[key] = self._capture(num_active, fill, self._adapter_weights(adapters), kv_length, inputs)
+            num_active, adapters, fill, count, kv_length = key
+            weights = self._adapter_weights(adapters)
+
+            def compute(inputs: torch.Tensor) -> Outputs:
+                x = self.embed(inputs[0])
+                if count == 1 and self._fused is not None:
+                    self._decode_token(self._fused, x, inputs, num_active, fill, weights, kv_length)
+                    logits = self._fused.logits(x)
+                else:
+                    self._decode(x, inputs, num_active, fill, weights, None, kv_length)
+                    logits = self.logits(x)
+                return logits, argmax(logits)
+
+            self._graphs[key] = self._capture(compute, batch)
             if len(self._graphs) > MAX_GRAPHS:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(key)
-        return self._graphs[key](inputs)
+        return self._graphs[key]
 
-    def _capture(
-        self, num_active: tuple[int, ...], fill: bool, adapters: AdapterWeights, kv_length: int, inputs: Inputs
-    ) -> Callable[[Inputs], torch.Tensor]:
-        """Capture a step as a CUDA graph: a function from new inputs to logits, which its next call overwrites."""
-        tokens, positions, slots = (tensor.clone() for tensor in inputs)  # the memory that the graph reads
+    def _capture(self, compute: Callable[[torch.Tensor], Outputs], batch: TokenBatch) -> Step:
+        """Capture a computation as a CUDA graph that reads its inputs from the host's memory.
 
-        def step() -> torch.Tensor:
-            x = self.embed(tokens)
-            self._decode(x, (tokens, positions, slots), num_active, fill, adapters, None, kv_length)
-            return self.logits(x)
+        It runs once before, on `batch`, for libraries set themselves up outside a capture.
 
+        Returns:
+            From a batch to logits on the device and the argmax of each on the host; its next call overwrites both.
+        """
+        given = torch.from_numpy(stacked(batch)).pin_memory()
+        found = torch.zeros(len(batch.tokens), dtype=torch.int64, pin_memory=True)
+        inputs, values = given.to(self.device), given.numpy()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # libraries set themselves up outside the capture
-            step()
+        with torch.cuda.stream(side):
+            compute(inputs)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            logits = step()
+        with torch.cuda.graph(graph, self._pool):
+            inputs.copy_(given, non_blocking=True)
+            logits, greedy = compute(inputs)
+            found.copy_(greedy, non_blocking=True)
 
-        def replay(new: Inputs) -> torch.Tensor:
-            for static, value in zip((tokens, positions, slots), new, strict=True):
-                static.copy_(value)
+        def replay(batch: TokenBatch) -> Outputs:
+            values[:] = stacked(batch)
             graph.replay()
-            return logits
+            torch.cuda.current_stream().synchronize()
+            return logits, found
 
         return replay
 
     def _decode(
         self,
         x: torch.Tensor,
-        inputs: Inputs,
+        inputs: torch.Tensor,
         num_active: tuple[int, ...],
         fill: bool,
         adapters: AdapterWeights,
@@ -217,7 +252,8 @@ class TorchBackend:
     ) -> dict[int, torch.Tensor]:
         """Run the layers on x [N, hidden_size], in place; copies of it before the layers of `output_hidden_states`.
 
-        `runs` None promises one token a slot, so that nothing depends on which slots they are.
+        `inputs`, int64 [3, N], are tokens, positions and slots. `runs` None promises one token a slot, so that nothing
+        depends on which slots they are.
         """
         _, positions, slots = inputs
         rotations = self.rotations(positions)
@@ -249,6 +285,33 @@ class TorchBackend:
             attended = attend(q, *cached, visible[spec.window][:n], slots[:n], runs, spec.attention_scale)
             x[:n] = self.finish_layer(x[:n], attended, layer)
         return hidden_states
+
+    def _decode_token(
+        self,
+        kernels: FusedLayers,
+        x: torch.Tensor,
+        inputs: torch.Tensor,
+        num_active: tuple[int, ...],
+        fill: bool,
+        adapters: AdapterWeights,
+        kv_length: int,
+    ) -> None:
+        """`_decode` of one token in kernels: x [1, hidden_size], in place."""
+        _, positions, slots = inputs
+        passed = 0  # the end of the layers that have been passed together
+        for layer, is_active in enumerate(num_active):
+            if is_active:
+                kernels.run_layer(x, layer, positions, slots, kv_length)
+                continue
+            if fill and self._passing is None:
+                kernels.write_keys_values(x, layer, positions, slots)
+            elif fill and layer >= passed:
+                passed = layer + 1
+                while passed < len(num_active) and not num_active[passed] and passed - 1 not in adapters:
+                    passed += 1
+                kernels.pass_states(x, layer, passed, positions, slots)
+            if layer in adapters:
+                x.copy_(adapt(x, *adapters[layer]))
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Hidden states [N, hidden_size] before the first layer, of token ids [N]."""
@@ -333,6 +396,17 @@ class TorchBackend:
         """RMS norm along rows, where the model has one of this name; else x itself."""
         weight = self._weights.get(name)
         return x if weight is None else F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
+
+
+def stacked(batch: TokenBatch) -> np.ndarray:
+    """Tokens, positions and slots of a batch, int64 [3, N]."""
+    return np.array((batch.tokens, batch.positions, batch.slots), np.int64)
+
+
+def argmax(logits: torch.Tensor) -> torch.Tensor:
+    """The argmax of each row of logits, int64 [N]; -1 where the largest is not a finite number."""
+    highest, ids = logits.max(-1)  # a NaN, if there is one
+    return torch.where(highest.isfinite(), ids, -1)
 
 
 def adapt(x: torch.Tensor, down: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

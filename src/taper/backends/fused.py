@@ -1,0 +1,163 @@
+"""The layers of a model on one token, in five kernels each: a decode step takes little longer than reading weights.
+
+The slow twin is `TorchBackend` in PyTorch's own operations.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from ..models.config import ModelConfig, Rope
+from . import triton_kernels
+
+_CELLS = 64  # of the key-value cache that a program of attention reads at a time
+_MAX_SPLITS = 32  # programs that share the cells of a head
+_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+
+
+class Tile(NamedTuple):
+    """How a product is cut: the rows of a matrix that one program takes, the columns at a time, and its warps."""
+
+    rows: int
+    columns: int
+    warps: int
+
+
+# Chosen by the time of a whole step: research/gpu_step.py --tiles.
+QKV_TILE, GATE_UP_TILE, TILE = Tile(8, 512, 2), Tile(1, 4096, 8), Tile(4, 512, 4)
+
+
+class FusedLayers:
+    """The layers of a model on one token at a time, in place, with the weights and the cache of a `TorchBackend`.
+
+    Nothing here waits for the device or depends on where the token stands, so a CUDA graph may capture all of it.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: dict[str, torch.Tensor],
+        cache: torch.Tensor,
+        rotations: dict[Rope, torch.Tensor],
+    ) -> None:
+        self._config, self._weights, self._cache, self._rotations = config, weights, cache, rotations
+        device, heads, dim = cache.device, config.num_attention_heads, config.head_dim
+        kv_size = config.num_key_value_heads * dim
+        self._projected = torch.empty(heads * dim + 2 * kv_size, device=device)
+        self._attended = torch.empty(heads * dim, dtype=cache.dtype, device=device)
+        self._inner = torch.empty(config.intermediate_size, dtype=cache.dtype, device=device)
+        self._shares = tuple(torch.empty(heads * _MAX_SPLITS * size, device=device) for size in (dim, 1, 1))
+        self._norms = torch.stack([weights[f"layers.{i}.pre_attention_norm"] for i in range(len(config.layers))])
+        self._counts = torch.zeros(heads, dtype=torch.int32, device=device)
+        self._overlaps: dict[str, Any] = {"OVERLAPS": False}
+        if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
+            self._overlaps = {"OVERLAPS": True, "launch_pdl": True}
+
+    @staticmethod
+    def fit(config: ModelConfig) -> bool:
+        """Whether the kernels compute what every layer of a model does."""
+        plain = all(
+            spec.pre_norm and not spec.post_norm and spec.experts is None and spec.qk_norm != "whole"
+            for spec in config.layers
+        )
+        return plain and config.head_dim & (config.head_dim - 1) == 0 and config.activation in _ACTIVATIONS
+
+    def run_layer(
+        self, x: torch.Tensor, layer: int, positions: torch.Tensor, slots: torch.Tensor, kv_length: int
+    ) -> None:
+        """Run a layer on the hidden states x [1, hidden_size], in place, and write its keys and values.
+
+        `positions` and `slots` are int64 [1]; attention reads the first `kv_length` cells or fewer.
+        """
+        config, spec, name = self._config, self._config.layers[layer], f"layers.{layer}."
+        inner = config.intermediate_size
+        self._project(x, layer, config.num_attention_heads * config.head_dim)
+        per_split = max(_CELLS, triton.next_power_of_2(triton.cdiv(kv_length, _MAX_SPLITS)))
+        splits = triton.next_power_of_2(triton.cdiv(kv_length, per_split))
+        heads = {"HEADS": config.num_attention_heads, "KV_HEADS": config.num_key_value_heads}
+        cells = {"CELLS": _CELLS, "PER_SPLIT": per_split, "SPLITS": splits}
+        q_norm, k_norm = self._weights.get(name + "q_norm"), self._weights.get(name + "k_norm")
+        rotation, options = self._head_options(spec.rope)
+        triton_kernels.attend[config.num_attention_heads, splits](
+            self._projected, q_norm, k_norm, rotation, *self._cache[layer], positions, slots, self._attended,
+            *self._shares, self._counts, spec.attention_scale, spec.window or self._cache.shape[-2] + 1,
+            config.rms_norm_eps, **heads, **cells, **options,
+        )  # fmt: skip
+        o_proj, down = self._weights[name + "o_proj"], self._weights[name + "down_proj"]
+        gate, up = self._weights[name + "gate_proj"], self._weights[name + "up_proj"]
+        self._linear(self._attended, None, o_proj, x, x, config.residual_scale)
+        norm, tile = self._weights[name + "pre_mlp_norm"], GATE_UP_TILE
+        triton_kernels.gate_up[(triton.cdiv(inner, tile.rows),)](
+            x, norm, gate, up, self._inner, inner, config.rms_norm_eps,
+            SILU=config.activation == "silu", **self._cut(tile, config.hidden_size),
+        )  # fmt: skip
+        self._linear(self._inner, None, down, x, x, config.residual_scale)
+
+    def write_keys_values(self, x: torch.Tensor, layer: int, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        """Write the keys and values of a layer for the hidden states x [1, hidden_size] that enter it."""
+        self._project(x, layer, 0)
+        k_norm = self._weights.get(f"layers.{layer}.k_norm")
+        rotation, options = self._head_options(self._config.layers[layer].rope)
+        heads = self._config.num_key_value_heads
+        triton_kernels.write_keys_values[(heads,)](
+            self._projected, k_norm, rotation, *self._cache[layer], positions, slots, self._config.rms_norm_eps,
+            HEADS=heads, **options,
+        )  # fmt: skip
+
+    def pass_states(self, x: torch.Tensor, first: int, end: int, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        """Leave x [1, hidden_size] for `PassingStates` in the layers from `first` to `end`, excluded, which skip it."""
+        config, keys = self._config, self._cache[first, 0]
+        triton_kernels.pass_states[(end - first,)](
+            x, self._norms[first], keys, positions, slots, config.rms_norm_eps, self._cache.stride(0),
+            HEADS=config.num_key_value_heads, DIM=config.head_dim, CONTEXT=self._cache.shape[-2],
+            COLUMNS=triton.next_power_of_2(config.hidden_size), **self._overlaps,
+        )  # fmt: skip
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """Logits f32 [1, vocab_size] of the hidden states x [1, hidden_size] after the last layer."""
+        head = self._weights.get("lm_head", self._weights["embed_tokens"])
+        out = torch.empty(1, len(head), device=x.device)
+        self._linear(x, self._weights["norm"], head, None, out, self._config.logit_scale)
+        return out
+
+    def _project(self, x: torch.Tensor, layer: int, q_size: int) -> None:
+        """Queries (unless `q_size` is 0), keys and values of a layer before rotation, into `_projected`."""
+        config, tile, name = self._config, QKV_TILE, f"layers.{layer}."
+        kv_size = config.num_key_value_heads * config.head_dim
+        matrices = (self._weights[f"{name}{part}_proj"] for part in "qkv")
+        biases = (self._weights.get(f"{name}{part}_bias") for part in "qkv")
+        programs = triton.cdiv(q_size, tile.rows) + 2 * triton.cdiv(kv_size, tile.rows)
+        triton_kernels.queries_keys_values[(programs,)](
+            x, self._weights[name + "pre_attention_norm"], *matrices, *biases, self._projected, config.rms_norm_eps,
+            Q_SIZE=q_size, KV_SIZE=kv_size, **self._cut(tile, config.hidden_size),
+        )  # fmt: skip
+
+    def _linear(
+        self,
+        x: torch.Tensor,
+        norm: torch.Tensor | None,
+        matrix: torch.Tensor,
+        residual: torch.Tensor | None,
+        out: torch.Tensor,
+        scale: float,
+    ) -> None:
+        rows, size = matrix.shape
+        eps = self._config.rms_norm_eps
+        triton_kernels.linear[(triton.cdiv(rows, TILE.rows),)](
+            x, norm, matrix, residual, out, rows, eps, scale, **self._cut(TILE, size)
+        )
+
+    def _cut(self, tile: Tile, size: int) -> dict[str, Any]:
+        """What products with a vector of this size take."""
+        columns = min(tile.columns, triton.next_power_of_2(size))
+        return {"SIZE": size, "ROWS": tile.rows, "COLUMNS": columns, "num_warps": tile.warps} | self._overlaps
+
+    def _head_options(self, rope: Rope | None) -> tuple[torch.Tensor, dict[str, Any]]:
+        """The rotations of a layer's heads, and what else the kernels that rotate take."""
+        options = {"DIM": self._config.head_dim, "CONTEXT": self._cache.shape[-2]} | self._overlaps
+        if rope is None:
+            return self._projected, options | {"ROTATED": 0, "INTERLEAVED": False}
+        return self._rotations[rope], options | {"ROTATED": rope.dim, "INTERLEAVED": rope.interleaved}
