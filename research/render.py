@@ -20,6 +20,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from taper.calibration.summary import interval
 from taper.models.download import DEFAULT_MODEL
+from taper.models.policies import DEFAULT_POLICIES
 
 ROOT = Path(__file__).parent.parent
 RESULTS, PAGES, TEMPLATES = (ROOT / "research" / name for name in ("results", "pages", "templates"))
@@ -74,6 +75,7 @@ def environment() -> Environment:
     jinja.filters |= {"fixed": fixed, "estimate": estimate, "percent": percent, "listed": listed}
     jinja.filters["thousands"] = "{:,}".format
     jinja.globals |= {"tables": tables, "shipped": shipped, "default_model": DEFAULT_MODEL, "zip": zip}
+    jinja.globals["default_policies"] = DEFAULT_POLICIES
     return jinja
 
 

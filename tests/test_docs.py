@@ -29,9 +29,8 @@ from taper import LLM, DepthPolicy, SamplingParams
 from taper.calibration.run import Calibration
 from taper.cli import cli
 from taper.errors import RequestError
-from taper.llm import DEFAULT_POLICY
 from taper.models.download import DEFAULT_MODEL
-from taper.models.policies import find_policy
+from taper.models.policies import DEFAULT_POLICIES, find_policy
 
 ROOT = Path(__file__).parent.parent
 README, TOUR = ROOT / "README.md", ROOT / "docs" / "tour.md"
@@ -274,7 +273,7 @@ def test_python_examples_run(page, tiny_transformers, capsys):
 
 
 def test_readme_says_to_which_depth_its_picture_falls():
-    depth = find_policy(f"{DEFAULT_MODEL}/{DEFAULT_POLICY}").depth(127)
+    depth = find_policy(DEFAULT_POLICIES[DEFAULT_MODEL]).depth(127)
     assert f"falls from 30 to {depth} layers" in README.read_text()
     assert f"all of its 30 layers, the last ones {depth}." in README.read_text()
 

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -21,6 +22,7 @@ from taper import LLM, DepthPolicy, SamplingParams
 from taper.engine import Request
 from taper.errors import ModelError, PolicyError, RequestError, TaperError, TaperWarning
 from taper.llm import Chunk, Stream
+from taper.models.download import DEFAULT_MODEL
 
 TAPERED = DepthPolicy.d3(6, 0.95, skip_order=[4, 1, 2])
 PROMPTS = ["one", "a longer prompt, number two", [{"role": "user", "content": "three"}]]
@@ -227,10 +229,11 @@ def test_modes_choose_policies(llm):
 
 
 def test_a_shipped_policy_that_fits_is_the_default(llm, monkeypatch):
-    monkeypatch.setattr(llm, "shipped_policies", lambda: {"balanced": TAPERED})
+    shipped = {DEFAULT_MODEL: [replace(TAPERED, name="gentle"), replace(TAPERED, name="balanced")]}
+    monkeypatch.setattr("taper.models.policies.shipped_policies", lambda: shipped)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert llm.resolve_policy() == TAPERED
+        assert llm.resolve_policy().name == "balanced"
 
 
 class Unshowable:
@@ -484,7 +487,7 @@ def test_the_work_for_a_chunk_does_not_grow_with_the_outputs_that_a_stream_has_h
         return lines
 
     requests = [Request([1 + number % 7, 2], params, policy) for number in range(600)]
-    with Stream(llm.engine, llm.tokenizer, requests) as stream:
+    with Stream(llm, requests) as stream:
         first, *_, last = [lines_of(stream, 100) for _ in range(5)]
         assert last == pytest.approx(first, rel=0.05)
         gc.collect()

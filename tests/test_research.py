@@ -42,6 +42,7 @@ from taper.errors import RequestError
 from taper.evals import comparison
 from taper.evals.comparison import FULL
 from taper.evals.records import RecordFile
+from taper.models.policies import DEFAULT_POLICIES
 
 TASKS = "gsm8k,bbh_cot_zeroshot_boolean_expressions,bbh_cot_zeroshot_word_sorting"
 ORDER = (4, 1, 2, 3)
@@ -540,6 +541,14 @@ def test_a_second_model_has_a_place_on_every_page(tmp_path, monkeypatch):
     assert f"calibration.py --cache FOLDER --model {other} policies" in page
     assert "| 2 | " in page
     assert "word problems solved, policy, % | –" not in page
+
+
+@pytest.mark.parametrize("model", DEFAULT_POLICIES)
+def test_the_default_policy_is_the_fastest_that_costs_no_circles_and_no_word_problems(model):
+    policies, counts = render.shipped(model), render.load()["repetition"][model]["default"]
+    fewer = tables.solves_less(policies)
+    passing = [name for name in policies if counts[name]["loops"] <= counts["full"]["loops"] and name not in fewer]
+    assert DEFAULT_POLICIES[model] == passing[-1]
 
 
 def test_every_number_in_a_template_that_is_not_of_a_result_is_a_setting():

@@ -156,6 +156,20 @@ def test_a_later_turn_reuses_the_earlier_ones(server):
     assert usage["prompt_tokens_details"]["cached_tokens"] > usage["prompt_tokens"] // 2
 
 
+@pytest.mark.parametrize(
+    ("taper", "as_generated"),
+    [({}, True), ({"mode": "full"}, False), ({"mode": "compare"}, False), ({"reuse": "exact"}, False)],
+)
+def test_outputs_come_back_in_their_own_tokens_where_filled_cells_may_be_seen(server, monkeypatch, taper, as_generated):
+    encode, asked = server.llm.encode, []
+    monkeypatch.setattr(
+        server.llm, "encode", lambda *args, **how: asked.append(how["as_generated"]) or encode(*args, **how)
+    )
+    text = server.chat("say something", taper=taper).json()["choices"][0]["message"]["content"]
+    assert asked == [as_generated]
+    assert server.llm.tokenizer.decode(server.llm.outputs.by_text[text]).startswith(text)
+
+
 def test_logprobs_are_the_models_own(server):
     reply = server.chat("five", logprobs=True, top_logprobs=3).json()["choices"][0]
     expected = reference_ids(server, "five", logprobs=3)

@@ -486,3 +486,26 @@ def test_thinking_is_switched_by_the_templates_own_name(byte_level, name):
 def test_a_template_without_a_switch_for_thinking_refuses_one(think):
     with pytest.raises(RequestError, match="no switch for thinking"):
         with_template("{{ messages[0].content }}").render(MESSAGES, think=think)
+
+
+def test_outputs_come_back_in_their_own_tokens(byte_level):
+    template = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}<|im_start|>"
+    tokenizer = rebuilt(byte_level, chat_template=template)
+    said = "the first thing that was said", "the other"
+    single = [[tokenizer.encode(letter)[0] for letter in text] for text in said]  # a token a letter
+    roles = ("user", "assistant", "user", "assistant", "user")
+    messages = [
+        {"role": role, "content": text} for role, text in zip(roles, ("the", said[0], "so", said[1], "hm"), strict=True)
+    ]
+    plain = tokenizer.encode_messages(messages)
+    found = tokenizer.encode_messages(messages, outputs=dict(zip(said, single, strict=True)))
+    assert len(found) > len(plain)
+    assert tokenizer.decode(found) == tokenizer.decode(plain)
+    start, end = tokenizer.encode("<|im_start|>"), tokenizer.encode("<|im_end|>")
+    turns = tokenizer.encode("the"), single[0], tokenizer.encode("so"), single[1], tokenizer.encode("hm")
+    assert found == [i for turn in turns for i in (*start, *turn, *end)] + start
+    # Tokens of another text, and texts of others than the model, count for nothing.
+    assert tokenizer.encode_messages(messages, outputs={said[0]: single[1]}) == plain
+    assert (
+        tokenizer.encode_messages(messages, outputs={"so": [*tokenizer.encode("s"), *tokenizer.encode("o")]}) == plain
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import warnings
 from collections import deque
@@ -16,7 +17,7 @@ from .engine import Sequence as EngineSequence
 from .errors import MODES, REUSE, ModelError, PolicyError, RequestError, TaperWarning, flag, one_of, shown, whole_number
 from .models import find_model, load_model
 from .models.download import DEFAULT_MODEL
-from .models.policies import find_policy, fitting_policies
+from .models.policies import default_policy, find_policy, fitting_policies
 from .models.tokenizer import Message, TextStream, Tokenizer, texts_of
 from .policy import DepthPolicy
 from .sampling import SamplingParams, TokenLogprobs
@@ -25,8 +26,8 @@ Prompt = str | Message | Sequence[Message]
 Params = SamplingParams | Sequence[SamplingParams]
 
 DEFAULT_CONTEXT = 4096
+MAX_OUTPUTS = 256  # whose tokens are remembered
 MAX_TOKEN_CHARACTERS = 256  # of a prompt for each token that fits; the longest real tokens have half of that
-DEFAULT_POLICY = "balanced"
 # Of models that recommend nothing; as in llama.cpp.
 DEFAULT_SAMPLING: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 
@@ -136,6 +137,7 @@ class LLM:
         )
         self.config, self.tokenizer, self.engine = backend.config, loaded.tokenizer, Engine(backend)
         self.sampling = dict(loaded.sampling or DEFAULT_SAMPLING)
+        self.outputs = LatestOutputs()
 
     @classmethod
     def from_backend(cls, backend: Backend, tokenizer: Tokenizer, path: Path, dtype: str = "auto") -> LLM:
@@ -144,6 +146,7 @@ class LLM:
         llm.sampling = dict(DEFAULT_SAMPLING)
         llm.model, llm.path, llm.dtype, llm.threads = str(path), path, dtype, None
         llm.config, llm.tokenizer, llm.engine = backend.config, tokenizer, Engine(backend)
+        llm.outputs = LatestOutputs()
         return llm
 
     @overload
@@ -257,14 +260,15 @@ class LLM:
             )
         if len(params) != len(batch):
             raise RequestError(f"there are {len(params)} params for {len(batch)} prompts", "give one for each, or one")
-        encoded = [self.encode(prompt, raw, parse_special, think=think) for prompt in batch]
         chosen, eos_token_ids = self.resolve_policy(policy, mode), self.tokenizer.eos_token_ids
+        filled = one_of("reuse", reuse, REUSE) == "filled" and chosen.tapers
+        encoded = [self.encode(prompt, raw, parse_special, think=think, as_generated=filled) for prompt in batch]
         goes_on = raw or not self.tokenizer.chat_template
         requests = [
             Request(ids, one, chosen, eos_token_ids, reuse=reuse, text_goes_on=goes_on)
             for ids, one in zip(encoded, params, strict=True)
         ]
-        return Stream(self.engine, self.tokenizer, requests)
+        return Stream(self, requests)
 
     def sampling_params(self, **given: Any) -> SamplingParams:
         """How to sample: what is given, and of the rest what the model's authors recommend (`sampling`).
@@ -284,18 +288,20 @@ class LLM:
         parse_special: bool = False,
         tools: Sequence[dict[str, Any]] = (),
         think: bool | None = None,
+        as_generated: bool = False,
         **ending: bool | None,
     ) -> list[int]:
         """Token ids of a prompt: messages, or text as one user message if the model has a chat template.
 
         `tools` are functions that the model may call, for its chat template, in the form of OpenAI's API. `think`
         switches the thoughts of a thinking model on or off; by default its template decides. `ending` may hold
-        `add_generation_prompt` and `continue_final_message`, see `Tokenizer.render`.
+        `add_generation_prompt` and `continue_final_message`, see `Tokenizer.render`. `as_generated`: messages that are
+        outputs of before come back in the tokens that they were generated in.
 
         Raises:
             RequestError: it is empty, not messages, not valid Unicode, or does not fit into the context.
         """
-        ids = self.tokenize(prompt, raw, parse_special, tools, think, **ending)
+        ids = self.tokenize(prompt, raw, parse_special, tools, think, as_generated, **ending)
         self.engine.check_prompt(ids)
         return ids
 
@@ -306,6 +312,7 @@ class LLM:
         parse_special: bool = False,
         tools: Sequence[dict[str, Any]] = (),
         think: bool | None = None,
+        as_generated: bool = False,
         **ending: bool | None,
     ) -> list[int]:
         """The same ids, although the context may have no room for them, or there are none.
@@ -330,7 +337,8 @@ class LLM:
         rest = [{key: message[key] for key in message if key not in ("role", "content")} for message in messages]
         texts = [*(message["content"] for message in messages), *texts_of([*rest, *tools])]
         self._check_length(sum(map(len, texts)))
-        return self.tokenizer.encode_messages(messages, parse_special, tools, think=think, **ending)
+        outputs = self.outputs.by_text if as_generated else {}
+        return self.tokenizer.encode_messages(messages, parse_special, tools, outputs, think=think, **ending)
 
     def _check_length(self, characters: int) -> None:
         """Reject at once what would take the tokenizer minutes and cannot fit."""
@@ -350,21 +358,23 @@ class LLM:
             if policy is not None:
                 raise RequestError("mode full runs every layer; it takes no policy", "leave out one of the two")
             return DepthPolicy.full(self.config.num_hidden_layers)
-        fitting = self.shipped_policies()
-        if policy is None:
-            if DEFAULT_POLICY not in fitting:
-                if mode == "taper":
-                    raise PolicyError("no shipped policy fits this model", "give one with --policy, or --alpha")
-                _warn("no shipped policy fits this model: running every layer")
-                return DepthPolicy.full(self.config.num_hidden_layers)
-            policy = DEFAULT_POLICY
+        if policy is None and (policy := self.default_policy) is None:
+            if mode == "taper":
+                raise PolicyError("no shipped policy fits this model", "give one with --policy, or --alpha")
+            _warn("no shipped policy fits this model: running every layer")
+            return DepthPolicy.full(self.config.num_hidden_layers)
         if isinstance(policy, str | Path):
-            policy = fitting.get(str(policy)) or find_policy(policy)
+            policy = self.shipped_policies().get(str(policy)) or find_policy(policy)
         if not isinstance(policy, DepthPolicy):
             raise PolicyError(f"policy is {shown(policy)}", "give a DepthPolicy, the name of a shipped one, or a file")
         if warning := policy.check_model(self.config.num_hidden_layers, self.config.identity):
             _warn(warning)
         return policy
+
+    @property
+    def default_policy(self) -> DepthPolicy | None:
+        """The shipped policy that runs where nobody names one; None if none fits this model."""
+        return default_policy(self.config.num_hidden_layers, self.config.identity)
 
     def shipped_policies(self) -> dict[str, DepthPolicy]:
         """The policies that come with Taper and fit this model, by name."""
@@ -380,14 +390,13 @@ class Stream(Iterator[Chunk]):
 
     def __init__(
         self,
-        engine: Engine,
-        tokenizer: Tokenizer,
+        llm: LLM,
         requests: Sequence[Request],
         started: float | None = None,
         first_index: int = 0,
     ) -> None:
         """Add the requests; times are counted from `started`, by `time.perf_counter`, which is by default now."""
-        self._engine, self._tokenizer = engine, tokenizer
+        self._llm, self._engine = llm, llm.engine
         self._next_index = first_index
         self._unfinished: dict[EngineSequence, None] = {}  # the oldest first
         self._waiting: deque[OutputBuilder] = deque()  # in the order in which the engine begins them
@@ -405,7 +414,7 @@ class Stream(Iterator[Chunk]):
         """
         sequence = self._engine.add(request)
         self._unfinished[sequence] = None
-        self._waiting.append(OutputBuilder(self._next_index, sequence, self._tokenizer))
+        self._waiting.append(OutputBuilder(self._next_index, sequence, self._llm))
         self._next_index += 1
         return self._next_index - 1
 
@@ -497,8 +506,8 @@ class OutputBuilder:
     before it.
     """
 
-    def __init__(self, index: int, sequence: EngineSequence, tokenizer: Tokenizer) -> None:
-        self.sequence, self._index, self._tokenizer = sequence, index, tokenizer
+    def __init__(self, index: int, sequence: EngineSequence, llm: LLM) -> None:
+        self.sequence, self._index, self._llm = sequence, index, llm
         self.num_delivered = 0  # chunks
         self._chunks: list[Chunk] = []  # made, and not delivered or just delivered
         self._first = 0  # how many were made before these
@@ -587,7 +596,7 @@ class OutputBuilder:
 
     def _begin_text(self) -> None:
         request = self.sequence.request
-        self._text = TextStream(self._tokenizer, request.prompt_ids if request.text_goes_on else ())
+        self._text = TextStream(self._llm.tokenizer, request.prompt_ids if request.text_goes_on else ())
         self._stops = _StopStrings(request.params.stop)
 
     def _text_of(self, step: StepOutput) -> str:
@@ -605,9 +614,12 @@ class OutputBuilder:
         tapered = depths[1:]
         first, last = times or (0.0, 0.0)
         logprobs = [step.logprobs for step in steps if step.logprobs is not None]
+        text, token_ids = "".join(self._texts), [step.token_id for step in steps]
+        if not request.text_goes_on:
+            self._llm.outputs.note(text, token_ids)
         return Output(
-            text="".join(self._texts),
-            token_ids=[step.token_id for step in steps],
+            text=text,
+            token_ids=token_ids,
             finish_reason=finish_reason,
             prompt_tokens=len(request.prompt_ids),
             depths=depths,
@@ -618,6 +630,26 @@ class OutputBuilder:
             cached_tokens=self.sequence.num_cached_tokens,
             logprobs=None if request.params.logprobs is None else logprobs,
         )
+
+
+class LatestOutputs:
+    """The tokens of the latest outputs by their text.
+
+    A text can be cut into tokens in several ways, and sampling finds others than the tokenizer does. In its own tokens
+    an output is found in the key-value cache again.
+    """
+
+    def __init__(self) -> None:
+        self.by_text: dict[str, list[int]] = {}  # the oldest first
+        self._lock = threading.Lock()
+
+    def note(self, text: str, token_ids: list[int]) -> None:
+        """Take note of an output, and forget the oldest one if there are many."""
+        with self._lock:
+            self.by_text.pop(text, None)
+            self.by_text[text] = token_ids
+            if len(self.by_text) > MAX_OUTPUTS:
+                del self.by_text[next(iter(self.by_text))]
 
 
 class _StopStrings:

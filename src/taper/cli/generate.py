@@ -32,7 +32,7 @@ _PROMPT_END = 8  # tokens of a prompt that may begin a thought
 def generation_options(command: Command) -> Command:
     """What `generate` and `chat` share."""
     options = [
-        click.option("--policy", metavar="NAME|FILE", help="A shipped policy or a JSON file. Default: balanced."),
+        click.option("--policy", metavar="NAME|FILE", help="A shipped one or a file. Default: see taper policy list."),
         click.option("--mode", type=click.Choice(MODES), help="All layers, or fewer as the output grows."),
         click.option("--alpha", type=float, help="Use D3's curve, floor(L * alpha^i) layers at step i; in (0, 1]."),
         click.option("--system", metavar="TEXT", help="System message."),
@@ -131,7 +131,6 @@ def sampling_of(options: dict[str, Any]) -> dict[str, Any]:
 
 def chosen_policy(llm: LLM, options: dict[str, Any]) -> DepthPolicy:
     """The policy that --policy, --mode and --alpha ask for together."""
-    from ..llm import DEFAULT_POLICY
     from ..policy import DepthPolicy
 
     name, mode, alpha = options["policy"], options["mode"], options["alpha"]
@@ -141,7 +140,7 @@ def chosen_policy(llm: LLM, options: dict[str, Any]) -> DepthPolicy:
         raise TaperError("--mode full runs every layer; --alpha does nothing there", "leave out one of the two")
     if name is not None:
         return llm.resolve_policy(name, mode).with_alpha(alpha)
-    if DEFAULT_POLICY not in llm.shipped_policies():
+    if llm.default_policy is None:
         policy = DepthPolicy.middle_first(llm.config.num_hidden_layers, alpha)  # rejects a wrong alpha first
         say("taper: no measured skip order for this model: the middle layers go first (our reading of the paper)")
         return policy

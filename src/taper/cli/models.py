@@ -49,7 +49,7 @@ def policy() -> None:
 @policy.command("list")
 def policy_list() -> None:
     """The policies that come with Taper."""
-    from ..models.policies import shipped_policies
+    from ..models.policies import DEFAULT_POLICIES, shipped_policies
     from .terminal import print_table
 
     rows = []
@@ -58,7 +58,8 @@ def policy_list() -> None:
             mean = f"{policy.mean_depth(128):.1f} of {policy.num_hidden_layers}"
             schedule = policy.schedule
             numbers = schedule.curve if schedule.alpha is None else f"{schedule.curve}, alpha {schedule.alpha}"
-            rows.append((model, policy.name, numbers, mean, str(policy.min_depth), _measured(policy)))
+            name = f"{policy.name} (default)" if policy.name == DEFAULT_POLICIES.get(model) else policy.name
+            rows.append((model, name, numbers, mean, str(policy.min_depth), _measured(policy)))
     print_table(("model", "policy", "curve", "mean depth, 128 tokens", "least", "measured"), rows)
 
 

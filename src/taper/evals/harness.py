@@ -198,7 +198,7 @@ def complete(llm: LLM, chains: Iterable[Sequence[Request]]) -> Iterator[tuple[in
     """
     waiting = enumerate(chains)
     running: dict[int, tuple[int, list[Request]]] = {}  # by index in the stream: the chain, and what follows in it
-    with Stream(llm.engine, llm.tokenizer, []) as stream:
+    with Stream(llm, []) as stream:
         while True:
             while len(running) < llm.engine.backend.num_slots and (chain := next(waiting, None)) is not None:
                 number, (first, *rest) = chain

@@ -27,6 +27,7 @@ _MARK, _END_MARK = "\ufdd0", "\ufdd1"  # noncharacters of Unicode, which no text
 _ONE_OF_BOTH = "leave out add_generation_prompt or continue_final_message"
 _NOT_CONTINUED = "leave out continue_final_message"
 _BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
+_NO_OUTPUTS: Mapping[str, Sequence[int]] = {}
 _CONTEXT = 8  # ids before a text that decide how it begins
 
 
@@ -87,11 +88,13 @@ class Tokenizer:
         messages: Sequence[Message],
         parse_special: bool = False,
         tools: Sequence[dict[str, Any]] = (),
+        outputs: Mapping[str, Sequence[int]] = _NO_OUTPUTS,
         **options: bool | None,
     ) -> list[int]:
         """Token ids of a conversation, ready for the assistant's turn; `options` are those of `render`.
 
         Only the template makes control tokens. Unless `parse_special`, one that a message or a tool spells out is text.
+        `outputs` are texts that the model has generated, with their tokens: in these they come back.
 
         Raises:
             RequestError: as `render` and `encode`.
@@ -99,7 +102,9 @@ class Tokenizer:
         texts = texts_of([*messages, *tools])
         spelled = any(token in text for token in self.special_tokens.values() for text in texts)
         if parse_special or not (spelled or self._normalises_special):
-            return self.encode(self.render(messages, tools, **options), add_special_tokens=False)
+            said = [message["content"] for message in messages if message["role"] == "assistant"]
+            known = {text: ids for text in said if (ids := outputs.get(text))}
+            return self._encode_with(known, self.render(messages, tools, **options))
         # A mark inside a token hides it from the library until a normaliser removes the mark.
         breakable = sorted((token for token in self.special_tokens.values() if len(token) > 1), key=len, reverse=True)
 
@@ -115,6 +120,18 @@ class Tokenizer:
 
         rendered = self.render(guarded(list(messages)), guarded(list(tools)), **options)
         return self._unmarking.encode(rendered, add_special_tokens=False)
+
+    def _encode_with(self, outputs: Mapping[str, Sequence[int]], rendered: str) -> list[int]:
+        """Token ids of a text in which these outputs stand, one after the other."""
+        plain = self.encode(rendered, add_special_tokens=False)
+        ids, first = [], 0
+        for text, own in outputs.items():
+            place = rendered.find(text, first)
+            if place >= 0:
+                ids += [*self.encode(rendered[first:place], add_special_tokens=False), *own]
+                first = place + len(text)
+        ids += self.encode(rendered[first:], add_special_tokens=False)
+        return ids if first and self.decode(ids) == self.decode(plain) else plain
 
     @property
     def takes_tools(self) -> bool:

@@ -172,7 +172,7 @@ class EngineLoop:
         self._jobs[job] = streams
         try:
             for requests in [[request] for request in job.requests] if job.in_turn else [job.requests]:
-                streams.append(Stream(self._engine, self._llm.tokenizer, requests, job.arrived, len(streams)))
+                streams.append(Stream(self._llm, requests, job.arrived, len(streams)))
         except TaperError as error:
             self._end(job, error)
 

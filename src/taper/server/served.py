@@ -67,8 +67,11 @@ class ServedModel:
             with protocol.errors_at("tools"):
                 check_tools(self.llm.tokenizer)
         tools = [tool.model_dump(exclude_none=True) for tool in body.usable_tools]
+        with protocol.errors_at("taper.policy", _WRITTEN):
+            filled = not body.compares and self._policy(body.own).tapers and self._reuse(body) == "filled"
         with protocol.errors_at("messages", _WRITTEN):
-            prompt = self.llm.encode(_messages(body.messages), tools=tools, think=self._think(body), **_ending(body))
+            messages, think = _messages(body.messages), self._think(body)
+            prompt = self.llm.encode(messages, tools=tools, think=think, as_generated=filled, **_ending(body))
         goes_on = bool(body.continue_final_message)
         return self._requests(body, [prompt], params, token_filter, goes_on)
 
@@ -158,12 +161,15 @@ class ServedModel:
             policies = self._policies(body.own)
         if body.compares and params.seed is None:
             params = replace(params, seed=secrets.randbelow(1 << 32))  # one for both, so that only depth differs
-        rest = self.llm.tokenizer.eos_token_ids, token_filter, body.own.reuse or self.reuse, goes_on
+        rest = self.llm.tokenizer.eos_token_ids, token_filter, self._reuse(body), goes_on
         requests = []
         for prompt, choice, policy in product(prompts, range(n), policies):
             seed = None if params.seed is None else params.seed + choice  # the same would give the same text n times
             requests.append(Request(prompt, replace(params, seed=seed), policy, *rest))
         return requests
+
+    def _reuse(self, body: protocol.CompletionFields) -> str:
+        return body.own.reuse or self.reuse
 
     def _think(self, body: protocol.ChatRequest) -> bool | None:
         """Whether to think first. Of a model without thoughts, no effort asks for anything."""

@@ -252,6 +252,8 @@ class Library:
                 raise ModelError(f"its {dtype} has other blocks than the tested versions")
         self.log_set(_SILENT, None)  # it logs a line for each matrix that it repacks
         backend = self.backend_cpu_init()
+        # Further threads would stay, and OpenMP, with more than cores, would let the engine's sleep at barriers.
+        self.backend_cpu_set_n_threads(backend, 1)
         try:
             plain = self.backend_get_default_buffer_type(backend)
             for buffer_type in (plain, *self.repacking_buffer_types()):
