@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import click
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -17,7 +18,7 @@ from rich.console import Console
 from test_bench import llama_bin, log  # noqa: F401  (a fixture)
 
 from taper.backends import TokenBatch
-from taper.backends.torch import TorchBackend
+from taper.backends.torch import TorchBackend, to_torch
 from taper.bench import measure as bandwidth
 from taper.bench import peers, run, target, torch_device
 from taper.bench.measure import Clock, OutOfTimeError, Speeds
@@ -331,6 +332,37 @@ def test_weights_that_do_not_fit_are_refused(monkeypatch):
             target.open_target(BenchOptions(shape=shape, device="cuda"), "cpu")
 
 
+def test_a_shape_runs_on_a_cpu_too():
+    result = measured(**SHORT, device="cpu", shape="tiny", threads=1, no_peers=True)
+    assert (result["dropped"], result["failed"]) == ([], {})
+    assert result["conditions"]["model"] == "random weights in the shape of tiny, q4_0"
+    assert (result["conditions"]["backend"], result["conditions"]["weights"]) == ("ggml", "random")
+    assert "d3, alpha 0.998" in result["conditions"]["policies"]
+
+
+def test_random_weights_of_a_cpu_are_spread_as_those_of_a_gpu_and_lie_in_memory_of_their_own():
+    weights = target.random_tensors(TINY)
+    assert {name: tensor.shape for name, tensor in weights.items()} == expected_shapes(TINY)
+    assert to_torch(weights["layers.3.gate_proj"]).std().item() == pytest.approx(0.02, rel=0.05)
+    assert set(to_torch(weights["norm"]).tolist()) == {1}
+    assert len({tensor.data.ctypes.data for tensor in weights.values()}) == len(weights)
+
+
+def test_weights_that_do_not_fit_a_cpu_are_refused(monkeypatch):
+    assert target.available_memory() > 0
+    monkeypatch.setattr(target, "available_memory", lambda: 3_000_000_000)
+    with pytest.raises(RequestError, match=r"llama-2-7b need 7.6 GB while they load; 3.0 GB are free"):
+        target.open_target(BenchOptions(shape="llama-2-7b", device="cpu"))
+
+
+def test_random_weights_are_written_as_a_file_for_other_programs():
+    opened = target.open_target(BenchOptions(**SHORT, shape="tiny", device="cpu", threads=1))
+    reader = gguf.GGUFReader(peers._random_file(opened))
+    assert len(reader.tensors) == len(opened.weights)
+    gate = next(tensor for tensor in reader.tensors if tensor.name == "blk.3.ffn_gate.weight")
+    assert gate.data.tobytes() == opened.weights["layers.3.gate_proj"].data.tobytes()
+
+
 def test_bandwidth_counts_every_byte(monkeypatch):
     for module in (bandwidth, torch_device):
         monkeypatch.setattr(module, "median_seconds", lambda run: (run(), 0.5)[1])
@@ -376,7 +408,7 @@ WRONG = {
     "--device=tpu": "'tpu' is not one of",
     "--device=cuda --lengths=9 --prompts=9": "no CUDA device",
     "--dtype=q3": "'q3' is not one of",
-    "--shape=34b": "--shape needs a CUDA device",
+    "--shape=34b --device=cuda": "no CUDA device",
     "--threads=0": "threads is 0",
     "--threads=1 --device=cuda": "threads and repacking are for CPUs",
     "--policy=missing.json --lengths=9 --prompts=9": "no policy 'missing.json'",

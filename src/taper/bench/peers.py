@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ..errors import RequestError
+from ..models.families import MODEL_TYPES
 from .measure import Clock, OutOfTimeError, Speeds
 from .target import BenchOptions, Target
 
@@ -31,9 +34,12 @@ def llama_cpp(target: Target, options: BenchOptions) -> Peer:
     folder = find_llama_bench(options.llama_bin)
     if folder is None:
         raise RequestError("it is not on PATH", "name its folder with --llama-bin")
-    if target.path is None or target.path.is_dir():
+    path = target.path
+    if target.weights is not None and not target.on_torch:
+        path = _random_file(target)
+    if path is None or path.is_dir():
         raise RequestError("it runs GGUF files only")
-    bench = LlamaBench(folder, target.path, target.threads, on_gpu=target.device == "cuda")
+    bench = LlamaBench(folder, path, target.threads, on_gpu=target.device == "cuda")
 
     def run(length: int, clock: Clock) -> Speeds:
         try:
@@ -46,6 +52,42 @@ def llama_cpp(target: Target, options: BenchOptions) -> Peer:
     return run
 
 
+def _random_file(target: Target) -> Path:
+    """The random weights of a CPU as a GGUF file without a vocabulary, which goes when the program ends.
+
+    Raises:
+        RequestError: the gguf package is not installed.
+    """
+    if find_spec("gguf") is None:
+        raise RequestError("writing it a file needs the gguf package", 'pip install "taper-llm[torch]"')
+    from gguf import GGMLQuantizationType, GGUFWriter
+
+    folder, config = Path(tempfile.mkdtemp(prefix="taper-")), target.config
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    path = folder / "random.gguf"
+    writer = GGUFWriter(path, config.architecture)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope_theta)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("none")
+    names = MODEL_TYPES[config.architecture].gguf_names
+    for name, tensor in (target.weights or {}).items():
+        rows = tensor.data.reshape(*tensor.shape[:-1], -1)
+        writer.add_tensor(names.theirs(name), rows, raw_dtype=GGMLQuantizationType[tensor.dtype])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
 def transformers(target: Target, options: BenchOptions) -> Peer:
     """transformers' `generate` with a static cache, which it compiles on a GPU.
 
@@ -54,7 +96,7 @@ def transformers(target: Target, options: BenchOptions) -> Peer:
     """
     if find_spec("transformers") is None:
         raise RequestError("it is not installed")
-    if target.weights is None:
+    if target.weights is None or not target.on_torch:
         raise RequestError("it is compared on random weights on a GPU, which it shares with Taper")
     import torch
 

@@ -7,19 +7,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..backends import Backend, available_threads, choose_device, open_backend
-from ..errors import RequestError, number, one_of, whole_number
+from ..errors import DTYPES, RequestError, number, one_of, whole_number
 from ..models import find_model, load_model
 from ..models.config import LayerSpec, ModelConfig, Rope, expected_shapes
 from ..models.download import DEFAULT_MODEL
 from ..models.policies import find_policy, fitting_policies
+from ..models.tensors import Tensor, row_bytes
 from ..policy import DepthPolicy
 
 LENGTHS = (128, 512, 2048)
+RANDOM_DTYPE = "Q4_0"  # of random weights on a CPU
+_SCALE = 0.02 / 4.6  # of its blocks; the values of four bits are spread by 4.6
 _ALPHA, _MIN_DEPTH = 0.998, 5 / 8  # of D3 by default: about the mean depth of the paper's 7B at 512 tokens
 
 
@@ -122,12 +128,13 @@ def open_target(options: BenchOptions, torch_device: str = "cuda") -> Target:
         raise RequestError("threads and repacking are for CPUs; they do nothing on cuda", "leave out the option")
     threads = options.threads or available_threads()
     if options.shape is not None:
-        if not on_torch:
-            raise RequestError("--shape needs a CUDA device", "on a CPU, name a model with --model")
         config = SHAPES[options.shape]
         length, policies = _context_length(options, config), _policies(options, config)
-        name, backend, weights = _random_weights(options, config, length, torch_device)
-        return Target(name, backend, on_torch, torch_device, threads, policies, weights=weights)
+        if on_torch:
+            name, backend, weights = _random_weights(options, config, length, torch_device)
+            return Target(name, backend, on_torch, torch_device, threads, policies, weights=weights)
+        name, backend, weights = _random_weights_on_cpu(options, config, length)
+        return Target(name, backend, on_torch, "cpu", threads, policies, weights=weights)
     model = options.model or DEFAULT_MODEL
     path = find_model(model)
     loaded = load_model(path)
@@ -164,6 +171,55 @@ def _random_weights(
     weights = random_weights(config, dtype, device)
     backend = TorchBackend(config, weights, context_length=length, dtype=dtype, device=device)
     return f"{name}, {dtype}", backend, weights
+
+
+def _random_weights_on_cpu(
+    options: BenchOptions, config: ModelConfig, length: int
+) -> tuple[str, Backend, Mapping[str, Any]]:
+    """The same on the CPU, in ggml's Q4_0 unless `dtype` says otherwise."""
+    from ..backends.ggml import GgmlBackend
+
+    name, free = f"random weights in the shape of {options.shape}", available_memory()
+    values = sum(math.prod(shape) for shape in expected_shapes(config).values())
+    needed = 2 * row_bytes(RANDOM_DTYPE, values)  # while they are repacked
+    if free is not None and needed > free:
+        message = f"{name} need {needed / 1e9:.1f} GB while they load; {free / 1e9:.1f} GB are free"
+        raise RequestError(message, "choose a smaller shape")
+    weights = random_tensors(config)
+    dtype = None if options.dtype == "auto" else one_of("dtype", options.dtype, DTYPES)
+    backend = GgmlBackend(
+        replace(config, quantization=RANDOM_DTYPE),
+        weights,
+        context_length=length,
+        dtype=dtype,
+        threads=options.threads,
+        repack=not options.no_repack,
+    )
+    return f"{name}, {dtype or RANDOM_DTYPE.lower()}", backend, weights
+
+
+def random_tensors(config: ModelConfig) -> dict[str, Tensor]:
+    """Random weights of a shape for a CPU: matrices in Q4_0, a pattern of random blocks repeated, and norms of ones."""
+    block = np.dtype([("scale", np.float16), ("values", np.uint8, 16)])  # of 32 weights
+    pattern = np.empty(1 << 20, block)
+    pattern["scale"] = _SCALE
+    pattern["values"] = np.random.default_rng(0).integers(0, 256, (len(pattern), 16), np.uint8)
+    tensors = {}
+    for name, shape in expected_shapes(config).items():
+        if len(shape) > 1:
+            data = np.resize(pattern, row_bytes(RANDOM_DTYPE, math.prod(shape)) // block.itemsize).view(np.uint8)
+            tensors[name] = Tensor(RANDOM_DTYPE, shape, data)
+        else:
+            tensors[name] = Tensor("F32", shape, np.ones(shape, np.float32).view(np.uint8))
+    return tensors
+
+
+def available_memory() -> int | None:
+    """Bytes that a process can still get; None where the system does not say."""
+    with suppress(OSError, StopIteration, ValueError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
+    return None
 
 
 def _context_length(options: BenchOptions, config: ModelConfig) -> int:

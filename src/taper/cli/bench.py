@@ -42,7 +42,7 @@ _PEERS = (("program", "name", 1, "s"), _TTFT, *_SPEED, _ROUNDS)
 
 @click.command()
 @MODEL
-@click.option("--shape", metavar="SHAPE", help="Random weights on a GPU: llama-2-7b, llama-2-13b, llama-3-8b or 34b.")
+@click.option("--shape", metavar="SHAPE", help="Random weights: llama-2-7b, llama-2-13b, llama-3-8b or 34b.")
 @click.option(
     "--policy", "policies", multiple=True, metavar="POLICY", help="Name or file; repeatable. Default: those shipped."
 )
