@@ -32,7 +32,7 @@ def load(folder: Path = RESULTS) -> dict[str, Any]:
     """The results by kind: `decode` is decode.json, and `methods` has methods-MODEL.json of each model by its name."""
     results: dict[str, Any] = {kind: {} for kind in ("bench", "calibration", "claims", "harness", "methods")}
     results |= {
-        kind: {} for kind in ("gpu_bench", "repetition", "second_turn", "session", "task_calibration", "task_signals")
+        kind: {} for kind in ("cpu_bench", "gpu_bench", "repetition", "second_turn", "session", "task_calibration", "task_signals")
     }
     for path in sorted(folder.glob("*.json")):
         kind, _, model = path.stem.partition("-")
