@@ -25,6 +25,7 @@ import numpy as np
 
 from taper import DepthPolicy
 from taper.backends.ggml import GgmlBackend
+from taper.backends.ggml.library import ggml
 from taper.bench.measure import alternate, measure, step_bytes, step_ms_by_depth
 from taper.engine import Engine
 from taper.models import find_model, load_model
@@ -185,7 +186,7 @@ def conditions(path: Path) -> dict[str, Any]:
         line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
     ]
     git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    packages = ("taper-llm", "ggml-python", "numpy", "torch", "transformers", "tokenizers")
+    packages = ("taper-llm", "numpy", "torch", "transformers", "tokenizers")
     return {
         "date": datetime.date.today().isoformat(),
         "commit": git.stdout.strip(),
@@ -194,6 +195,7 @@ def conditions(path: Path) -> dict[str, Any]:
         "threads": THREADS,
         "python": platform.python_version(),
         "versions": {name: version(name) for name in packages},
+        "kernels": str(ggml),
         "model": path.name,
         "kv_cache": "f16",
         "batch": 1,

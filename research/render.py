@@ -25,15 +25,16 @@ from taper.models.policies import DEFAULT_POLICIES
 ROOT = Path(__file__).parent.parent
 RESULTS, PAGES, TEMPLATES = (ROOT / "research" / name for name in ("results", "pages", "templates"))
 SECTIONS = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("reliability", "serving", "vllm")))
+_BY_MODEL = (
+    *("bench", "calibration", "claims", "cpu_bench", "gpu_bench", "harness", "methods", "repetition"),
+    *("second_turn", "session", "task_calibration", "task_signals"),
+)
 MARK = re.compile(r"(<!-- (\w+\.md\.j2): python research/render\.py -->\n).*?(<!-- end of \2 -->\n)", re.S)
 
 
 def load(folder: Path = RESULTS) -> dict[str, Any]:
     """The results by kind: `decode` is decode.json, and `methods` has methods-MODEL.json of each model by its name."""
-    results: dict[str, Any] = {kind: {} for kind in ("bench", "calibration", "claims", "harness", "methods")}
-    results |= {
-        kind: {} for kind in ("cpu_bench", "gpu_bench", "repetition", "second_turn", "session", "task_calibration", "task_signals")
-    }
+    results: dict[str, Any] = {kind: {} for kind in _BY_MODEL}
     for path in sorted(folder.glob("*.json")):
         kind, _, model = path.stem.partition("-")
         (results[kind] if model else results)[model or kind] = json.loads(path.read_text())

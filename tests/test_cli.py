@@ -217,7 +217,7 @@ def test_version_says_what_ggml_was_built_with_and_what_to_do_about_it(monkeypat
     assert lines[1].endswith("built with REPACK")
     assert str(ggml.place.folder) in lines[1]
     assert [line.split(":")[0] for line in lines[2:]] == ["not used", "without AVX2", "without LLAMAFILE"]
-    assert "CMAKE_ARGS=-DGGML_LLAMAFILE=ON" in lines[4]
+    assert "taper-llm[native]" in lines[4]
 
 
 def test_no_repack_changes_no_token_in_f32(run):

@@ -41,7 +41,7 @@ from .target import BenchOptions, Target, open_target
 FORMAT_VERSION = 1
 STEPS = 48  # at each depth
 TEMPERATURE = 0.8  # of outputs that are sampled
-_PACKAGES = ("taper-llm", "numpy", "ggml-python", "torch", "triton", "transformers")
+_PACKAGES = ("taper-llm", "numpy", "torch", "triton", "transformers")
 _DEPTHS = (1.0, 7 / 8, 3 / 4, 5 / 8, 1 / 2)  # of all layers
 _MIN_IDEAL = 1.05  # speedup; below it, a realised fraction is noise
 _PEER_START_S = 90.0  # what starting and compiling a peer may take
@@ -99,6 +99,7 @@ def _conditions(target: Target, options: BenchOptions) -> Json:
         "model": target.name,
         "weights": "random" if target.path is None else "the model's own",
         "backend": "torch" if target.on_torch else "ggml",
+        "kernels": target.backend.kernels,
         "dtype": options.dtype,
         "gpu": gpu,
         "machine": machine(),

@@ -18,11 +18,11 @@ from . import bench, calibrate, chat, eval, generate, heal, models, reproduce, s
 from .common import INTERRUPTED, say
 
 _CLOSED_PIPE, _WRONG = 141, 2
-_REBUILD = "CMAKE_ARGS=-DGGML_LLAMAFILE=ON pip install --force-reinstall --no-deps --no-cache-dir ggml-python==0.0.45"
+_NATIVE = 'pip install "taper-llm[native]" compiles ggml for this processor (with a C++ compiler, three minutes)'
 _ADVICE = {
     "AVX2": "this processor is old, or ggml was built on another one; every kernel is slow",
-    "REPACK": f"matrices cannot be repacked for this processor; {_REBUILD}",
-    "LLAMAFILE": f"prompts in f32, f16, bf16 and Q8_0 are slower than need be; {_REBUILD}",
+    "REPACK": f"matrices cannot be repacked for this processor; {_NATIVE}",
+    "LLAMAFILE": f"prompts in f32, f16, bf16 and Q8_0 are slower than need be; {_NATIVE}",
 }
 
 
