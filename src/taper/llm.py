@@ -615,7 +615,7 @@ class OutputBuilder:
         first, last = times or (0.0, 0.0)
         logprobs = [step.logprobs for step in steps if step.logprobs is not None]
         text, token_ids = "".join(self._texts), [step.token_id for step in steps]
-        if not request.text_goes_on:
+        if text and not request.text_goes_on:
             self._llm.outputs.note(text, token_ids)
         return Output(
             text=text,
@@ -640,14 +640,14 @@ class LatestOutputs:
     """
 
     def __init__(self) -> None:
-        self.by_text: dict[str, list[int]] = {}  # the oldest first
+        self.by_text: dict[str, tuple[int, ...]] = {}  # the oldest first
         self._lock = threading.Lock()
 
     def note(self, text: str, token_ids: list[int]) -> None:
         """Take note of an output, and forget the oldest one if there are many."""
         with self._lock:
             self.by_text.pop(text, None)
-            self.by_text[text] = token_ids
+            self.by_text[text] = tuple(token_ids)
             if len(self.by_text) > MAX_OUTPUTS:
                 del self.by_text[next(iter(self.by_text))]
 
