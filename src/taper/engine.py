@@ -44,6 +44,11 @@ class TokenFilter(Protocol):
         ...
 
 
+def takes_filled(policy: DepthPolicy, reuse: str) -> bool:
+    """Whether a request with this policy and kind of reuse fills keys and values, and may see those that others did."""
+    return reuse == "filled" and policy.tapers
+
+
 @dataclass(frozen=True)
 class Request:
     """A prompt and how to complete it.
@@ -65,7 +70,7 @@ class Request:
     @property
     def takes_filled(self) -> bool:
         """Whether it fills keys and values of skipped layers, and may see those that others filled."""
-        return self.reuse == "filled" and self.policy.tapers
+        return takes_filled(self.policy, self.reuse)
 
     @property
     def is_greedy(self) -> bool:

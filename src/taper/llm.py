@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from .backends import Backend, open_backend
-from .engine import Engine, Request, StepOutput
+from .engine import Engine, Request, StepOutput, takes_filled
 from .engine import Sequence as EngineSequence
 from .errors import MODES, REUSE, ModelError, PolicyError, RequestError, TaperWarning, flag, one_of, shown, whole_number
 from .models import find_model, load_model
@@ -261,7 +261,7 @@ class LLM:
         if len(params) != len(batch):
             raise RequestError(f"there are {len(params)} params for {len(batch)} prompts", "give one for each, or one")
         chosen, eos_token_ids = self.resolve_policy(policy, mode), self.tokenizer.eos_token_ids
-        filled = one_of("reuse", reuse, REUSE) == "filled" and chosen.tapers
+        filled = takes_filled(chosen, one_of("reuse", reuse, REUSE))
         encoded = [self.encode(prompt, raw, parse_special, think=think, as_generated=filled) for prompt in batch]
         goes_on = raw or not self.tokenizer.chat_template
         requests = [

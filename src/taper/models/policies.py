@@ -7,11 +7,11 @@ and two tensors for each adapter: `adapters.<layer>.down` and `adapters.<layer>.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from importlib import resources
-from itertools import chain
 from pathlib import Path
 
 from ..errors import PolicyError, did_you_mean, shown
@@ -42,23 +42,22 @@ def shipped_policies() -> dict[str, list[DepthPolicy]]:
 
 def fitting_policies(num_hidden_layers: int, identity: ModelIdentity) -> dict[str, DepthPolicy]:
     """The shipped policies that fit a model, by name."""
-    fitting = {}
-    for policy in chain.from_iterable(shipped_policies().values()):
-        with suppress(PolicyError):
-            policy.check_model(num_hidden_layers, identity)
-            fitting[policy.name] = policy
-    return fitting
+    return {policy.name: policy for _, policy in _fitting(num_hidden_layers, identity)}
 
 
 def default_policy(num_hidden_layers: int, identity: ModelIdentity) -> DepthPolicy | None:
     """The shipped policy that a model runs where nobody names one; None if none fits it."""
+    fitting = _fitting(num_hidden_layers, identity)
+    return next((policy for model, policy in fitting if policy.name == DEFAULT_POLICIES.get(model)), None)
+
+
+def _fitting(num_hidden_layers: int, identity: ModelIdentity) -> Iterator[tuple[str, DepthPolicy]]:
+    """The shipped policies that fit a model, and for which model each was made."""
     for model, policies in shipped_policies().items():
         for policy in policies:
             with suppress(PolicyError):
                 policy.check_model(num_hidden_layers, identity)
-                if policy.name == DEFAULT_POLICIES.get(model):
-                    return policy
-    return None
+                yield model, policy
 
 
 def find_policy(name: str | Path) -> DepthPolicy:

@@ -124,6 +124,8 @@ class Tokenizer:
     def _encode_with(self, outputs: Mapping[str, Sequence[int]], rendered: str) -> list[int]:
         """Token ids of a text in which these outputs stand, one after the other."""
         plain = self.encode(rendered, add_special_tokens=False)
+        if not outputs:
+            return plain
         ids, first = [], 0
         for text, own in outputs.items():
             place = rendered.find(text, first)

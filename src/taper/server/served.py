@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
-from ..engine import Request, TokenFilter
+from ..engine import Request, TokenFilter, takes_filled
 from ..errors import REUSE, RequestError, one_of, whole_number
 from ..llm import LLM
 from ..policy import DepthPolicy
@@ -68,7 +68,7 @@ class ServedModel:
                 check_tools(self.llm.tokenizer)
         tools = [tool.model_dump(exclude_none=True) for tool in body.usable_tools]
         with protocol.errors_at("taper.policy", _WRITTEN):
-            filled = not body.compares and self._policy(body.own).tapers and self._reuse(body) == "filled"
+            filled = not body.compares and takes_filled(self._policy(body.own), self._reuse(body))
         with protocol.errors_at("messages", _WRITTEN):
             messages, think = _messages(body.messages), self._think(body)
             prompt = self.llm.encode(messages, tools=tools, think=think, as_generated=filled, **_ending(body))
