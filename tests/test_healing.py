@@ -77,7 +77,7 @@ def test_training_lowers_the_kl_of_held_out_prompts(llm):
     assert healed.after.held_out.all_steps.kl.value < healed.before.held_out.all_steps.kl.value
     assert set(healed.policy.adapters.layers) == {3, 2, 4}
     assert healed.policy.provenance["healing"]["helped"]
-    assert llm.generate("hello", policy=healed.policy).depths[-1] == 3
+    assert llm.generate("hello", policy=healed.policy, ignore_eos=True).depths[-1] == 3
 
 
 def test_a_killed_training_goes_on_where_it_was(llm, monkeypatch, tmp_path):
