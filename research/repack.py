@@ -1,9 +1,9 @@
-"""What repacking weights changes: logits, memory and the time of loading, of one or more GGUF files.
+"""What the layouts of weights change: logits, memory and the time of loading, of one or more GGUF files.
 
     python research/repack.py --out research/results/repack.json FILE...
 
-The answers that logits are compared on are those of the first file, so all files must have the same tokenizer. Leave
-the machine alone while it runs (about ten minutes for three files of 1 GB).
+Each file's own answers are those that its logits are compared on. Leave the machine alone while it runs (about five
+minutes for each file of 1 GB).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from taper.calibration.run import MAX_PROMPTS
 from taper.calibration.statistics import over_steps
 from taper.calibration.summary import to_plain
 from taper.engine import Request
+from taper.errors import REPACK
 
 THREADS, ROUNDS, PROMPTS, ANSWER_TOKENS, CONTEXT = 2, 7, 20, 128, 1024
 
@@ -37,7 +38,7 @@ from pathlib import Path
 begun = time.perf_counter()
 from taper import LLM, SamplingParams
 llm = LLM(sys.argv[1], device="cpu", threads=int(sys.argv[2]), context=int(sys.argv[3]), max_batch_size=1,
-          repack=sys.argv[4] == "True")
+          repack=sys.argv[4])
 loaded = time.perf_counter()
 if sys.argv[5] == "True":
     llm.generate("word " * (llm.engine.backend.context_length - 200), SamplingParams(max_tokens=8), mode="full")
@@ -58,36 +59,39 @@ def answers(path: Path) -> list[Reference]:
 
 
 def quality(path: Path, references: list[Reference]) -> dict[str, Any]:
-    """KL of the repacked kernels' logits to the others', and how often the likeliest token is the same."""
-    repacked, mapped = (
-        LLM(path, device="cpu", context=CONTEXT, threads=THREADS, max_batch_size=1, repack=on) for on in (True, False)
+    """KL of other layouts' logits to those of the mapped file, and how often the likeliest token is the same."""
+    layouts = [how for how in REPACK if how != "never"]
+    mapped, *others = (
+        LLM(path, device="cpu", context=CONTEXT, threads=THREADS, max_batch_size=1, repack=how)
+        for how in ("never", *layouts)
     )
-    full, parts = DepthPolicy.full(mapped.config.num_hidden_layers), []
+    full = DepthPolicy.full(mapped.config.num_hidden_layers)
+    parts: dict[str, list[Scores]] = {how: [] for how in layouts}
     for index, reference in enumerate(references):
-        p, q = (log_probabilities(llm, reference, full) for llm in (mapped, repacked))
-        parts.append(compared(index, reference, p, q))
+        p = log_probabilities(mapped, reference, full)
+        for how, llm in zip(layouts, others, strict=True):
+            parts[how].append(compared(index, reference, p, log_probabilities(llm, reference, full)))
     steps = sum(len(reference.completion_ids) for reference in references)
-    loss = over_steps(Scores.joined(parts)).all_steps
-    return {"answers": len(references), "steps": steps, "loss": to_plain(loss)}
+    loss = {how: to_plain(over_steps(Scores.joined(scores)).all_steps) for how, scores in parts.items()}
+    return {"answers": len(references), "steps": steps, "loss": loss, "layouts": others[0].engine.backend.layouts}
 
 
 def memory(path: Path) -> dict[str, Any]:
     """Seconds of loading and peak resident MiB once the key-value cache is full, each in a process of its own."""
 
-    def run(repack: bool, fill: bool) -> list[float]:
+    def run(repack: str, fill: bool) -> list[float]:
         arguments = [str(word) for word in (path, THREADS, CONTEXT, repack, fill)]
         out = subprocess.run([sys.executable, "-c", _LOAD, *arguments], capture_output=True, text=True, check=True)
         return [float(word) for word in out.stdout.split()]
 
-    kinds = {"repacked": True, "mapped": False}
-    loads = alternate({name: partial(run, repack, False) for name, repack in kinds.items()}, ROUNDS)
+    loads = alternate({how: partial(run, how, False) for how in REPACK}, ROUNDS)
     config = LLM(path, device="cpu", context=64, threads=THREADS, max_batch_size=1).config
     cache = config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * 2 * CONTEXT / 2**20
     return {
         "file_mib": round(path.stat().st_size / 2**20),
         "kv_mib": round(cache),
         "load_s": {name: round(statistics.median(run[0] for run in runs), 3) for name, runs in loads.items()},
-        "peak_mib": {name: round(run(repack, True)[1]) for name, repack in kinds.items()},
+        "peak_mib": {how: round(run(how, True)[1]) for how in REPACK},
     }
 
 
@@ -99,10 +103,9 @@ def main() -> None:
     options = parser.parse_args()
     about = {"prompts": PROMPTS, "context": CONTEXT, "answer_tokens": ANSWER_TOKENS, "rounds": ROUNDS}
     result: dict[str, Any] = {"conditions": conditions(options.files[0]) | about, "files": {}}
-    references = answers(options.files[0])
     for path in options.files:
         print(path.name, file=sys.stderr)
-        result["files"][path.name] = memory(path) | quality(path, references)
+        result["files"][path.name] = memory(path) | quality(path, answers(path))
         options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 

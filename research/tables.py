@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import median
 from typing import Any
 
 from formats import FORMATS, TAPER, TESTS
@@ -287,12 +286,6 @@ def cells_of(formats: Json, kind: str) -> list[tuple[str, int, Json]]:
         (name, size, formats["formats"].get(name, {}).get(f"{kind} {size}")) for name in FORMATS for size in sizes
     ]
     return [(name, size, cell) for name, size, cell in measured if cell]
-
-
-def gain(formats: Json, kind: str, same: str, newest: str) -> float:
-    """How much faster one llama.cpp is than another: the median over the cells of a kind."""
-    speeds = [cell["tokens_per_second"] for *_, cell in cells_of(formats, kind)]
-    return median(speed[newest] / speed[same] for speed in speeds if newest in speed)
 
 
 def commits(formats: Json) -> list[str]:

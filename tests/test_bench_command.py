@@ -375,7 +375,7 @@ def test_bandwidth_counts_every_byte(monkeypatch):
 
 GIVEN = (
     "--shape 34b --policy a --policy b --lengths 9,7 --prompts 5,3 --rounds 3 --minutes 2.5 --device cpu --dtype q8_0 "
-    "--threads 2 --no-repack --llama-bin bin --no-peers --json a.json --plot a.png"
+    "--threads 2 --repack never --llama-bin bin --no-peers --json a.json --plot a.png"
 )
 
 
@@ -388,7 +388,7 @@ def test_options_reach_the_benchmark_and_have_its_defaults(monkeypatch):
     for arguments in (GIVEN, ""):
         assert CliRunner().invoke(cli, ["bench", *arguments.split()]).exit_code == 0
     what = {"shape": "34b", "policies": ("a", "b"), "lengths": (7, 9), "prompts": (3, 5), "rounds": 3, "minutes": 2.5}
-    how = {"device": "cpu", "dtype": "q8_0", "threads": 2, "no_repack": True, "no_peers": True}
+    how = {"device": "cpu", "dtype": "q8_0", "threads": 2, "repack": "never", "no_peers": True}
     assert given == [BenchOptions(**what, **how, llama_bin=Path("bin"), json=Path("a.json")), BenchOptions()]
     assert drawn == [Path("a.png")]
 
@@ -410,7 +410,7 @@ WRONG = {
     "--dtype=q3": "'q3' is not one of",
     "--shape=34b --device=cuda": "no CUDA device",
     "--threads=0": "threads is 0",
-    "--threads=1 --device=cuda": "threads and repacking are for CPUs",
+    "--threads=1 --device=cuda": "threads and repack are for CPUs",
     "--policy=missing.json --lengths=9 --prompts=9": "no policy 'missing.json'",
     "--model=missing.gguf": "missing.gguf",
     "--json=/proc/bench.json": "cannot write to /proc",

@@ -206,23 +206,32 @@ def test_policy_picture_marks_core_flex_and_skipped_layers():
 
 
 def test_version_says_what_ggml_was_built_with_and_what_to_do_about_it(monkeypatch):
+    from taper.backends.ggml import layouts
+    from taper.backends.ggml.layouts import Layout
     from taper.backends.ggml.library import ggml
 
     shown = CliRunner().invoke(cli, ["--version"]).stdout
     assert shown.startswith(f"taper {__version__}, ggml ")
     built = {"AVX2": False, "REPACK": True}
+    monkeypatch.setattr(layouts, "layout_for_many", lambda dtype, threads: second.get(dtype))
+    second = {"Q4_1": Layout("BF16", 4), "Q4_K": Layout("Q4_K", 16)}
+    monkeypatch.setattr(ggml, "unused_instructions", lambda: ["AVX512"])
     monkeypatch.setattr(ggml, "features", lambda: built)
     monkeypatch.setattr(ggml, "rejected", ["a library: too old"])
     lines = CliRunner().invoke(cli, ["--version"]).stdout.splitlines()
     assert lines[1].endswith("built with REPACK")
     assert str(ggml.place.folder) in lines[1]
-    assert [line.split(":")[0] for line in lines[2:]] == ["not used", "without AVX2", "without LLAMAFILE"]
-    assert "taper-llm[native]" in lines[4]
+    assert lines[2] == (
+        "two layouts, with --repack auto: Q4_1 also in bf16, for 4 tokens or more; "
+        "Q4_K also as in the file, for 16 tokens or more"
+    )
+    assert [line.split(":")[0] for line in lines[3:]] == ["not used", "without AVX2", "without LLAMAFILE, AVX512"]
+    assert "taper-llm[native]" in lines[-1]
 
 
-def test_no_repack_changes_no_token_in_f32(run):
+def test_repacking_changes_no_token_in_f32(run):
     options = ("generate", "hi", "--max-tokens", "9", "--mode", "full", "--dtype", "f32")
-    assert run(*options, "--no-repack").stdout == run(*options).stdout
+    assert run(*options, "--repack", "never").stdout == run(*options).stdout
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ def test_quantised_experts_agree_with_those_in_f32_repacked_or_not(tmp_path, dty
         floats = tensor.data.view(np.float32) * (1.0 if name.endswith("norm") else 0.2)
         tensors[name] = Tensor("F32", tensor.shape, floats.astype(np.float32).view(np.uint8))
     logits = []
-    for options in ({"dtype": "f32"}, {"dtype": dtype, "repack": False}, {"dtype": dtype, "repack": True}):
+    for options in ({"dtype": "f32"}, {"dtype": dtype, "repack": "never"}, {"dtype": dtype, "repack": "auto"}):
         backend = GgmlBackend(config, tensors, context_length=64, threads=1, **options)
         logits.append(backend.forward(one_slot(backend, PROMPTS[0], tuple(range(23)))).logits)
     exact, plain, repacked = logits

@@ -6,6 +6,7 @@ import ctypes
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -49,7 +50,7 @@ def test_a_folder_without_a_library_is_told_in_one_line(tmp_path):
     assert result.returncode == 2
     assert result.stderr.count("\n") == 1
     assert str(tmp_path) in result.stderr
-    (tmp_path / library._file(tmp_path, "ggml-base").name).write_bytes(b"no library")
+    library._files(tmp_path)[0].write_bytes(b"no library")
     assert used(tmp_path).returncode == 2
 
 
@@ -68,6 +69,25 @@ def test_a_library_that_is_not_what_was_declared_is_refused(monkeypatch, name, v
     monkeypatch.setattr(Library, "_close", lambda self: None)  # the tests go on with it
     with pytest.raises(ModelError, match=says):
         Library(PLACE)
+
+
+def test_a_library_for_another_processor_is_refused_before_it_computes(monkeypatch):
+    """Else the first product would end the process: SIGILL."""
+    monkeypatch.setattr(Library, "_close", lambda self: None)
+    monkeypatch.setattr(Library, "_instructions", lambda self: {"avx2": False})
+    monkeypatch.setattr(Library, "_built_with", lambda self, name: True)
+    with pytest.raises(ModelError, match="built for processors with avx2, which this one has not"):
+        Library(PLACE)
+
+
+def test_threads_do_not_spin_while_nothing_is_computed(tiny_gguf):
+    from taper import LLM
+
+    llm = LLM(tiny_gguf, threads=2, context=64)
+    llm.generate("a few words", max_tokens=16, ignore_eos=True)
+    before = time.process_time()
+    time.sleep(1)
+    assert time.process_time() - before < 0.6  # both of them would take two
 
 
 def test_wrong_products_are_noticed(monkeypatch):

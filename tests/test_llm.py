@@ -346,7 +346,7 @@ class TestSlips:
             (lambda llm: LLM("x", context=0), "context is 0"),
             (lambda llm: LLM("x", threads=0), "threads is 0"),
             (lambda llm: LLM("x", max_batch_size=0), "max_batch_size is 0"),
-            (lambda llm: LLM("x", repack="no"), "repack is 'no'"),
+            (lambda llm: LLM(llm.path, repack="no"), "repack is 'no'"),
             (lambda llm: LLM(7), "model is 7"),
             (lambda llm: LLM(None), "model is None"),
             (lambda llm: LLM("x", context="512"), "context is '512'"),
@@ -456,7 +456,8 @@ def test_weights_convert_when_loading_and_stay_close(tiny_llama, dtype):
     one, two = (top_logprobs(llm, Request(prompt, params, DepthPolicy.full(6))) for llm in (exact, other))
     shared = set(one) & set(two)
     assert len(shared) > 10
-    assert all(abs(one[i] - two[i]) < 0.3 for i in shared)
+    allowed = 1.0 if dtype == "q8_0" else 0.3  # activations are rounded to 8 bits too
+    assert all(abs(one[i] - two[i]) < allowed for i in shared)
 
 
 def top_logprobs(llm, request) -> dict[int, float]:

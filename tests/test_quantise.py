@@ -175,8 +175,8 @@ def test_a_narrow_model_generates(tiny_llama, dtype, recwarn):
 @pytest.mark.parametrize("dtype", ["q4_0", "q4_k", "iq4_nl"])
 def test_quantised_matrices_are_repacked(wide, dtype):
     packed, plain = (
-        open_backend(load_model(wide.folder), device="cpu", dtype=dtype, context_length=64, threads=2, repack=on)
-        for on in (True, False)
+        open_backend(load_model(wide.folder), device="cpu", dtype=dtype, context_length=64, threads=2, repack=repack)
+        for repack in ("always", "never")
     )
     assert not plain._model.weights._repacked.tensors
     if not packed._model.weights._repacked.tensors:
@@ -281,7 +281,7 @@ def test_a_terminal_shows_progress_where_loading_takes_long(monkeypatch, wide, a
     monkeypatch.setattr(common, "_LONG", after)
     updates = []
     monkeypatch.setattr(Status, "update", lambda self, text: updates.append(text))
-    options = {"device": "cpu", "dtype": "q4_0", "context": 64, "threads": 1, "no_repack": False}
+    options = {"device": "cpu", "dtype": "q4_0", "context": 64, "threads": 1, "repack": "auto"}
     common.load({"model": str(wide.folder), **options})
     assert f"loading {wide.folder}" in screen.file.getvalue().replace("\n", "")
     assert bool(updates) == shown

@@ -14,7 +14,19 @@ from typing import Any, overload
 from .backends import Backend, open_backend
 from .engine import Engine, Request, StepOutput, takes_filled
 from .engine import Sequence as EngineSequence
-from .errors import MODES, REUSE, ModelError, PolicyError, RequestError, TaperWarning, flag, one_of, shown, whole_number
+from .errors import (
+    MODES,
+    REPACK,
+    REUSE,
+    ModelError,
+    PolicyError,
+    RequestError,
+    TaperWarning,
+    flag,
+    one_of,
+    shown,
+    whole_number,
+)
 from .models import find_model, load_model
 from .models.download import DEFAULT_MODEL
 from .models.policies import default_policy, find_policy, fitting_policies
@@ -88,7 +100,8 @@ class LLM:
         context: tokens that prompt and output may have together; default 4096, or the model's limit if lower.
         threads: CPU threads; default the cores this process may use.
         max_batch_size: outputs generated at a time.
-        repack: on a CPU, copy matrices into the layout that it multiplies fastest, where their type has one; False uses
+        repack: on a CPU, "always" copies matrices into the layout that it multiplies fastest, where their type has
+            one; "auto" also keeps a second layout where many tokens are faster with it and memory is free; "never" uses
             the mapped file alone, which processes share.
         progress: on a CPU, called with the part of the weights that is loaded, 0 to 1.
 
@@ -106,10 +119,9 @@ class LLM:
         context: int | None = None,
         threads: int | None = None,
         max_batch_size: int = 8,
-        repack: bool = True,
+        repack: str = REPACK[0],
         progress: Callable[[float], None] | None = None,
     ) -> None:
-        repack = flag("repack", repack)
         threads = None if threads is None else whole_number("threads", threads, 1, 512)
         num_slots = whole_number("max_batch_size", max_batch_size, 1)
         context = None if context is None else whole_number("context", context, 1, 1 << 30)

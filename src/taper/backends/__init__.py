@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ..errors import DEVICES, DTYPES, RequestError, one_of
+from ..errors import DEVICES, DTYPES, REPACK, RequestError, one_of
 from ..models.config import ModelConfig
 from ..models.tensors import LoadedModel
 from ..policy import Adapters
@@ -65,6 +66,7 @@ class Backend(Protocol):
     num_slots: int
     context_length: int
     kernels: str  # what computes, with its version
+    layouts: str  # how matrices lie in memory, in words
     weight_bytes: dict[str, int]  # of each tensor, in the type in which forwards read it
 
     def forward(self, batch: TokenBatch) -> ForwardOutput:
@@ -84,7 +86,7 @@ def open_backend(
     context_length: int,
     num_slots: int = 1,
     threads: int | None = None,
-    repack: bool = True,
+    repack: str = REPACK[0],
     progress: Callable[[float], None] | None = None,
 ) -> Backend:
     """The backend of a device with a model's weights; each is imported only where it is used.
@@ -97,6 +99,7 @@ def open_backend(
         ModelError: weights that `dtype` cannot hold.
     """
     one_of("dtype", dtype, DTYPES)
+    one_of("repack", repack, REPACK)
     if choose_device(device) == "cpu":
         from .ggml import GgmlBackend
 
@@ -111,8 +114,8 @@ def open_backend(
             repack=repack,
             progress=progress,
         )
-    if not repack:
-        raise RequestError("repacking is for CPUs; leaving it out does nothing on cuda", "leave out the option")
+    if repack != REPACK[0]:
+        raise RequestError("repack is for CPUs; it does nothing on cuda", "leave it out")
     if threads is not None:
         raise RequestError("threads does nothing on cuda", "leave it out")
     try:
@@ -153,6 +156,18 @@ def choose_device(device: str) -> str:
     except ImportError:
         return "cpu"
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def available_memory() -> int | None:
+    """Bytes that this process can still get, within the limit of its container; None where the system does not say."""
+    free = None
+    with suppress(OSError, StopIteration, ValueError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
+        group = Path("/sys/fs/cgroup")  # "max" is no limit, and no number
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        free = min(free, limit - used)
+    return free
 
 
 def available_threads() -> int:

@@ -66,6 +66,7 @@ class TorchBackend:
         check_device(device)
         self.config, self.num_slots, self.context_length = config, num_slots, context_length
         self.kernels = f"torch {torch.__version__}"
+        self.layouts = "one layout for any number of tokens"
         self.device, self.dtype = torch.device(device), DTYPES[dtype]
         self._use_graphs = graphs and self.device.type == "cuda"
         self._weights = {name: self._convert(name, to_torch(tensor)) for name, tensor in tensors.items()}

@@ -100,6 +100,7 @@ def _conditions(target: Target, options: BenchOptions) -> Json:
         "weights": "random" if target.path is None else "the model's own",
         "backend": "torch" if target.on_torch else "ggml",
         "kernels": target.backend.kernels,
+        "layouts": target.backend.layouts,
         "dtype": options.dtype,
         "gpu": gpu,
         "machine": machine(),

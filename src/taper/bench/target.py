@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..backends import Backend, available_threads, choose_device, open_backend
-from ..errors import DTYPES, RequestError, number, one_of, whole_number
+from ..backends import Backend, available_memory, available_threads, choose_device, open_backend
+from ..errors import DTYPES, REPACK, RequestError, number, one_of, whole_number
 from ..models import find_model, load_model
 from ..models.config import LayerSpec, ModelConfig, Rope, expected_shapes
 from ..models.download import DEFAULT_MODEL
@@ -76,7 +75,7 @@ class BenchOptions:
     device: str = "auto"
     dtype: str = "auto"
     threads: int | None = None
-    no_repack: bool = False
+    repack: str = REPACK[0]
     llama_bin: Path | None = None
     no_peers: bool = False
     json: Path | None = None
@@ -124,8 +123,8 @@ def open_target(options: BenchOptions, torch_device: str = "cuda") -> Target:
         PolicyError: a policy that does not fit the model.
     """
     on_torch = choose_device(options.device) == "cuda"
-    if on_torch and (options.threads is not None or options.no_repack):
-        raise RequestError("threads and repacking are for CPUs; they do nothing on cuda", "leave out the option")
+    if on_torch and (options.threads is not None or options.repack != REPACK[0]):
+        raise RequestError("threads and repack are for CPUs; they do nothing on cuda", "leave out the option")
     threads = options.threads or available_threads()
     if options.shape is not None:
         config = SHAPES[options.shape]
@@ -145,7 +144,7 @@ def open_target(options: BenchOptions, torch_device: str = "cuda") -> Target:
         dtype=options.dtype,
         context_length=length,
         threads=options.threads,
-        repack=not options.no_repack,
+        repack=options.repack,
     )
     return Target(model, backend, on_torch, torch_device if on_torch else "cpu", threads, policies, path)
 
@@ -193,7 +192,7 @@ def _random_weights_on_cpu(
         context_length=length,
         dtype=dtype,
         threads=options.threads,
-        repack=not options.no_repack,
+        repack=options.repack,
     )
     return f"{name}, {dtype or RANDOM_DTYPE.lower()}", backend, weights
 
@@ -212,14 +211,6 @@ def random_tensors(config: ModelConfig) -> dict[str, Tensor]:
         else:
             tensors[name] = Tensor("F32", shape, np.ones(shape, np.float32).view(np.uint8))
     return tensors
-
-
-def available_memory() -> int | None:
-    """Bytes that a process can still get; None where the system does not say."""
-    with suppress(OSError, StopIteration, ValueError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
-    return None
 
 
 def _context_length(options: BenchOptions, config: ModelConfig) -> int:

@@ -22,7 +22,6 @@ _NATIVE = 'pip install "taper-llm[native]" compiles ggml for this processor (wit
 _ADVICE = {
     "AVX2": "this processor is old, or ggml was built on another one; every kernel is slow",
     "REPACK": f"matrices cannot be repacked for this processor; {_NATIVE}",
-    "LLAMAFILE": f"prompts in f32, f16, bf16 and Q8_0 are slower than need be; {_NATIVE}",
 }
 
 
@@ -32,16 +31,24 @@ def _version(context: click.Context, parameter: click.Parameter, wanted: bool) -
         return
     from importlib import metadata
 
+    from ..backends import available_threads
+    from ..backends.ggml.layouts import in_words, layout_for_many
     from ..backends.ggml.library import ggml
+    from ..models.tensors import WEIGHT_TYPES
 
     built = ggml.features()
     click.echo(f"taper {metadata.version('taper-llm')}, {ggml}")
     click.echo(f"{ggml.place.folder}, built with {', '.join(name for name in built if built[name])}")
+    layouts = {dtype: layout_for_many(dtype, available_threads()) for dtype in WEIGHT_TYPES}
+    if two := in_words({dtype: layout for dtype, layout in layouts.items() if layout is not None}):
+        click.echo(f"two layouts, with --repack auto: {two}")
     for reason in ggml.rejected:
         click.echo(f"not used: {reason}")
     for name, advice in _ADVICE.items():
         if not built.get(name):
             click.echo(f"without {name}: {advice}")
+    if slower := [*(["LLAMAFILE"] if not built.get("LLAMAFILE") else []), *ggml.unused_instructions()]:
+        click.echo(f"without {', '.join(slower)}: prompts are slower than need be; {_NATIVE}")
     context.exit()
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import RequestError, shown
-from .common import DEVICE, DTYPE, MODEL, NO_REPACK, THREADS, check_file, check_matplotlib, say
+from .common import DEVICE, DTYPE, MODEL, REPACK_OPTION, THREADS, check_file, check_matplotlib, say
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -53,7 +53,7 @@ _PEERS = (("program", "name", 1, "s"), _TTFT, *_SPEED, _ROUNDS)
 @DEVICE
 @DTYPE
 @THREADS
-@NO_REPACK
+@REPACK_OPTION
 @click.option("--llama-bin", type=Path, metavar="DIR", help="Folder of llama.cpp's programs. Default: that on PATH.")
 @click.option("--no-peers", is_flag=True, help="Leave out other programs: llama.cpp and transformers.")
 @click.option("--json", type=Path, metavar="FILE", help="Write the results as JSON, phase by phase.")

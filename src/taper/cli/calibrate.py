@@ -28,7 +28,7 @@ _TASK_BATCH_SIZE = 32
 
 
 _GROUPS = {
-    "Model": ("model", "device", "dtype", "context", "threads", "no_repack"),
+    "Model": ("model", "device", "dtype", "context", "threads", "repack"),
     "Budget, one at least, or a speed": _LIMITS,
     "Prompts": ("prompts", "answer_tokens", "quick", "seed"),
     "Adapters": ("adapters", "heal"),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import DEVICES, DTYPES, ModelError, RequestError
+from ..errors import DEVICES, DTYPES, REPACK, ModelError, RequestError
 from ..models import is_name
 from ..models.download import PACKAGED_MODELS
 from ..models.files import check_writable
@@ -31,8 +31,12 @@ DEVICE = click.option("--device", type=click.Choice(DEVICES), default="auto")
 DTYPE = click.option(
     "--dtype", type=click.Choice(DTYPES), default="auto", help="Convert or quantise weights when loading."
 )
-NO_REPACK = click.option(
-    "--no-repack", is_flag=True, help="Use the mapped file as it is: less memory, slower on a CPU."
+REPACK_OPTION = click.option(
+    "--repack",
+    type=click.Choice(REPACK),
+    default=REPACK[0],
+    help="Layouts of matrices on a CPU: never uses the file as it is, always repacks it, auto keeps a second layout "
+    "where prompts are faster with it and memory is free.",
 )
 
 
@@ -76,7 +80,7 @@ def run_options(command: Command) -> Command:
         type=int,
         help="Tokens of prompt and output. Default: 4096 or the model's limit.",
     )
-    return with_options([THREADS, context, DEVICE, DTYPE, NO_REPACK], command)
+    return with_options([THREADS, context, DEVICE, DTYPE, REPACK_OPTION], command)
 
 
 def load(options: dict[str, Any], **more: Any) -> LLM:
@@ -86,7 +90,7 @@ def load(options: dict[str, Any], **more: Any) -> LLM:
     from .terminal import console
 
     model = DEFAULT_MODEL if options["model"] is None else options["model"]
-    given = {name: options[name] for name in ("device", "dtype", "context", "threads")}
+    given = {name: options[name] for name in ("device", "dtype", "context", "threads", "repack")}
     started = time.monotonic()
     with console().status(f"loading {model}") as status:
 
@@ -94,7 +98,7 @@ def load(options: dict[str, Any], **more: Any) -> LLM:
             if time.monotonic() - started > _LONG:
                 status.update(f"loading {model}, {part:.0%}")
 
-        return LLM(model, **given, repack=not options["no_repack"], progress=progress, **more)
+        return LLM(model, **given, progress=progress, **more)
 
 
 def fetch_if_missing(model: str) -> None:

@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from ...errors import QUANTISED_DTYPES, ModelError
+from ...errors import QUANTISED_DTYPES, REPACK, ModelError
 from ...models.config import LayerSpec, ModelConfig
 from ...models.tensors import Tensor
 from ...policy import Adapters
@@ -57,7 +57,7 @@ class GgmlBackend:
         dtype: str | None = None,
         kv_dtype: str = "f16",
         threads: int | None = None,
-        repack: bool = True,
+        repack: str = REPACK[0],
         progress: LoadProgress | None = None,
     ) -> None:
         self.num_slots, self.context_length = num_slots, context_length
@@ -67,7 +67,7 @@ class GgmlBackend:
         threads = threads or available_threads()
         weights = Weights(tensors, dtype, repack, threads, progress)
         self.config = replace(config, quantization=weights.quantization) if dtype in QUANTISED_DTYPES else config
-        self.weight_bytes = weights.num_bytes
+        self.weight_bytes, self.layouts = weights.num_bytes, weights.layouts
         cache = KeyValueCache(config, num_slots, context_length, "f32" if weights.beyond_f16 else kv_dtype)
         self._passing: PassingStates[np.ndarray] | None = None
         if PassingStates.fit(config):

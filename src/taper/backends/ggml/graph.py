@@ -129,7 +129,7 @@ class Graph:
         if not key.num_outputs:
             return None, hidden_states
         rows = self._norm(ggml.get_rows(context, x, self._inputs["rows"]), "norm")
-        head = weights.get("lm_head") or weights["embed_tokens"]
+        head = weights.matrix(weights.head, key.num_outputs)
         logits = self._scaled(ggml.mul_mat(context, head, rows), self._model.config.logit_scale)
         return self._output(logits), hidden_states
 
@@ -190,7 +190,8 @@ class Graph:
 
     def _times(self, h: Any, layer: int, name: str) -> Any:
         """Rows h times a matrix of a layer."""
-        return ggml.mul_mat(self._context.pointer, self._model.weights[f"layers.{layer}.{name}"], h)
+        matrix = self._model.weights.matrix(f"layers.{layer}.{name}", h.contents.ne[1])
+        return ggml.mul_mat(self._context.pointer, matrix, h)
 
     def _mlp(self, h: Any, layer: int) -> Any:
         if (experts := self._model.config.layers[layer].experts) is not None:

@@ -17,6 +17,7 @@ from ctypes import c_bool, c_char, c_char_p, c_float, c_int, c_int32, c_int64, c
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import metadata
+from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from ...errors import ModelError
 from ...models.tensors import WEIGHT_TYPES, row_bytes
 
 VARIABLE = "TAPER_GGML"
-FIRST_TESTED, FIRST_UNTESTED = (0, 15), (0, 26)
+FIRST_TESTED, FIRST_UNTESTED = (0, 15), (0, 27)
 TYPE_F32, TYPE_F16, TYPE_I32, TYPE_I64 = 0, 1, 26, 27
 STATUS_SUCCESS, STATUS_ABORTED = 0, 1
 _OBJECT_SIZE = 32  # of ggml's own note about each tensor of a context
@@ -88,6 +89,11 @@ class TypeTraits(ctypes.Structure):
         ("from_float_ref", c_void_p),
     )
 
+
+# What a library may be built with, in ggml's names and in those of Linux.
+_SAME_NAMES = ("ssse3", "avx", "avx2", "f16c", "fma", "bmi2", "avx_vnni", "avx512_vnni", "avx512_bf16")
+_OTHER_NAMES = {"sse3": "pni", "avx512": "avx512f", "avx512_vbmi": "avx512vbmi"}
+_INSTRUCTIONS = dict(zip(_SAME_NAMES, _SAME_NAMES, strict=True)) | _OTHER_NAMES
 
 AbortCallback = ctypes.CFUNCTYPE(c_bool, c_void_p)
 LogCallback = ctypes.CFUNCTYPE(None, c_int, c_char_p, c_void_p)
@@ -188,8 +194,8 @@ class Library:
         self._handles: list[ctypes.CDLL] = []
         try:
             # Each needs those before it; loaded by their paths, they find one another without a search path.
-            for name in ("ggml-base", "ggml-cpu", "ggml"):
-                self._handles.append(ctypes.CDLL(str(_file(place.folder, name))))
+            for file in _files(place.folder):
+                self._handles.append(ctypes.CDLL(str(file)))
             for name, (returned, *arguments) in _FUNCTIONS.items():
                 function = self._function(f"ggml_{name}")
                 function.restype, function.argtypes = returned, arguments
@@ -209,6 +215,10 @@ class Library:
     def version_numbers(self) -> tuple[int, ...]:
         """Such as (0, 25, 3)."""
         return tuple(int(part) for part in self.version().decode().split("-")[0].split(".") if part.isdigit())
+
+    def unused_instructions(self) -> list[str]:
+        """What this processor has and the library was not built with, by ggml's names."""
+        return [name.upper() for name, has in self._instructions().items() if has and not self._built_with(name)]
 
     def features(self) -> dict[str, bool]:
         """What it was built with, by ggml's names, such as AVX2, REPACK and LLAMAFILE."""
@@ -234,6 +244,17 @@ class Library:
         address = self.backend_reg_get_proc_address(registry, name)
         return ctypes.CFUNCTYPE(ctypes.POINTER(kind), c_void_p)(address)(argument) if address else None
 
+    def _instructions(self) -> dict[str, bool]:
+        """Whether this processor has each of `_INSTRUCTIONS`; empty where the system does not say."""
+        with suppress(OSError, StopIteration):
+            lines = Path("/proc/cpuinfo").read_text().splitlines()
+            flags = next(line for line in lines if line.startswith("flags")).split()
+            return {name: flag in flags for name, flag in _INSTRUCTIONS.items()}
+        return {}
+
+    def _built_with(self, instructions: str) -> bool:
+        return bool(self._function(f"ggml_cpu_has_{instructions}")())
+
     def _function(self, name: str) -> Any:
         for handle in self._handles:
             with suppress(AttributeError):
@@ -241,7 +262,9 @@ class Library:
         raise ModelError(f"it has no {name}")
 
     def _check(self) -> None:
-        """Check version and layout of structures, and the sizes of the types that we use."""
+        """Check version and layout of structures, the sizes of the types that we use, and two products."""
+        if missing := [name for name, has in self._instructions().items() if not has and self._built_with(name)]:
+            raise ModelError(f"it was built for processors with {', '.join(missing)}, which this one has not")
         if not FIRST_TESTED <= self.version_numbers[:2] < FIRST_UNTESTED:
             first, last = (".".join(map(str, version)) for version in (FIRST_TESTED, FIRST_UNTESTED))
             raise ModelError(f"it is ggml {self.version().decode()}; tested are {first} up to, not including, {last}")
@@ -301,9 +324,13 @@ class Library:
                 _ctypes.dlclose(handle._handle)
 
 
-def _file(folder: Path, name: str) -> Path:
-    names = {"win32": f"{name}.dll", "darwin": f"lib{name}.dylib"}
-    return folder / names.get(sys.platform, f"lib{name}.so")
+def _files(folder: Path) -> list[Path]:
+    """ggml's libraries in a folder; xllamacpp's extension module holds all of them."""
+    whole = [folder / f"xllamacpp{suffix}" for suffix in EXTENSION_SUFFIXES]
+    if found := [path for path in whole if path.exists()]:
+        return found[:1]
+    prefix, suffix = {"win32": ("", ".dll"), "darwin": ("lib", ".dylib")}.get(sys.platform, ("lib", ".so"))
+    return [folder / f"{prefix}{name}{suffix}" for name in ("ggml-base", "ggml-cpu", "ggml")]
 
 
 def _places() -> Iterator[Place]:
@@ -313,14 +340,13 @@ def _places() -> Iterator[Place]:
         return
     for package, module, inside in (
         ("llama-cpp-python", "llama_cpp", ("lib",)),  # names of packages, not of architectures
+        ("xllamacpp", "xllamacpp", ("",)),
         ("libggml-python", "libggml", ("lib64", "lib", "bin")),
         ("ggml-python", "ggml", ("lib",)),
     ):
         spec = find_spec(module)
         for root in (spec.submodule_search_locations or ()) if spec else ():
-            yield from (
-                Place(Path(root) / name, package) for name in inside if _file(Path(root) / name, "ggml").exists()
-            )
+            yield from (Place(Path(root) / name, package) for name in inside if _files(Path(root) / name)[-1].exists())
 
 
 def _load() -> Library:

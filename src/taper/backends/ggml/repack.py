@@ -6,7 +6,7 @@ import ctypes
 import math
 import mmap
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -26,6 +26,7 @@ class RepackedMatrices:
         read: the bytes of one in that type; called on several threads.
         on_repacked: called with the name of each matrix that has been repacked.
         threads: matrices to repack at a time.
+        kept: names of those whose bytes are needed afterwards too.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class RepackedMatrices:
         read: Callable[[str], np.ndarray],
         on_repacked: Callable[[str], None],
         threads: int,
+        kept: Container[str] = (),
     ) -> None:
         self.tensors: dict[str, Any] = {}
         self._contexts: list[TensorContext] = []
@@ -42,7 +44,8 @@ class RepackedMatrices:
         def repack(name: str) -> str:
             data = read(name)
             ggml.backend_tensor_set(self.tensors[name], data.ctypes.data, 0, data.nbytes)
-            release_pages(data)
+            if name not in kept:
+                release_pages(data)
             return name
 
         for buffer_type in ggml.repacking_buffer_types():

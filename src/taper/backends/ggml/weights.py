@@ -15,6 +15,7 @@ import numpy as np
 from ...errors import QUANTISED_DTYPES, ModelError, RequestError, TaperWarning
 from ...models.tensors import WEIGHT_TYPES, Tensor, row_bytes
 from ...policy import Adapters
+from .layouts import layouts_for_many
 from .library import ggml
 from .repack import RepackedMatrices, release_pages
 from .tensors import ALIGNMENT, TensorContext, aligned
@@ -39,14 +40,17 @@ class Weights:
     """Tensors by our names.
 
     `quantization`: type of most matrices. `num_bytes`: of each tensor, as stored. `beyond_f16`: bf16 weights have
-    values outside the range of f16, so activations may have such values too.
+    values outside the range of f16, so activations may have such values too. `head`: the name of the matrix that makes
+    logits. `layouts`: how matrices lie in memory, in words.
 
     Args:
         tensors: the model's weights.
         dtype: the type to convert matrices to, one of `DTYPES`; None uses them as they are, but bf16 as f16, which is
             faster, if all values fit.
-        repack: copy matrices into the layout that this processor multiplies fastest, if their type has one.
-        threads: to convert and copy them with.
+        repack: one of `REPACK`. "never" leaves matrices as they are. "always" copies them into the layout that this
+            processor multiplies few tokens fastest with, if their type has one. "auto" also keeps a second layout where
+            many tokens are faster with it, if that takes at most half of the memory that is free.
+        threads: those that compute; they also convert and copy.
         progress: called with the part that is loaded.
 
     Raises:
@@ -58,10 +62,11 @@ class Weights:
         self,
         tensors: dict[str, Tensor],
         dtype: str | None,
-        repack: bool = False,
+        repack: str = "never",
         threads: int = 1,
         progress: LoadProgress | None = None,
     ) -> None:
+        self.head = "lm_head" if "lm_head" in tensors else "embed_tokens"
         types, self.beyond_f16 = stored_types(tensors, dtype), False
         try:
             self._load(tensors, types, repack, threads, progress)
@@ -86,16 +91,26 @@ class Weights:
         """The tensor of a name; None if the model has none."""
         return self._tensors.get(name)
 
+    def matrix(self, name: str, tokens: int) -> Any:
+        """A matrix in the layout that this many tokens are multiplied with."""
+        first, tensor = self._for_many.get(name, (math.inf, None))
+        return self._tensors[name] if tokens < first else tensor
+
     def _load(
         self,
         tensors: dict[str, Tensor],
         types: dict[str, str],
-        repack: bool,
+        repack: str,
         threads: int,
         progress: LoadProgress | None,
     ) -> None:
         """Load tensor by tensor, so that converted weights are in memory twice only until they are repacked."""
         total, done = sum(math.prod(tensor.shape) for tensor in tensors.values()), 0
+        shapes = {name: t.shape for name, t in tensors.items() if not _is_vector(name, t)}
+        # Matrices of three dimensions are experts, which get few tokens each.
+        eligible = {n: s for n, s in shapes.items() if len(s) == 2 and (n == self.head or n != "embed_tokens")}
+        second, self.layouts = layouts_for_many(eligible if repack == "auto" else {}, types, threads)
+        kept: dict[str, np.ndarray] = {}  # what second layouts are made of
 
         def loaded(name: str) -> None:
             nonlocal done
@@ -106,19 +121,31 @@ class Weights:
         with ThreadPoolExecutor(threads) as pool:
 
             def read(name: str) -> np.ndarray:
-                return _as_type(name, tensors[name], types[name], pool)
+                data = _as_type(name, tensors[name], types[name], pool)
+                if name in second:
+                    kept[name] = data
+                return data
 
             # Copied while the file is in memory: reading one later would bring back the pages around it.
             vectors = {name: read(name) for name, tensor in tensors.items() if len(tensor.shape) == 1}
-            multiplied = {name: t for name, t in tensors.items() if name != "embed_tokens" and not _is_vector(name, t)}
-            self._repacked = RepackedMatrices(multiplied if repack else {}, types, read, loaded, threads)
+            multiplied = {name: tensors[name] for name in shapes if name != "embed_tokens" and repack != "never"}
+            self._repacked = RepackedMatrices(multiplied, types, read, loaded, threads, kept=second)
             self._tensors = dict(self._repacked.tensors)
             rest = [name for name in tensors if name not in self._tensors]
-            self._context = TensorContext(len(rest))
+            self._context = TensorContext(len(rest) + len(second))
             for name in rest:
                 data = vectors[name] if name in vectors else read(name)
                 self._tensors[name] = self._context.over(data, WEIGHT_TYPES[types[name]][0], tensors[name].shape)
                 loaded(name)
+
+            def for_many(name: str) -> np.ndarray:
+                if second[name].dtype == types[name]:
+                    return kept[name]
+                return convert(Tensor(types[name], shapes[name], kept[name]), second[name].dtype)
+
+            self._for_many = {}
+            for (name, (dtype, tokens)), data in zip(second.items(), pool.map(for_many, second), strict=True):
+                self._for_many[name] = tokens, self._context.over(data, WEIGHT_TYPES[dtype][0], shapes[name])
 
 
 def _as_type(name: str, tensor: Tensor, dtype: str, pool: Executor) -> np.ndarray:

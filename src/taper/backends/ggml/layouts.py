@@ -1,0 +1,120 @@
+"""Which layout of weights multiplies many tokens fastest, where it is not the one that is best for few.
+
+Few tokens wait for memory: the smallest weights are best, repacked where ggml can. Many wait for arithmetic, and then a
+library may be faster with weights as they lie in the file (Q4_K, whose tiles newer ones multiply) or with bf16.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...models.tensors import WEIGHT_TYPES, row_bytes
+from .. import available_memory
+from .library import TYPE_F32, ggml
+from .tensors import TensorContext
+
+_SHAPE, _TOKENS, _TRIES = (512, 512), 128, 5
+_GAIN = 1.4  # less is not worth the memory; and of two that are about as fast, noise shall not choose
+# From how many tokens on, as `research/layouts.py` measures. A copy in bf16 has up to four times the bytes: they take
+# longer to read than there is to compute unless there are about two tokens for each core.
+_IN_TILES, _IN_BF16, _IN_BF16_PER_CORE = 16, 4, 2
+
+
+class Layout(NamedTuple):
+    """The type of a matrix in its layout for many tokens, and from how many on that is used."""
+
+    dtype: str
+    min_tokens: int
+
+
+@cache
+def layout_for_many(dtype: str, threads: int) -> Layout | None:
+    """The layout of weights of this type for many tokens; None where it is the same as for few.
+
+    Measured with a small matrix on one core, once in a process: about ten milliseconds.
+    """
+    if WEIGHT_TYPES[dtype][1] == 1:  # not quantised: bf16 would lose something
+        return None
+    backend = ggml.backend_cpu_init()
+    ggml.backend_cpu_set_n_threads(backend, 1)
+    try:
+        plain = ggml.backend_get_default_buffer_type(backend)
+        mapped, bf16 = seconds(backend, plain, dtype), seconds(backend, plain, "BF16")
+        repacked = min((seconds(backend, each, dtype) for each in ggml.repacking_buffer_types()), default=math.inf)
+    finally:
+        ggml.backend_free(backend)
+    used = mapped if math.isinf(repacked) else repacked
+    if used > _GAIN * mapped and mapped < _GAIN * bf16:
+        return Layout(dtype, _IN_TILES)
+    if used > _GAIN * bf16:
+        return Layout("BF16", max(_IN_BF16, _IN_BF16_PER_CORE * threads))
+    return None
+
+
+def layouts_for_many(
+    shapes: Mapping[str, tuple[int, ...]], types: Mapping[str, str], threads: int
+) -> tuple[dict[str, Layout], str]:
+    """The second layouts of matrices of these shapes and types, by name, and what to say of them.
+
+    There are none if they would take more than half of the memory that is free once the first layouts are there.
+    """
+    chosen = {name: layout for name in shapes if (layout := layout_for_many(types[name], threads)) is not None}
+    if not chosen:
+        return {}, "one layout for any number of tokens"
+    needed = sum(_bytes(layout.dtype, shapes[name]) for name, layout in chosen.items())
+    free = (available_memory() or 0) - sum(_bytes(types[name], shape) for name, shape in shapes.items())
+    if needed > free / 2:
+        return {}, f"one layout: a second takes {needed / 1e9:.1f} GB, more than half of the memory that is free"
+    return chosen, f"{in_words({types[name]: layout for name, layout in chosen.items()})}, {needed / 1e6:.0f} MB more"
+
+
+def in_words(layouts: Mapping[str, Layout]) -> str:
+    """The second layouts of types, such as "Q4_1 and Q8_0 also in bf16, for 4 tokens or more"."""
+    parts = []
+    for place, converted in (("in bf16", True), ("as in the file", False)):
+        first = {name: layout.min_tokens for name, layout in layouts.items() if (layout.dtype != name) == converted}
+        if first:
+            parts.append(f"{', '.join(sorted(first))} also {place}, for {min(first.values())} tokens or more")
+    return "; ".join(parts)
+
+
+def _bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    return math.prod(shape[:-1]) * row_bytes(dtype, shape[-1])
+
+
+def seconds(
+    backend: Any, buffer_type: Any, dtype: str, shape: tuple[int, int] = _SHAPE, tokens: int = _TOKENS
+) -> float:
+    """The time of multiplying tokens with a matrix that lies in a buffer of this type.
+
+    Infinite if the buffer has no layout for `dtype`. The weights are zeros, which take as long as others.
+    """
+    plain = ggml.backend_get_default_buffer_type(backend)
+    matrices, others = TensorContext(1), TensorContext(2, graph_nodes=4)
+    matrix = matrices.new(WEIGHT_TYPES[dtype][0], shape)
+    buffers = [ggml.backend_alloc_ctx_tensors_from_buft(matrices.pointer, buffer_type)]
+    try:
+        if buffer_type != plain and not matrix.contents.extra:
+            return math.inf
+        vectors = others.new(TYPE_F32, (tokens, shape[1]))
+        graph = ggml.new_graph_custom(others.pointer, 4, False)
+        ggml.build_forward_expand(graph, ggml.mul_mat(others.pointer, matrix, vectors))
+        buffers.append(ggml.backend_alloc_ctx_tensors_from_buft(others.pointer, plain))
+        for tensor in (matrix, vectors):
+            zeros = np.zeros(ggml.nbytes(tensor), np.uint8)
+            ggml.backend_tensor_set(tensor, zeros.ctypes.data, 0, zeros.nbytes)
+        times = []
+        for _ in range(_TRIES):
+            started = time.perf_counter()
+            ggml.backend_graph_compute(backend, graph)
+            times.append(time.perf_counter() - started)
+        return min(times)
+    finally:
+        for buffer in buffers:
+            ggml.backend_buffer_free(buffer)
