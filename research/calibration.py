@@ -24,11 +24,12 @@ from typing import Any
 
 import numpy as np
 
-from taper.calibration.prompts import builtin_prompts
-from taper.calibration.statistics import Estimate, by_completion, ratio_estimate
-from taper.calibration.store import Measurements, skipping
-from taper.calibration.summary import MEASURED_ORDER, to_plain
-from taper.evals.comparison import baseline_policies, random_orders
+from taper.lab.calibration.progress import SILENT
+from taper.lab.calibration.prompts import builtin_prompts
+from taper.lab.calibration.statistics import Estimate, by_completion, ratio_estimate
+from taper.lab.calibration.store import Measurements, skipping
+from taper.lab.calibration.summary import MEASURED_ORDER, to_plain
+from taper.lab.evals.comparison import baseline_policies, random_orders
 from taper.models.download import DEFAULT_MODEL, PACKAGED_MODELS
 from taper.policy import middle_first_order
 
@@ -81,9 +82,9 @@ def orders(cache: Path, model: str) -> dict[str, Any]:
     """KL of the order found, every baseline and the first sketch's order on held-out prompts, by depth."""
     os.environ["TAPER_CACHE"] = str(cache)
     from taper import LLM
-    from taper.calibration.prompts import completions, encode_prompts, split
-    from taper.calibration.search import first_steps
-    from taper.calibration.store import current_conditions, open_store
+    from taper.lab.calibration.prompts import completions, encode_prompts, split
+    from taper.lab.calibration.search import first_steps
+    from taper.lab.calibration.store import current_conditions, open_store
     from taper.models.download import content_hash
     from taper.models.policies import load_policy
     from taper.policy import DepthPolicy
@@ -92,7 +93,7 @@ def orders(cache: Path, model: str) -> dict[str, Any]:
     store = open_store(content_hash(llm.path), current_conditions(llm))
     full = DepthPolicy.full(llm.config.num_hidden_layers)
     prompts = list(encode_prompts(llm, builtin_prompts(), 0, 256))
-    _, held_out = split(completions(llm, prompts, full, ANSWER_TOKENS, store, lambda: None))
+    _, held_out = split(completions(llm, prompts, full, ANSWER_TOKENS, store, SILENT))
     measurements = Measurements(llm.engine, first_steps(held_out, COMPARED_STEPS), store)
     order = load_policy(SHIPPED / model / "fast.json").skip_order
     started = time.perf_counter()
@@ -131,7 +132,7 @@ def compare_orders(
         policies |= baseline_policies(layers, depth, influence, lengths)
         ours, base = policies[MEASURED_ORDER], None
         for name, policy in policies.items():
-            scores = measurements.scores(policy, lambda: None)
+            scores = measurements.scores(policy, SILENT)
             scores = scores.where(scores.step > 0)
             base = base or scores
             values = {"kl": scores.kl, "agreement": scores.agreement}

@@ -32,14 +32,15 @@ from task_options import (
 )
 
 from taper import DepthPolicy
-from taper.bench.measure import mean_step_bytes
-from taper.calibration.clock import measure_speedup
-from taper.calibration.replay import Reference, Scores
-from taper.calibration.search import first_steps
-from taper.calibration.statistics import Estimate, by_completion, ratio_estimate
-from taper.calibration.summary import MEASURED_ORDER, to_plain
-from taper.evals import Evaluation, summarise
-from taper.evals.comparison import FULL, Study, TaskStudy, by_step, closest_d3, closest_policy, joined, mean_depth
+from taper.lab.bench.measure import mean_step_bytes
+from taper.lab.calibration.clock import measure_speedup
+from taper.lab.calibration.progress import SILENT
+from taper.lab.calibration.replay import Reference, Scores
+from taper.lab.calibration.search import first_steps
+from taper.lab.calibration.statistics import Estimate, by_completion, ratio_estimate
+from taper.lab.calibration.summary import MEASURED_ORDER, to_plain
+from taper.lab.evals import Evaluation, summarise
+from taper.lab.evals.comparison import FULL, Study, TaskStudy, by_step, closest_d3, closest_policy, joined, mean_depth
 from taper.policy import Schedule, middle_first_order
 
 FEWER = 1.5  # times fewer operations, as the paper has them
@@ -113,7 +114,7 @@ class Claims:
         references = first_steps(self._references(), ALONE_STEPS)
         with self._study.measurements(references) as measured:
             each = [range(index, index + 1) for index in range(len(references))]
-            sums = np.stack([measured.kl_sums(frozenset(), range(self._layers), one, lambda: None) for one in each])
+            sums = np.stack([measured.kl_sums(frozenset(), range(self._layers), one, SILENT) for one in each])
         steps = np.array([len(reference.completion_ids) - 1 for reference in references], float)
         middle = sorted(middle_first_order(self._layers))
         head, tail = list(range(middle[0])), list(range(middle[-1] + 1, self._layers))

@@ -26,8 +26,8 @@ import numpy as np
 from taper import DepthPolicy
 from taper.backends.ggml import GgmlBackend
 from taper.backends.ggml.library import ggml
-from taper.bench.measure import alternate, measure, step_bytes, step_ms_by_depth
 from taper.engine import Engine
+from taper.lab.bench.measure import alternate, measure, step_bytes, step_ms_by_depth
 from taper.models import find_model, load_model
 from taper.models.download import DEFAULT_MODEL
 from taper.models.policies import find_policy

@@ -23,7 +23,7 @@ from decode import conditions, write
 from taper import DepthPolicy
 from taper.backends import Backend, TokenBatch
 from taper.backends.ggml import GgmlBackend
-from taper.bench.target import SHAPES
+from taper.lab.bench.shapes import SHAPES
 from taper.models import find_model, load_model
 from taper.models.config import ModelConfig, expected_shapes
 from taper.models.policies import fitting_policies

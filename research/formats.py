@@ -22,9 +22,9 @@ from decode import THREADS, conditions, median, write
 
 from taper import DepthPolicy
 from taper.backends.ggml import GgmlBackend
-from taper.bench.measure import alternate, measure
-from taper.bench.peers import LlamaBench
 from taper.engine import Engine
+from taper.lab.bench.measure import alternate, measure
+from taper.lab.bench.peers import LlamaBench
 from taper.models import load_model
 
 FORMATS = ("Q4_K_M", "Q4_0", "Q8_0", "Q6_K", "Q5_K_M", "IQ4_NL", "F16")

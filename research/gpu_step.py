@@ -27,9 +27,9 @@ import triton
 from taper.backends import TokenBatch, fused
 from taper.backends.fused import Tile
 from taper.backends.torch import TorchBackend
-from taper.bench.measure import step_bytes
-from taper.bench.target import SHAPES
-from taper.bench.torch_device import copy_bandwidth, random_weights
+from taper.lab.bench.measure import step_bytes
+from taper.lab.bench.shapes import SHAPES
+from taper.lab.bench.torch_device import copy_bandwidth, random_weights
 from taper.policy import DepthPolicy, active_prefixes, middle_first_order
 
 SHAPE, CONTEXT, STEPS, ROUNDS = "llama-2-7b", 2049, 20, 5

@@ -28,13 +28,13 @@ from transformers import PreTrainedTokenizerFast
 from unnested import load_f32
 
 from taper import LLM
-from taper.bench.measure import alternate
-from taper.calibration.statistics import wilson
-from taper.calibration.summary import to_plain
-from taper.evals import evaluate, load_tasks
-from taper.evals.records import Record
-from taper.evals.summary import chosen_filter, solved
-from taper.evals.tasks import Selection
+from taper.lab.bench.measure import alternate
+from taper.lab.calibration.statistics import wilson
+from taper.lab.calibration.summary import to_plain
+from taper.lab.evals import evaluate, load_tasks
+from taper.lab.evals.records import Record
+from taper.lab.evals.summary import chosen_filter, solved
+from taper.lab.evals.tasks import Selection
 from taper.models.download import DEFAULT_MODEL
 
 PROBLEMS, BATCH = 100, 32  # of the comparison
@@ -54,7 +54,7 @@ def equality(options: argparse.Namespace) -> Json:
         records = _answers(_open(options, BATCH, dtype), selection, options.max_tokens, PROBLEMS)
         right = [bool(solved(record, name)) for record in records]
         row: Json = {"model": "taper", "dtype": dtype, "solved": wilson(sum(right), len(right))}
-        ours = [record.answers[0].text for record in records]
+        ours = [record.completions[0].text for record in records]
         # Theirs show half a character at the end, ours leave it out.
         pairs = [[text.rstrip("\ufffd") for text in pair] for pair in zip(ours, their_texts, strict=True)]
         row["identical"] = sum(one == other for one, other in pairs)
@@ -84,9 +84,9 @@ def batching(options: argparse.Namespace) -> Json:
         "batch": TIMED_BATCH,
         "rounds": ROUNDS,
         "seconds": {size: statistics.median(own) for size, own in seconds.items()},
-        "tokens": {size: sum(len(r.answers[0].token_ids) for r in own[0][1]) for size, own in rounds.items()},
+        "tokens": {size: sum(len(r.completions[0].token_ids) for r in own[0][1]) for size, own in rounds.items()},
         "speedup": [statistics.median(ratios), min(ratios), max(ratios)],
-        "identical": sum(a.answers[0].text == b.answers[0].text for a, b in zip(alone, together, strict=True)),
+        "identical": sum(a.completions[0].text == b.completions[0].text for a, b in zip(alone, together, strict=True)),
     }
 
 

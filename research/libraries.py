@@ -28,8 +28,8 @@ def one(model: str, threads: int) -> dict[str, Any]:
     from taper import DepthPolicy
     from taper.backends.ggml import GgmlBackend
     from taper.backends.ggml.library import ggml
-    from taper.bench.measure import measure
     from taper.engine import Engine
+    from taper.lab.bench.measure import measure
     from taper.models import find_model, load_model
 
     loaded = load_model(find_model(model))

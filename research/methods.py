@@ -32,13 +32,13 @@ from task_options import (
 )
 
 from taper import DepthPolicy
-from taper.calibration.clock import measure_speedup
-from taper.calibration.store import numbers
-from taper.calibration.summary import to_plain
 from taper.errors import RequestError
-from taper.evals import summarise
-from taper.evals.comparison import FULL, Study, TaskStudy, mean_depth
-from taper.evals.tasks import EvalTask
+from taper.lab.calibration.clock import measure_speedup
+from taper.lab.calibration.store import numbers
+from taper.lab.calibration.summary import to_plain
+from taper.lab.evals import summarise
+from taper.lab.evals.comparison import FULL, Study, TaskStudy, mean_depth
+from taper.lab.evals.tasks import EvalTask
 from taper.policy import Schedule
 
 Json = dict[str, Any]
@@ -49,7 +49,7 @@ def quality(task: TaskStudy, policies: Mapping[str, DepthPolicy]) -> Json:
     evaluation = task.evaluate(list(policies.values()))
     (result,) = summarise(evaluation).results
     replayed = task.study.scores(task.references, {n: policy for n, policy in policies.items() if n != FULL})
-    outputs = [record.answers[0].token_ids for record in task.records]
+    outputs = [record.completions[0].token_ids for record in task.records]
     rows = {}
     for (name, policy), score in zip(policies.items(), result.scores, strict=True):
         row: Json = {"problems": result.problems, "numbers": numbers(policy)}

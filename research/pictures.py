@@ -15,7 +15,7 @@ import tables
 from formats import FORMATS, TESTS
 from render import PAGES, RESULTS, load
 
-from taper.calibration.statistics import Estimate
+from taper.lab.calibration.statistics import Estimate
 
 matplotlib.use("Agg")
 from matplotlib.axes import Axes

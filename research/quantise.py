@@ -25,13 +25,13 @@ from task_options import compared, made_with
 from taper import LLM, DepthPolicy, SamplingParams
 from taper.backends import TokenBatch
 from taper.backends.ggml.weights import stored_types
-from taper.calibration.prompts import builtin_prompts, encode_prompts
-from taper.calibration.replay import Reference, Scores
-from taper.calibration.run import MAX_PROMPTS
-from taper.calibration.statistics import over_steps
-from taper.calibration.summary import to_plain
 from taper.engine import Request
 from taper.errors import QUANTISED_DTYPES, TaperWarning
+from taper.lab.calibration.prompts import builtin_prompts, encode_prompts
+from taper.lab.calibration.replay import Reference, Scores
+from taper.lab.calibration.run import MAX_PROMPTS
+from taper.lab.calibration.statistics import over_steps
+from taper.lab.calibration.summary import to_plain
 from taper.models import find_model, load_model
 from taper.models.download import DEFAULT_MODEL
 from taper.models.policies import find_policy

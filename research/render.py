@@ -18,7 +18,7 @@ from typing import Any
 import tables
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from taper.calibration.summary import interval
+from taper.lab.calibration.summary import interval
 from taper.models.download import DEFAULT_MODEL
 from taper.models.policies import DEFAULT_POLICIES
 

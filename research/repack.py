@@ -21,14 +21,14 @@ from quantise import conditions, log_probabilities
 from task_options import compared
 
 from taper import LLM, DepthPolicy, SamplingParams
-from taper.bench.measure import alternate
-from taper.calibration.prompts import builtin_prompts, encode_prompts
-from taper.calibration.replay import Reference, Scores
-from taper.calibration.run import MAX_PROMPTS
-from taper.calibration.statistics import over_steps
-from taper.calibration.summary import to_plain
 from taper.engine import Request
 from taper.errors import REPACK
+from taper.lab.bench.measure import alternate
+from taper.lab.calibration.prompts import builtin_prompts, encode_prompts
+from taper.lab.calibration.replay import Reference, Scores
+from taper.lab.calibration.run import MAX_PROMPTS
+from taper.lab.calibration.statistics import over_steps
+from taper.lab.calibration.summary import to_plain
 
 THREADS, ROUNDS, PROMPTS, ANSWER_TOKENS, CONTEXT = 2, 7, 20, 128, 1024
 

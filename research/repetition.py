@@ -18,7 +18,7 @@ from typing import Any
 from decode import conditions, write
 
 from taper import LLM, DepthPolicy, SamplingParams
-from taper.calibration.statistics import repeated
+from taper.lab.calibration.statistics import repeated
 from taper.models.download import DEFAULT_MODEL
 
 TOKENS, LOOPS = 256, 0.5

@@ -18,11 +18,11 @@ from typing import Any
 from decode import conditions, write
 
 from taper import LLM, DepthPolicy, SamplingParams
-from taper.calibration.prompts import FOLLOW_UP, builtin_prompts, next_prompts
-from taper.calibration.replay import Reference, Replay, Scores
-from taper.calibration.statistics import over_steps
-from taper.calibration.summary import to_plain
 from taper.engine import Request
+from taper.lab.calibration.prompts import FOLLOW_UP, builtin_prompts, next_prompts
+from taper.lab.calibration.replay import Reference, Replay, Scores
+from taper.lab.calibration.statistics import over_steps
+from taper.lab.calibration.summary import to_plain
 from taper.models.download import DEFAULT_MODEL
 
 

@@ -26,7 +26,7 @@ from decode import conditions, median, write
 from server_process import COMPLETIONS, Reply, free_port, post, serving
 
 from taper import DepthPolicy
-from taper.bench.measure import alternate
+from taper.lab.bench.measure import alternate
 from taper.models import find_model, load_model
 from taper.models.config import ModelConfig
 from taper.models.download import DEFAULT_MODEL

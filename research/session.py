@@ -27,7 +27,7 @@ from decode import conditions, median, write
 from serve_speed import NAME, Target, check, llama_version
 from server_process import CHAT, Reply, free_port, post, serving
 
-from taper.bench.measure import alternate
+from taper.lab.bench.measure import alternate
 from taper.models import find_model, load_model
 from taper.models.download import DEFAULT_MODEL
 from taper.models.policies import fitting_policies

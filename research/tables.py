@@ -10,8 +10,8 @@ from typing import Any
 from formats import FORMATS, TAPER, TESTS
 from task_options import DEFAULTS
 
-from taper.calibration.statistics import Estimate, PairedComparison, bootstrap_difference, mcnemar, wilson
-from taper.evals.comparison import FULL
+from taper.lab.calibration.statistics import Estimate, PairedComparison, bootstrap_difference, mcnemar, wilson
+from taper.lab.evals.comparison import FULL
 
 Json = dict[str, Any]
 GSM8K, BBH = "gsm8k", "bbh"

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from taper import LLM, DepthPolicy
-from taper.calibration.replay import Reference, Scores
-from taper.calibration.statistics import Estimate, by_completion, ratio_estimate
-from taper.calibration.store import current_conditions
 from taper.errors import RequestError, TaperError, shown
-from taper.evals import load_tasks
-from taper.evals.comparison import FULL, Study, TaskStudy
+from taper.lab.calibration.replay import Reference, Scores
+from taper.lab.calibration.statistics import Estimate, by_completion, ratio_estimate
+from taper.lab.calibration.store import current_conditions
+from taper.lab.evals import load_tasks
+from taper.lab.evals.comparison import FULL, Study, TaskStudy
 from taper.models.download import DEFAULT_MODEL, content_hash
 
 RESULTS = Path(__file__).parent / "results"

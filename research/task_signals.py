@@ -25,14 +25,14 @@ from decode import conditions
 from scipy.stats import rankdata
 
 from taper import LLM, DepthPolicy
-from taper.calibration.replay import Reference, Replay, Scores
-from taper.calibration.statistics import repeated
-from taper.calibration.store import skipping
-from taper.evals import load_tasks
-from taper.evals.records import Record
-from taper.evals.run import Evaluator
-from taper.evals.summary import chosen_filter, solved
-from taper.evals.tasks import EvalTask
+from taper.lab.calibration.replay import Reference, Replay, Scores
+from taper.lab.calibration.statistics import repeated
+from taper.lab.calibration.store import skipping
+from taper.lab.evals import load_tasks
+from taper.lab.evals.records import Record
+from taper.lab.evals.run import Evaluator
+from taper.lab.evals.summary import chosen_filter, solved
+from taper.lab.evals.tasks import EvalTask
 from taper.models import find_model
 
 THREADS, BATCH, CONTEXT, SURE = 2, 32, 1024, 0.9
@@ -114,9 +114,9 @@ def signals(
             "own: answer of full depth": _mean(_last_number(r) == _last_number(full[r.problem]) for r in early),
             "own: NLL at full depth": float(judged.nll_full.mean()),
             "own: NLL, worst outputs": _worst([judged.nll_full[judged.reference == i].mean() for i in range(first)]),
-            "own: tokens": _mean(len(record.answers[0].token_ids) for record in early),
-            "own: at the limit": _mean(record.answers[0].finish_reason == "length" for record in early),
-            "own: repeated 4-grams": _mean(repeated(record.answers[0].token_ids) for record in early),
+            "own: tokens": _mean(len(record.completions[0].token_ids) for record in early),
+            "own: at the limit": _mean(record.completions[0].finish_reason == "length" for record in early),
+            "own: repeated 4-grams": _mean(repeated(record.completions[0].token_ids) for record in early),
         }
         if label in scores:
             row |= replayed(scores[label], references, digits)
@@ -125,7 +125,7 @@ def signals(
 
 
 def _reference(prompts: Mapping[int, tuple[int, ...]], record: Record) -> Reference:
-    return Reference(prompts[record.problem], record.answers[0].token_ids)
+    return Reference(prompts[record.problem], record.completions[0].token_ids)
 
 
 def replayed(scores: Scores, references: Sequence[Reference], digits: set[int]) -> dict[str, float]:
@@ -176,7 +176,7 @@ def _correlation(a: np.ndarray, b: np.ndarray, draws: np.ndarray, ranked: bool =
 
 def _last_number(record: Record) -> str:
     """The last number of an output, as most filters take it; the text itself if there is none."""
-    text = record.answers[0].text
+    text = record.completions[0].text
     numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)
     return numbers[-1].replace(",", "") if numbers else text.strip()
 

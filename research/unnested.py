@@ -21,11 +21,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import taper.hf
 from taper import DepthPolicy
-from taper.calibration.replay import Reference, Scores
-from taper.calibration.search import first_steps
-from taper.calibration.statistics import by_completion, free_running, ratio_estimate
-from taper.calibration.summary import to_plain
-from taper.evals.comparison import Study, closest_d3, mean_depth
+from taper.lab.calibration.replay import Reference, Scores
+from taper.lab.calibration.search import first_steps
+from taper.lab.calibration.statistics import by_completion, free_running, ratio_estimate
+from taper.lab.calibration.summary import to_plain
+from taper.lab.evals.comparison import Study, closest_d3, mean_depth
 
 NESTED, ROTATING, FILLED = "nested", "rotating", "rotating, filled in"
 ANSWERS, STEPS = 12, 96  # replayed, of each task in turn, and the first steps of each

@@ -1,6 +1,6 @@
 """Writes word problems of one step, two steps and several steps with their answers: JSON lines, the same for a seed.
 
-    python research/word_problems.py --out src/taper/calibration/problems.jsonl
+    python research/word_problems.py --out src/taper/lab/calibration/problems.jsonl
 
 Calibration asks them. They are also a small task for `taper eval` and `taper calibrate --task`.
 """

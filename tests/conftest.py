@@ -12,6 +12,8 @@ import torch
 from hypothesis import settings
 from tiny import PLAIN, TinyModel, make_tiny, write_gguf
 
+from taper.errors import Names
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
 settings.register_profile("taper", deadline=None)  # a busy machine must not fail a test
@@ -53,6 +55,7 @@ def folder(tiny_llama, tmp_path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch):
-    """No test reads or writes the user's cache."""
+    """No test reads or writes the user's cache, and each begins as Python does: the command line sets a global."""
+    monkeypatch.setattr(Names, "are_options", False)
     monkeypatch.setenv("TAPER_CACHE", str(tmp_path / "taper-cache"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

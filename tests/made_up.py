@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from taper.calibration.problems import Attempt, Problems
-from taper.calibration.store import Store
+from taper.lab.calibration.problems import Attempt, Problems
+from taper.lab.calibration.store import Store
 
 
 class MadeUpProblems:

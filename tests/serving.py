@@ -53,8 +53,9 @@ class Server:
         return self.http.post("/v1/chat/completions", json=chat_body(content, **fields))
 
     def metric(self, name: str) -> float:
+        """Its value; 0 for a label that nothing was counted under yet."""
         lines = self.http.get("/metrics").text.splitlines()
-        return next(float(line.split()[-1]) for line in lines if line.startswith(f"{name} "))
+        return next((float(line.split()[-1]) for line in lines if line.startswith(f"{name} ")), 0.0)
 
     def wait_for(self, name: str, value: float, seconds: float = 20) -> None:
         assert _soon(lambda: self.metric(name) == value, seconds), f"{name} never was {value}"

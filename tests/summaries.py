@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from taper.calibration.clock import CostModel, TimedRuns
-from taper.calibration.statistics import (
+from taper.lab.calibration.clock import CostModel, TimedRuns
+from taper.lab.calibration.statistics import (
     Estimate,
     FreeRunning,
     LossByStep,
@@ -14,8 +14,8 @@ from taper.calibration.statistics import (
     PolicyAndFull,
     SolvedProblems,
 )
-from taper.calibration.store import Conditions
-from taper.calibration.summary import (
+from taper.lab.calibration.store import Conditions
+from taper.lab.calibration.summary import (
     Budget,
     CalibratedModel,
     CalibrationSummary,

@@ -9,6 +9,7 @@ import pytest
 from safetensors.numpy import save
 from tiny import BACKENDS, complete, make_backend, policies, random_prompt, reference_ids, with_adapters
 
+from taper.adapters import Adapters
 from taper.engine import Engine
 from taper.errors import PolicyError
 from taper.models.policies import METADATA_KEY, PARTS, find_policy, load_policy, save_policy
@@ -66,6 +67,33 @@ def test_a_file_gives_back_policy_and_adapters(healed_policy, tmp_path):
     for layer, pair in healed_policy.adapters.layers.items():
         for ours, theirs in zip(pair, again.adapters.layers[layer], strict=True):
             np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_file_that_is_loaded_twice_is_read_once_and_shares_its_forwards(healed_policy, tmp_path, tiny_llama):
+    path = tmp_path / "healed.safetensors"
+    save_policy(path, healed_policy)
+    one, two = load_policy(path), load_policy(str(path))
+    assert one.adapters is two.adapters
+    assert one.adapters == healed_policy.adapters
+    assert hash(one.adapters) == hash(healed_policy.adapters)
+    half = Adapters({layer: (down / 2, up) for layer, (down, up) in one.adapters.layers.items()})
+    save_policy(path, replace(healed_policy, adapters=half))
+    assert load_policy(path).adapters == half != one.adapters
+
+    backend = make_backend("ggml", tiny_llama.load(), num_slots=2)
+    forwards = []
+    forward, backend.forward = backend.forward, lambda batch: forwards.append(batch) or forward(batch)
+    engine, prompts = Engine(backend), [random_prompt(1, 9), random_prompt(2, 9)]
+    outputs = complete(engine, prompts, [one, healed_policy])
+    assert outputs == [complete(Engine(make_backend("ggml", tiny_llama.load())), [p], [one])[0] for p in prompts]
+    assert any(len(batch.tokens) == 2 and batch.adapters is not None for batch in forwards)
+    assert len(backend._adapters) == 1
+
+
+def test_json_has_no_room_for_adapters(healed_policy):
+    with pytest.raises(PolicyError, match="save_policy"):
+        healed_policy.to_json()
+    assert DepthPolicy.from_json(healed_policy.without_adapters().to_json()) == replace(healed_policy, adapters=None)
 
 
 def test_the_suffix_says_the_format(healed_policy, tmp_path):

@@ -16,25 +16,28 @@ from taper.models.families import ARCHITECTURES, MODEL_TYPES
 SRC = Path(__file__).parent.parent / "src" / "taper"
 
 # What each room may import from the others; `hf` knows policies, shared checks and its own framework only.
-ENGINE = {"errors", "policy", "sampling", "backends", "engine"}
-LLM = {*ENGINE, "models", "llm"}
+ENGINE = {"errors", "adapters", "policy", "sampling", "backends", "engine"}
+LLM = {*ENGINE, "models", "grammars", "llm"}
 ALLOWED = {
     "errors": set(),
-    "policy": {"errors"},
+    "adapters": set(),
+    "policy": {"errors", "adapters"},
     "sampling": {"errors"},
-    "models": {"errors", "policy"},
-    "backends": {"errors", "policy", "models"},
+    "models": {"errors", "adapters", "policy"},
+    "backends": {"errors", "adapters", "policy", "models"},
     "engine": ENGINE - {"engine"},
+    "schema_worker": set(),
+    "grammars": {"errors", "models", "schema_worker"},
     "llm": LLM - {"llm"},
     "calibration": LLM,
     "healing": {*LLM, "calibration"},
     "evals": {*LLM, "calibration"},
     "bench": {*LLM, "calibration", "hf"},
     "server": LLM,
-    "hf": {"errors", "policy"},
-    "vllm_plugin": {"errors", "policy", "models"},
+    "hf": {"errors", "adapters", "policy"},
+    "vllm_plugin": {"errors", "adapters", "policy", "models"},
     "cli": {*LLM, "calibration", "healing", "evals", "bench", "server", "vllm_plugin"},
-    "__init__": {"errors", "policy", "sampling", "llm", "calibration", "healing"},
+    "__init__": {"errors", "policy", "sampling", "llm", "models", "calibration", "healing"},
     "__main__": {"cli"},
 }
 SERVER = {"fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client", "llguidance"}
@@ -43,34 +46,43 @@ OTHERS_NAMES = {
     "backends/ggml/library.py",
     "vllm_plugin/__init__.py",
     "models/download.py",
-    "bench/peers.py",
-    "bench/target.py",
+    "lab/bench/peers.py",
+    "lab/bench/shapes.py",
     "cli/bench.py",
 }
 HEAVY = {
     "torch": {
         *(f"backends/{name}.py" for name in ("__init__", "fused", "torch")),
-        *("healing/student.py", "healing/train.py"),
-        *("hf.py", "bench/torch_device.py", "bench/peers.py", "vllm_plugin/models.py"),
+        *(f"lab/healing/{name}.py" for name in ("precision", "student", "train")),
+        *(
+            "hf.py",
+            "lab/bench/torch_device.py",
+            "lab/bench/peers.py",
+            "vllm_plugin/forward.py",
+            "vllm_plugin/models.py",
+        ),
     },
     "triton": {"backends/fused.py", "backends/triton_kernels.py"},
-    "transformers": {"hf.py", "bench/torch_device.py"},
-    "matplotlib": {"calibration/report.py", "evals/reproduce.py", "cli/bench.py"},
+    "transformers": {"hf.py", "lab/bench/torch_device.py"},
+    "matplotlib": {"lab/calibration/report.py", "lab/evals/reproduce.py", "cli/bench.py"},
     "fastapi": {f"server/{name}.py" for name in ("app", "protocol")},
     "pydantic": {"server/protocol.py"},
     "starlette": {f"server/{name}.py" for name in ("app", "completions", "limits", "protocol")},
     "uvicorn": {"server/app.py", "server/limits.py"},
     "prometheus_client": {"server/metrics.py", "vllm_plugin/metrics.py"},
-    "llguidance": {"server/grammars.py", "server/schema_worker.py"},
-    "lm_eval": {f"evals/{name}.py" for name in ("__main__", "harness", "tasks")},
-    "datasets": {"evals/tasks.py"},
-    "vllm": {*(f"vllm_plugin/{name}.py" for name in ("__init__", "config", "models", "runner", "scheduler"))},
+    "llguidance": {"grammars.py", "schema_worker.py"},
+    "lm_eval": {f"lab/evals/{name}.py" for name in ("__main__", "harness", "tasks")},
+    "datasets": {"lab/evals/tasks.py"},
+    "vllm": {
+        *(f"vllm_plugin/{name}.py" for name in ("__init__", "config", "forward", "models", "runner", "scheduler"))
+    },
 }
 
 
 def part(path: Path) -> str:
-    relative = path.relative_to(SRC)
-    return relative.parts[0] if len(relative.parts) > 1 else relative.stem
+    """The room of a file: a folder of the package or of its laboratory, or a file beside them."""
+    *folders, name = path.relative_to(SRC).with_suffix("").parts
+    return next((folder for folder in folders if folder != "lab"), name)
 
 
 def imports(path: Path) -> list[tuple[str, str]]:
@@ -84,6 +96,7 @@ def imports(path: Path) -> list[tuple[str, str]]:
             found.append(("", node.module.split(".")[0]))
         elif isinstance(node, ast.ImportFrom):
             base = [*package[: len(package) - node.level + 1], *(node.module.split(".") if node.module else [])]
+            base = [name for name in base if name != "lab"]
             if len(base) > 1:
                 found.append((base[1], ""))
             else:
@@ -131,7 +144,7 @@ def test_only_models_names_architectures():
 @pytest.mark.parametrize(
     ("code", "unwanted"),
     [
-        ("import taper.cli, taper.evals", {"lm_eval", "datasets", "torch"}),
+        ("import taper.cli, taper.lab.evals", {"lm_eval", "datasets", "torch"}),
         ("import taper", {"numpy", "torch", "click", "ggml", "rich"}),
         ("import taper.cli", {"numpy", "torch", "ggml", "rich", "jinja2", "tokenizers", *SERVER}),
         ("import taper; taper.LLM", {"torch", *SERVER}),

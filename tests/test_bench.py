@@ -15,7 +15,9 @@ import pytest
 from tiny import BACKENDS, make_backend
 
 import taper.engine
-from taper.bench.measure import (
+from taper.engine import Engine
+from taper.errors import RequestError
+from taper.lab.bench.measure import (
     Clock,
     OutOfTimeError,
     alternate,
@@ -25,9 +27,7 @@ from taper.bench.measure import (
     step_bytes,
     step_ms_by_depth,
 )
-from taper.bench.peers import LlamaBench, find_llama_bench
-from taper.engine import Engine
-from taper.errors import RequestError
+from taper.lab.bench.peers import LlamaBench, find_llama_bench
 from taper.policy import DepthPolicy
 
 FULL = DepthPolicy.full(6)

@@ -19,13 +19,14 @@ from test_bench import llama_bin, log  # noqa: F401  (a fixture)
 
 from taper.backends import TokenBatch
 from taper.backends.torch import TorchBackend, to_torch
-from taper.bench import measure as bandwidth
-from taper.bench import peers, run, target, torch_device
-from taper.bench.measure import Clock, OutOfTimeError, Speeds
-from taper.bench.target import SHAPES, TINY, BenchOptions
 from taper.cli import bench as command
 from taper.cli import cli
 from taper.errors import RequestError, TaperError
+from taper.lab.bench import measure as bandwidth
+from taper.lab.bench import peers, run, target, torch_device
+from taper.lab.bench.measure import Clock, OutOfTimeError, Speeds
+from taper.lab.bench.shapes import SHAPES, TINY
+from taper.lab.bench.target import BenchOptions
 from taper.models.config import expected_shapes
 from taper.policy import DepthPolicy
 
@@ -90,7 +91,7 @@ def test_every_phase_runs_as_on_a_gpu_and_is_shown(tmp_path, monkeypatch):
     full, tapered, other = compared["rows"]
     assert set(full["over"]) == set(tapered["over"]) == {"transformers"}
     assert "over" not in other
-    assert compared["unavailable"] == {"llama.cpp": "it is not on PATH (name its folder with --llama-bin)"}
+    assert compared["unavailable"] == {"llama.cpp": "it is not on PATH (name its folder with llama_bin)"}
     done = taper_bench(monkeypatch, result, f"--plot={tmp_path / 'speed.svg'}")
     assert done.exit_code == 0
     for part in ("random weights in the shape of tiny", "d3, alpha 0.998", "realised", "llama.cpp was left out: it is"):

@@ -99,8 +99,8 @@ def test_json_is_one_object_with_everything_and_the_report_is_written(arguments,
 # Runs `taper`, with a clock that is never disturbed, and kills it without warning while its n-th measurement is taken.
 KILLED = """
 import os, signal, sys
-from taper.calibration import clock
-from taper.calibration.store import Store
+from taper.lab.calibration import clock
+from taper.lab.calibration.store import Store
 clock._alternate = lambda engine, prompt, policies, n: [[policy.mean_depth(n)] * (n - 1) for policy in policies]
 remember, left = Store.remember, [int(sys.argv.pop(1))]
 def killed(self, key, compute):

@@ -19,17 +19,18 @@ from tiny import make_backend, random_prompt
 import taper
 from taper import LLM, calibrate
 from taper.backends.ggml.library import ggml
-from taper.calibration import search
-from taper.calibration.clock import CostModel
-from taper.calibration.problems import MAX_TOKENS, Attempt, WordProblemSet, builtin_problems, word_problems
-from taper.calibration.prompts import FOLLOW_UP, builtin_prompts, encode_prompts, next_prompts, read_prompts
-from taper.calibration.replay import Reference, Replay, Scores
-from taper.calibration.search import LossTable, fit_quality, fit_speed, power_curves, power_curves_of_speed
-from taper.calibration.statistics import Estimate, LossEstimate, free_running, over_steps, ratio_estimate
-from taper.calibration.store import Measurements, Store, current_conditions, open_store, skipping
-from taper.calibration.summary import Budget
 from taper.engine import Engine
 from taper.errors import RequestError, TaperWarning
+from taper.lab.calibration import search
+from taper.lab.calibration.clock import CostModel
+from taper.lab.calibration.problems import MAX_TOKENS, Attempt, WordProblemSet, builtin_problems, word_problems
+from taper.lab.calibration.progress import Progress
+from taper.lab.calibration.prompts import FOLLOW_UP, builtin_prompts, encode_prompts, next_prompts, read_prompts
+from taper.lab.calibration.replay import Reference, Replay, Scores
+from taper.lab.calibration.search import LossTable, fit_quality, fit_speed, power_curves, power_curves_of_speed
+from taper.lab.calibration.statistics import Estimate, LossEstimate, free_running, over_steps, ratio_estimate
+from taper.lab.calibration.store import Measurements, Store, current_conditions, open_store, skipping
+from taper.lab.calibration.summary import Budget
 from taper.policy import DepthPolicy, Schedule
 
 LAYERS = 10
@@ -370,7 +371,7 @@ def test_a_store_that_cannot_be_used_is_one_line(tmp_path, monkeypatch):
     """No database, a folder that is a file, a database of another layout, and one that another process locks."""
     (tmp_path / "text").write_bytes(b"no data base" * 100)
     spoil(tmp_path / "other.sqlite", "CREATE TABLE measured_3 (a, b)")
-    monkeypatch.setattr("taper.calibration.store._TIMEOUT", 0.05)
+    monkeypatch.setattr("taper.lab.calibration.store._TIMEOUT", 0.05)
     Store(tmp_path / "locked.sqlite", {}).close()
     blocker = sqlite3.connect(tmp_path / "locked.sqlite", isolation_level=None)
     blocker.execute("BEGIN EXCLUSIVE")
@@ -433,25 +434,26 @@ def test_score_is_the_paired_difference_in_standard_errors(tmp_path):
     assert problems.score(skipping(6, [4])) == pytest.approx(math.sqrt(32))
     assert problems.score(skipping(6, [2])) == pytest.approx(-math.sqrt(32))
     assert max(made_up_problems.asked)[0] == 31  # the first half suffices
-    solved = problems.validate(skipping(6, [1]), lambda count: lambda: None)
+    solved = problems.validate(skipping(6, [1]), Progress())
     assert (solved.policy.value, solved.full.value, solved.difference.value, solved.problems) == (0.25, 0.5, -0.25, 64)
     assert solved.difference.low < -0.25 < solved.difference.high
 
 
 def test_attempts_are_stored(tmp_path):
     made_up_problems = by_layer([True, False], {})
-    problems, ticks = made_up_problems.judged(Store(tmp_path / "s.sqlite", {})), []
+    problems, parts = made_up_problems.judged(Store(tmp_path / "s.sqlite", {})), []
+    stage = Progress(lambda name, part: parts.append(part)).stage("problems", 4)
     for _ in range(2):
-        attempts = problems.attempts(range(20), DepthPolicy.full(6), lambda: ticks.append(1))
+        attempts = problems.attempts(range(20), DepthPolicy.full(6), stage)
         assert [attempt.solved for attempt in attempts] == [True, False] * 10
     assert made_up_problems.asked == [(index, ()) for index in range(20)]
-    assert len(ticks) == 4
+    assert parts == [0, *[1 / 4] * 4]
 
 
 def test_a_word_problem_must_end_to_be_solved(llm, monkeypatch):
     lengths = [1, MAX_TOKENS - 1, MAX_TOKENS]
     monkeypatch.setattr(llm.engine, "complete", lambda requests: [[5] * length for length in lengths])
-    monkeypatch.setattr("taper.calibration.problems.is_right", lambda output, answer: True)
+    monkeypatch.setattr("taper.lab.calibration.problems.is_right", lambda output, answer: True)
     attempts = WordProblemSet(llm, builtin_problems()[0]).attempt(range(3), skipping(6, [3]))
     assert [attempt.solved for attempt in attempts] == [True, True, False]
 
@@ -460,7 +462,7 @@ def test_a_word_problem_must_end_to_be_solved(llm, monkeypatch):
     ("solved_of_16", "steps"), [((0, 16, 16), None), ((5, 16, 16), None), ((6, 5, 16), 1), ((16, 16, 16), 3)]
 )
 def test_word_problems_are_of_the_hardest_level_that_the_model_can_do(llm, monkeypatch, tmp_path, solved_of_16, steps):
-    monkeypatch.setattr("taper.calibration.problems.MAX_TOKENS", 1)
+    monkeypatch.setattr("taper.lab.calibration.problems.MAX_TOKENS", 1)
 
     def attempt(self, indices, policy):
         share = solved_of_16[self._problems[0].steps - 1]
@@ -471,13 +473,13 @@ def test_word_problems_are_of_the_hardest_level_that_the_model_can_do(llm, monke
     assert (problems is None) == (steps is None)
     if problems is not None:
         assert len(problems.search) == 64
-        validated = problems.validate(skipping(6, [1]), lambda count: lambda: None)
+        validated = problems.validate(skipping(6, [1]), Progress())
         assert validated.full.value == solved_of_16[steps - 1] / 16
 
 
 def test_a_budget_skips_no_layer_that_problems_need(llm, monkeypatch):
     made_up_problems = by_layer([True, False], {layer: [False, False] for layer in (0, 1, 2, 4, 5)})
-    monkeypatch.setattr("taper.calibration.run.word_problems", lambda llm, store: made_up_problems.judged(store))
+    monkeypatch.setattr("taper.lab.calibration.run.word_problems", lambda llm, store: made_up_problems.judged(store))
     result = calibrate(llm, prompts_of(9), max_kl=50.0, answer_tokens=40)
     assert result.summary.harmless_layers == 1
     assert result.policy.skip_order[:1] == (3,)
@@ -487,7 +489,7 @@ def test_a_budget_skips_no_layer_that_problems_need(llm, monkeypatch):
 
 def test_word_problems_need_no_slots_that_replay_holds(llm, monkeypatch):
     """Their level was once chosen after replay had taken every slot, which failed."""
-    monkeypatch.setattr("taper.calibration.problems.MAX_TOKENS", 4)
+    monkeypatch.setattr("taper.lab.calibration.problems.MAX_TOKENS", 4)
     assert calibrate(llm, prompts_of(24), max_kl=50.0, answer_tokens=4).policy.num_hidden_layers == 6
 
 
@@ -589,7 +591,7 @@ def test_calibrate_finds_validates_and_resumes(llm, tmp_path):
 
 
 def test_a_quick_look_takes_few_prompts_and_short_outputs(llm, monkeypatch):
-    monkeypatch.setattr("taper.calibration.run.QUICK_PROMPTS", 8)
+    monkeypatch.setattr("taper.lab.calibration.run.QUICK_PROMPTS", 8)
     asked = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the last"}]
     stages = set()
     result = calibrate(
@@ -646,10 +648,11 @@ def test_no_prompt_is_both_searched_on_and_held_out(llm):
 
 def test_stored_scores_equal_fresh_ones(llm, tmp_path):
     references = [Reference(tuple(random_prompt(i, 9)), tuple(random_prompt(i + 9, 12))) for i in range(3)]
-    ticks, kl = [], []
+    parts, kl = [], []
+    stage = Progress(lambda name, part: parts.append(part)).stage("scores", 6)
     for _ in range(2):
         measurements = Measurements(llm.engine, references, Store(tmp_path / "s.sqlite", {}))
-        kl.append(measurements.scores(DepthPolicy.static(6, 4, [2, 3]), lambda: ticks.append(1)).kl)
+        kl.append(measurements.scores(DepthPolicy.static(6, 4, [2, 3]), stage).kl)
         measurements.close()
     np.testing.assert_array_equal(*kl)
-    assert len(ticks) == 6
+    assert parts == [0, *[1 / 6] * 6]

@@ -9,8 +9,8 @@ from test_replay import expected, references
 from tiny import CONTEXT, FAMILIES, complete, make_tiny, policies, random_prompt, reference_ids
 
 from taper.backends.torch import TorchBackend
-from taper.calibration.replay import TOP, Replay
 from taper.engine import Engine
+from taper.lab.calibration.replay import TOP, Replay
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")]
 

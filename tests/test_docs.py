@@ -24,11 +24,11 @@ from test_architecture import ALLOWED
 from tiny import DEFAULT_MODEL_FILE, TinyModel
 
 import taper
-import taper.evals
+import taper.lab.evals
 from taper import LLM, DepthPolicy, SamplingParams
-from taper.calibration.run import Calibration
 from taper.cli import cli
 from taper.errors import RequestError
+from taper.lab.calibration.run import Calibration
 from taper.models.download import DEFAULT_MODEL
 from taper.models.policies import DEFAULT_POLICIES, find_policy
 
@@ -108,7 +108,7 @@ def check_command(words: list[str]) -> bool:
         check_taper(arguments)
     elif program in ("python", "python3") and arguments[:1] and arguments[0].startswith("research/"):
         check_script(*arguments)
-    elif program in ("python", "python3") and arguments[:2] == ["-m", "taper.evals"]:
+    elif program in ("python", "python3") and arguments[:2] == ["-m", "taper.lab.evals"]:
         try:
             HarnessCLI()._parser.parse_args(arguments[2:])
         except SystemExit:
@@ -191,7 +191,7 @@ def test_commands_within_sentences_exist_and_know_their_options(page):
         "TAPER_CACHE=/tmp taper pul  # a comment",
         "python research/none.py",
         "taper bench --shap 34b",
-        "python -m taper.evals run --modell taper",
+        "python -m taper.lab.evals run --modell taper",
         "python research/decode.py --outt x.json",
         "python research/render.py x",
         "make tests",
@@ -228,8 +228,8 @@ def short_outputs(tmp_path, monkeypatch):
 
     monkeypatch.setattr(LLM, "stream", short)
     write_data(tmp_path / "data", problems=2)
-    evaluate = taper.evals.run.evaluate
-    monkeypatch.setattr(taper.evals, "evaluate", lambda *args, **options: evaluate(*args, **options, max_tokens=4))
+    evaluate = taper.lab.evals.run.evaluate
+    monkeypatch.setattr(taper.lab.evals, "evaluate", lambda *args, **options: evaluate(*args, **options, max_tokens=4))
 
 
 @pytest.fixture

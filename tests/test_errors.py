@@ -10,7 +10,7 @@ import unicodedata
 import pytest
 from tiny import byte_tokenizer
 
-from taper.errors import MAX_CHARACTERS, TaperError, TaperWarning
+from taper.errors import MAX_CHARACTERS, Names, RequestError, TaperError, TaperWarning
 from taper.models.tokenizer import Tokenizer
 from taper.policy import DepthPolicy
 
@@ -66,3 +66,11 @@ def test_policy_name_that_is_not_plain_text_is_refused():
     text = DepthPolicy.middle_first(6, 0.9).to_json().replace('"num_hidden', '"name": "\\u001b[31m", "num_hidden')
     with pytest.raises(TaperError, match="name"):
         DepthPolicy.from_json(text)
+
+
+def test_errors_speak_of_arguments_in_python_and_of_options_on_the_command_line(monkeypatch):
+    error = RequestError("--max-kl is -1", "raise --context; no-such a--b, --")
+    assert str(error) == "max_kl is -1 (raise context; no-such a--b, --)"
+    assert str(TaperWarning("leave out --dtype")) == "leave out dtype"
+    monkeypatch.setattr(Names, "are_options", True)
+    assert str(error).startswith("--max-kl is -1 (raise --context")

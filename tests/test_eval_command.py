@@ -20,12 +20,12 @@ from taper import LLM, DepthPolicy
 from taper.cli import cli
 from taper.cli import eval as eval_command
 from taper.errors import RequestError, TaperError
-from taper.evals import __main__ as harness_command
-from taper.evals import evaluate, load_tasks, tasks
-from taper.evals.records import RecordFile
+from taper.lab.evals import __main__ as harness_command
+from taper.lab.evals import evaluate, load_tasks, tasks
+from taper.lab.evals.records import RecordFile
 
 TAPERED = DepthPolicy.d3(6, 0.9, skip_order=[4, 1, 2])
-HEADER = json.dumps({"format": 1, "settings": {"seed": 0}, "policies": {}, "conditions": []})
+HEADER = json.dumps({"format": 2, "settings": {"seed": 0}, "policies": {}, "conditions": []})
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_table_and_records(command, tmp_path):
     assert len(records(tmp_path / "out.jsonl")) == 8
     first = by_problem(tmp_path / "out.jsonl")[0]
     assert set(first["metrics"]) == {"strict-match", "flexible-extract"}
-    (answer,) = first["answers"]
+    (answer,) = first["completions"]
     assert (first["mode"], len(answer["token_ids"]), answer["mean_depth"]) == ("full", 24, 6.0)
 
 

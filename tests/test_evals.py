@@ -13,11 +13,10 @@ from lm_eval.api.model import LM
 from lm_eval.models.huggingface import HFLM
 from tiny import TEMPLATE
 
-import taper.evals
 from taper import LLM, DepthPolicy
 from taper.errors import PolicyError, RequestError, TaperWarning
-from taper.evals import EvalSummary, evaluate, load_tasks, summarise
-from taper.evals.harness import TaperLM, complete
+from taper.lab.evals import evaluate, load_tasks, summarise
+from taper.lab.evals.harness import TaperLM, complete
 
 CONTEXTS = ["Question: What is 2 + 3?\nAnswer:", "Two\n\nlines", "naïve café", "a", "Q: " + "word " * 12 + "\nA:"]
 TAPERED = DepthPolicy.d3(6, 0.9, skip_order=[4, 1, 2])
@@ -93,7 +92,7 @@ def test_100_problems_get_the_strings_of_the_harness_own_class(llm, hf, tmp_path
     more = {"task_manager": lm_eval.tasks.TaskManager(include_defaults=False), "bootstrap_iters": 0}
     results = lm_eval.simple_evaluate(hf, tasks=[task._task], gen_kwargs={"max_gen_toks": 16}, **more)
     theirs = [one for one in results["samples"]["gsm8k"] if one["filter"] == "flexible-extract"]
-    written = [whole(record.answers[0].text) for record in ours.records]
+    written = [whole(record.completions[0].text) for record in ours.records]
     assert written == [whole(one["resps"][0][0]) for one in theirs]
     assert [record.extracted["flexible-extract"] for record in ours.records] == [
         one["filtered_resps"][0] for one in theirs
@@ -191,7 +190,7 @@ def test_the_harness_finds_the_class_by_name(tiny_llama, data, tmp_path):
         TaperLM(revision="main")
     llm = LLM(tiny_llama.folder, device="cpu", dtype="f32", context=512, threads=1)
     result = evaluate(llm, load_tasks(["gsm8k"], fewshot=0, data_dir=data), [TAPERED], limit=2, max_tokens=12)
-    assert written == [record.answers[0].text for record in result.records]
+    assert written == [record.completions[0].text for record in result.records]
 
 
 # Tasks and scores
@@ -313,7 +312,7 @@ def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch):
     monkeypatch.setattr("datasets.load_dataset", unreachable)
     with pytest.raises(RequestError, match="gsm8k cannot be loaded: Couldn't reach 'openai/gsm8k' on the Hub") as error:
         load_tasks(["gsm8k"])
-    assert "--data-dir" in str(error.value)
+    assert "data_dir" in str(error.value)
 
 
 # Whole evaluations
@@ -338,8 +337,3 @@ def test_a_policy_of_the_same_name_is_rejected(llm, data):
         evaluate(llm, load_tasks(["gsm8k"], data_dir=data), other)
     with pytest.raises(PolicyError):
         evaluate(llm, load_tasks(["gsm8k"], data_dir=data), [DepthPolicy.full(5)])
-
-
-def test_the_old_name_of_the_summary_works_with_a_warning():
-    with pytest.warns(DeprecationWarning, match="now EvalSummary"):
-        assert taper.evals.Summary is EvalSummary

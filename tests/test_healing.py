@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,17 +15,18 @@ from tiny import FAMILIES, make_backend, make_tiny, policies, random_prompt, wit
 
 import taper
 from taper import LLM, DepthPolicy
-from taper.calibration import replay as replay_module
-from taper.calibration.replay import Reference, Replay
 from taper.cli import cli
 from taper.engine import Engine
 from taper.errors import PolicyError, RequestError, TaperError
-from taper.healing import student as student_module
-from taper.healing.prompts import builtin_prompts
-from taper.healing.run import Healing
-from taper.healing.student import Student
-from taper.healing.train import Training
-from taper.models.policies import load_policy
+from taper.lab.calibration import replay as replay_module
+from taper.lab.calibration.replay import Reference, Replay
+from taper.lab.healing import precision
+from taper.lab.healing import student as student_module
+from taper.lab.healing.prompts import builtin_prompts
+from taper.lab.healing.run import Healing
+from taper.lab.healing.student import Student
+from taper.lab.healing.train import Training
+from taper.models.policies import load_policy, save_policy
 
 PROMPTS = [f"tell me about number {i}" for i in range(14)]
 POLICY = DepthPolicy.d3(6, 0.9, skip_order=[3, 2, 4])
@@ -50,7 +54,7 @@ def test_the_student_loses_what_replay_measures(tmp_path, family, monkeypatch):
             for index, each in enumerate(known):
                 lesson = student.lesson(each)
                 depths = [policy.depth(step) for step in range(1, len(each.completion_ids))]
-                kl, agrees = student.losses(lesson, depths, adapters)
+                kl, agrees = student.losses([lesson], [depths], adapters)
                 own = scores.where((scores.reference == index) & (scores.step > 0))
                 np.testing.assert_allclose(kl.numpy(), own.kl, rtol=5e-3, atol=5e-3)  # it keeps keys and values in f16
                 assert agrees.tolist() == own.agreement.astype(bool).tolist()
@@ -59,10 +63,48 @@ def test_the_student_loses_what_replay_measures(tmp_path, family, monkeypatch):
 def test_gradients_flow_to_adapters_alone(tiny_llama):
     student = Student(tiny_llama.load(), POLICY.skip_order, 64, "cpu")
     adapters = student.new_adapters([3, 2], 8, seed=0)
-    kl, _ = student.losses(student.lesson(reference(3)), [4] * 23, adapters)
+    kl, _ = student.losses([student.lesson(reference(3))], [[4] * 23], adapters)
     kl.sum().backward()
     assert all(up.grad.abs().max() > 0 for _, up in adapters.values())
     assert not any(weight.requires_grad for weight in student._backend._weights.values())
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "granitemoe"])
+def test_lessons_together_lose_what_they_lose_alone(tmp_path, family):
+    """Also those of which no token runs a layer, or all do."""
+    architecture, options = FAMILIES.get(family, (family, {}))
+    loaded = make_tiny(tmp_path, architecture, **options).load()
+    layers = loaded.config.num_hidden_layers
+    student = Student(loaded, range(1, layers), 64, "cpu")
+    adapters = student.new_adapters(range(1, layers), 8, seed=0)
+    with torch.no_grad():
+        for _, up in adapters.values():
+            up.normal_(0, 0.1)
+    lessons = [student.lesson(reference(seed, length)) for seed, length in ((1, 24), (2, 7), (3, 16))]
+    depths = [[layers] * 23, [1] * 6, [max(1, layers - step // 3) for step in range(15)]]
+    together, agree = student.losses(lessons, depths, adapters)
+    alone = [student.losses([lesson], [one], adapters) for lesson, one in zip(lessons, depths, strict=True)]
+    torch.testing.assert_close(together, torch.cat([kl for kl, _ in alone]), rtol=1e-4, atol=1e-5)
+    assert torch.equal(agree, torch.cat([agrees for _, agrees in alone]))
+    grads = []
+    for total in (together.sum(), sum(kl.sum() for kl, _ in alone)):
+        grads.append(torch.autograd.grad(total, adapters[2]))
+    torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-4)
+
+
+def test_the_precision_is_the_fastest_one_and_as_before_afterwards(monkeypatch):
+    seconds = {"highest": 1.0, "high": 1.0, "medium": 0.4}
+    now = torch.get_float32_matmul_precision
+    monkeypatch.setattr(precision, "_seconds", lambda x, matrix: seconds[now()])
+    before = now()
+    with precision.fast_products():
+        assert now() == "medium"
+    assert now() == before
+    seconds["medium"] = 0.9  # too little for what it rounds off
+    assert precision.fastest_precision() == "highest"
+    with pytest.raises(ZeroDivisionError), precision.fast_products():
+        1 / 0  # noqa: B018
+    assert now() == before
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +112,14 @@ def llm(tiny_gguf) -> LLM:
     return LLM(str(tiny_gguf), threads=1, max_batch_size=16, context=256)
 
 
-def test_training_lowers_the_kl_of_held_out_prompts(llm):
+@pytest.fixture
+def clock(monkeypatch):
+    """Time passes by the number of times that it is asked for, so that trainings have a number of steps."""
+    ticks = count()
+    monkeypatch.setattr("time.perf_counter", lambda: next(ticks) * 0.01)
+
+
+def test_training_lowers_the_kl_of_held_out_prompts(llm, clock):
     healed = taper.heal(llm, POLICY, PROMPTS, minutes=0.08, rank=16)
     assert healed.helped
     assert healed.history[-1].tokens == healed.tokens > 0
@@ -80,7 +129,7 @@ def test_training_lowers_the_kl_of_held_out_prompts(llm):
     assert llm.generate("hello", policy=healed.policy, ignore_eos=True).depths[-1] == 3
 
 
-def test_a_killed_training_goes_on_where_it_was(llm, monkeypatch, tmp_path):
+def test_a_killed_training_goes_on_where_it_was(llm, clock, monkeypatch, tmp_path):
     options = {"minutes": 0.1, "rank": 8}
     seen = []
 
@@ -89,14 +138,16 @@ def test_a_killed_training_goes_on_where_it_was(llm, monkeypatch, tmp_path):
         if len(seen) == 4:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("taper.healing.train.CHECKPOINT_S", 0.0)
+    monkeypatch.setattr("taper.lab.healing.train.CHECKPOINT_S", 0.0)
     with pytest.raises(KeyboardInterrupt):
         taper.heal(llm, POLICY, PROMPTS, report=kill, **options)
     checkpoints = list((tmp_path / "taper-cache" / "heal").iterdir())
     assert len(checkpoints) == 1
     healing = taper.heal(llm, POLICY, PROMPTS, **options)
     assert healing.history[:3] == seen[:3]
-    assert len(healing.history) <= 22
+    seconds = [evaluation.elapsed_s for evaluation in healing.history]
+    assert seconds == sorted(set(seconds))  # what was trained before the end is not trained again
+    assert seconds[-1] == pytest.approx(6, abs=0.5)
     assert not checkpoints[0].exists()
 
 
@@ -168,3 +219,41 @@ def test_builtin_prompts_are_many_different_and_the_same_each_time():
     prompts = builtin_prompts()
     assert len(set(prompts)) == len(prompts) > 650
     assert prompts == builtin_prompts()
+
+
+def calibrate_command(tiny_gguf: Path, tmp_path: Path, *more: str) -> list[str]:
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
+    files = ["--model", tiny_gguf, "--prompts", tmp_path / "prompts.txt", "--out", tmp_path / "found.safetensors"]
+    return ["calibrate", *map(str, files), "--max-kl", "90", "--answer-tokens", "32", "--threads", "1", *more]
+
+
+def test_calibration_keeps_the_order_and_the_adapters_of_a_healed_policy(llm, tiny_gguf, tmp_path):
+    healed = with_adapters(POLICY, 64)
+    result = taper.calibrate(llm, PROMPTS, max_kl=90.0, answer_tokens=32, healed=healed)
+    adapted, layers = healed.adapted_layers, result.policy.adapters.layers
+    assert result.policy.skip_order[: len(adapted)] == adapted == (3, 2)
+    assert set(layers) == set(result.policy.skip_order[: 6 - result.policy.min_depth])
+    assert all(layers[layer] is healed.adapters.layers[layer] for layer in layers)
+    save_policy(tmp_path / "healed.safetensors", healed)
+    command = calibrate_command(tiny_gguf, tmp_path, "--adapters", str(tmp_path / "healed.safetensors"))
+    run = CliRunner().invoke(cli, command)
+    assert run.exit_code == 0, run.output
+    assert load_policy(tmp_path / "found.safetensors").skip_order[: len(adapted)] == adapted
+    with pytest.raises(RequestError, match="has no adapters"):
+        taper.calibrate(llm, PROMPTS, max_kl=90.0, healed=POLICY)
+
+
+@pytest.mark.parametrize("helped", [True, False])
+def test_calibration_with_healing_writes_only_adapters_that_help(tiny_gguf, tmp_path, monkeypatch, helped):
+    trained = []
+
+    def heal(llm, policy, **options):
+        trained.append(policy)
+        return SimpleNamespace(policy=with_adapters(policy, 64), helped=helped)
+
+    monkeypatch.setattr("taper.cli.calibrate.import_heal", lambda: heal)
+    run = CliRunner().invoke(cli, calibrate_command(tiny_gguf, tmp_path, "--heal", "0.1"))
+    assert run.exit_code == (0 if helped else 1), run.output
+    assert (tmp_path / "found.safetensors").exists() == helped
+    assert helped or "did not help" in run.output
+    assert trained[0].adapters is None

@@ -158,13 +158,6 @@ def test_attention_of_another_kind_is_refused(tmp_path):
         generate(model, [random_prompt(30)])
 
 
-def test_the_old_name_works_with_a_warning(tiny_llama):
-    with pytest.warns(DeprecationWarning, match=r"taper\.hf\.custom_generate"):
-        old = taper.hf.decode(POLICY)
-    prompts = [random_prompt(30)]
-    assert torch.equal(generate(tiny_llama.hf, prompts, custom_generate=old), generate(tiny_llama.hf, prompts))
-
-
 def test_policies_that_do_not_fit_are_refused(tiny_llama):
     other = ModelIdentity("llama", 65, 300, "F32")
     for policy in (

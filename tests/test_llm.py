@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import shutil
@@ -9,6 +10,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -22,6 +24,7 @@ from taper import LLM, DepthPolicy, SamplingParams
 from taper.engine import Request
 from taper.errors import ModelError, PolicyError, RequestError, TaperError, TaperWarning
 from taper.llm import Chunk, Stream
+from taper.models import fetch as models_fetch
 from taper.models.download import DEFAULT_MODEL
 
 TAPERED = DepthPolicy.d3(6, 0.95, skip_order=[4, 1, 2])
@@ -324,7 +327,7 @@ class TestSlips:
             (lambda llm: llm.generate([[]]), "empty"),
             (lambda llm: llm.generate([None]), "a prompt is None"),
             (lambda llm: llm.generate(["a", 7]), "a prompt is 7"),
-            (lambda llm: llm.generate([[1, 2, 3]]), "1 is not a message"),
+            (lambda llm: llm.generate([[None, 2, 3]]), "None is not a message"),
             (lambda llm: llm.generate({}), "empty"),
             (lambda llm: llm.generate({"role": "user"}), "not a message"),
             (lambda llm: llm.generate([{"role": "user", "content": None}]), "not a message"),
@@ -494,3 +497,100 @@ def test_the_work_for_a_chunk_does_not_grow_with_the_outputs_that_a_stream_has_h
         gc.collect()
         kept = [chunk for chunk in gc.get_objects() if type(chunk) is Chunk]
         assert len(kept) < 3 * 3 * llm.engine.backend.num_slots
+
+
+# What people expect of the Python API
+
+
+def test_token_ids_are_a_prompt(llm):
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    ids = llm.encode("tell me")
+    alone, text = llm.generate(ids, params, policy=TAPERED), llm.generate("tell me", params, policy=TAPERED)
+    assert alone.token_ids == text.token_ids
+    assert llm.generate([ids, ids[:5]], params, policy=TAPERED)[0].token_ids == text.token_ids
+    for wrong in ([3, llm.config.vocab_size], [3, -1], [3, True], [3, 4.5], [3, "x"]):
+        with pytest.raises(RequestError, match="a token id is"):
+            llm.generate(wrong)
+
+
+def test_full_is_the_name_of_a_policy_everywhere(llm):
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    full = llm.generate("tell me", params, policy="full")
+    assert full.token_ids == llm.generate("tell me", params, mode="full").token_ids
+    assert set(full.depths) == {6}
+    assert llm.resolve_policy("full", "full") == llm.resolve_policy("full")
+    with pytest.raises(RequestError, match="contradict"):
+        llm.resolve_policy("full", "taper")
+    with pytest.raises(RequestError, match="takes no policy"):
+        llm.resolve_policy(TAPERED, "full")
+
+
+def test_an_output_keeps_a_schema(llm):
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    output = llm.generate("x", SamplingParams(max_tokens=60), policy=TAPERED, response_format=schema)
+    assert json.loads(output.text) in ({"a": 1}, {"a": 2})
+    with pytest.raises(RequestError, match="schema"):
+        llm.generate("x", response_format={"type": "nonsense"})
+
+
+def test_chunks_come_to_async_for_too(llm):
+    async def read(prompt: str) -> list[Chunk]:
+        how = {"policy": TAPERED}
+        return [chunk async for chunk in llm.astream(prompt, SamplingParams(max_tokens=20, ignore_eos=True), **how)]
+
+    async def both() -> list[list[Chunk]]:
+        return await asyncio.gather(read("one"), read("number two"))
+
+    for prompt, chunks in zip(("one", "number two"), asyncio.run(both()), strict=True):
+        assert [chunk.token_id for chunk in chunks] == answer(llm, prompt, max_tokens=20).token_ids
+        assert chunks[-1].output is not None
+
+
+def test_leaving_async_for_frees_the_slots(llm):
+    async def first(count: int) -> None:
+        chunks = llm.astream("one", SamplingParams(max_tokens=200, ignore_eos=True), policy=TAPERED)
+        async for _ in chunks:
+            count -= 1
+            if not count:
+                break
+        await chunks.aclose()
+
+    asyncio.run(first(3))
+    assert llm.engine.num_free_slots == llm.engine.backend.num_slots
+
+
+def test_a_closed_model_gives_its_memory_back_and_says_so(tiny_llama):
+    with LLM(tiny_llama.folder, dtype="f32", threads=1, context=64) as llm:
+        weights = weakref.ref(llm.engine.backend._model.weights)
+        stream = llm.stream("one", SamplingParams(max_tokens=9, ignore_eos=True))
+        next(stream)
+    gc.collect()
+    assert weights() is None
+    for use in (lambda: llm.generate("one"), lambda: next(stream)):
+        with pytest.raises(RequestError, match="closed"):
+            use()
+    stream.close()
+    llm.close()
+
+
+def test_a_model_with_a_name_is_fetched_when_it_is_not_here(monkeypatch, tiny_gguf):
+    """`HF_HUB_OFFLINE`, which the tests set, and `offline` forbid it."""
+    fetched = []
+
+    def pull(name, progress):
+        fetched.append(name)
+        progress(1, 1)
+        return tiny_gguf
+
+    monkeypatch.setattr(models_fetch, "pull", pull)
+    for offline in ({}, {"offline": True}):
+        with pytest.raises(ModelError, match=f"taper pull {DEFAULT_MODEL}"):
+            LLM(DEFAULT_MODEL, **offline)
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    with pytest.raises(ModelError, match="taper pull"):
+        LLM(DEFAULT_MODEL, offline=True)
+    assert not fetched
+    assert LLM(DEFAULT_MODEL, threads=1, context=64).config.num_hidden_layers == 6
+    assert fetched == [DEFAULT_MODEL]
+    with pytest.raises(ModelError, match="no model"):
+        LLM("nothing of this name")

@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
+from taper.adapters import Adapters
 from taper.errors import PolicyError
 from taper.models.download import DEFAULT_MODEL
-from taper.models.policies import find_policy, load_policy, shipped_policies
+from taper.models.policies import find_policy, load_policy, save_policy, shipped_policies
 from taper.policy import DepthPolicy, ModelIdentity, Schedule, active_prefixes, least_depths, middle_first_order
 
 MODEL = ModelIdentity("llama", 64, 300, "Q4_1")
@@ -59,6 +63,18 @@ def test_retained_layers_are_nested_and_core_layers_always_run(policy):
 @given(policies())
 def test_json_round_trip_gives_an_equal_policy(policy):
     assert DepthPolicy.from_json(policy.to_json()) == policy
+
+
+@given(policies(), st.data())
+def test_files_give_an_equal_policy_with_all_that_it_can_have(policy, data):
+    adapted = data.draw(st.sets(st.sampled_from(policy.skip_order), max_size=3)) if policy.skip_order else set()
+    if adapted:
+        down = data.draw(arrays(np.float16, (2, MODEL.hidden_size), elements=st.floats(-9, 9, width=16)))
+        policy = replace(policy, adapters=Adapters({layer: (down, down.T.copy()) for layer in adapted}))
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / ("policy.safetensors" if adapted else "policy.json")
+        save_policy(path, policy)
+        assert load_policy(path) == policy
 
 
 @given(policies(), st.integers(1, 200))

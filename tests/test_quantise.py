@@ -28,9 +28,9 @@ from taper.backends.ggml import GgmlBackend
 from taper.backends.ggml.library import ggml
 from taper.backends.ggml.weights import Weights, stored_types
 from taper.backends.torch import TorchBackend
-from taper.calibration.store import current_conditions
 from taper.cli import cli, common, terminal
 from taper.errors import DTYPES, QUANTISED_DTYPES, RequestError, TaperWarning
+from taper.lab.calibration.store import current_conditions
 from taper.models import load_model
 from taper.models.tensors import WEIGHT_TYPES, Tensor
 
@@ -281,7 +281,7 @@ def test_a_terminal_shows_progress_where_loading_takes_long(monkeypatch, wide, a
     monkeypatch.setattr(common, "_LONG", after)
     updates = []
     monkeypatch.setattr(Status, "update", lambda self, text: updates.append(text))
-    options = {"device": "cpu", "dtype": "q4_0", "context": 64, "threads": 1, "repack": "auto"}
+    options = {"device": "cpu", "dtype": "q4_0", "context": 64, "threads": 1, "repack": "auto", "offline": True}
     common.load({"model": str(wide.folder), **options})
     assert f"loading {wide.folder}" in screen.file.getvalue().replace("\n", "")
     assert bool(updates) == shown

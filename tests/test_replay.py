@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from tiny import BACKENDS, FAMILIES, make_backend, make_tiny, one_slot, policies, random_prompt, with_adapters
 
-from taper.calibration import replay as replay_module
-from taper.calibration.replay import Reference, Replay, Scores
 from taper.engine import Engine, Request
 from taper.errors import RequestError
+from taper.lab.calibration import replay as replay_module
+from taper.lab.calibration.replay import Reference, Replay, Scores
 from taper.policy import DepthPolicy
 from taper.sampling import SamplingParams
 

@@ -14,11 +14,11 @@ import pytest
 from matplotlib.image import imread
 from summaries import around, summary
 
-from taper.calibration import report
-from taper.calibration.clock import TimedRuns
-from taper.calibration.report import write_report
-from taper.calibration.statistics import Estimate, Losses, PolicyAndFull
-from taper.calibration.summary import Budget, CalibrationSummary, Frontier, interval, verdict
+from taper.lab.calibration import report
+from taper.lab.calibration.clock import TimedRuns
+from taper.lab.calibration.report import write_report
+from taper.lab.calibration.statistics import Estimate, Losses, PolicyAndFull
+from taper.lab.calibration.summary import Budget, CalibrationSummary, Frontier, interval, verdict
 from taper.models import files
 
 PICTURES = ["depth_by_step", "frontier", "importance", "loss_by_step", "speed"]

@@ -29,10 +29,10 @@ from tokenizers import decoders, models, normalizers
 from transformers import AutoTokenizer
 
 from taper import LLM, DepthPolicy, SamplingParams, hf
-from taper.calibration.prompts import read_prompts
 from taper.cli import cli
 from taper.errors import ModelError, RequestError
-from taper.evals.tasks import load_tasks
+from taper.lab.calibration.prompts import read_prompts
+from taper.lab.evals.tasks import load_tasks
 from taper.models import load_model, model_name
 from taper.models.download import find_hub_model, pull_hub_model
 from taper.models.files import parts_of

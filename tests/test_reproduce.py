@@ -10,18 +10,18 @@ from click.testing import CliRunner
 from eval_data import write_data
 from tiny import DEFAULT_MODEL_FILE
 
-import taper.calibration.run
-import taper.calibration.summary
+import taper.lab.calibration.run
+import taper.lab.calibration.summary
 from taper import DepthPolicy
-from taper.calibration import clock as cost
-from taper.calibration.statistics import Estimate
 from taper.cli import cli
 from taper.errors import RequestError
-from taper.evals import comparison, reproduce
-from taper.evals.comparison import FULL, mean_depth
-from taper.evals.records import RecordFile
-from taper.evals.reproduce import CALIBRATED, Result
-from taper.evals.summary import Score
+from taper.lab.calibration import clock as cost
+from taper.lab.calibration.statistics import Estimate
+from taper.lab.evals import comparison, reproduce
+from taper.lab.evals.comparison import FULL, mean_depth
+from taper.lab.evals.records import RecordFile
+from taper.lab.evals.reproduce import CALIBRATED, Result
+from taper.lab.evals.summary import Score
 
 POLICY = DepthPolicy.d3(6, 0.99, skip_order=[4, 1, 2, 3])
 TASKS = "gsm8k,bbh_cot_zeroshot"
@@ -76,7 +76,7 @@ def test_methods_are_compared_at_both_depths_and_lengths(arguments, tmp_path, mo
         assert full["tokens"] <= length
         files = (tmp_path / "out" / f"{length}-tokens").glob("*.jsonl")
         records = [json.loads(line) for file in files for line in file.read_text().splitlines()[1:]]
-        lengths = [len(record["answers"][0]["token_ids"]) for record in records if record["mode"] == "full"]
+        lengths = [len(record["completions"][0]["token_ids"]) for record in records if record["mode"] == "full"]
         assert budget == pytest.approx(mean_depth(POLICY, lengths), abs=0.006)
     assert [speed["method"] for speed in data["speeds"]] == [CALIBRATED, "D3, measured order at depth 4"] * 2
     assert [task["task"] for task in data["nll"]] == names
@@ -136,8 +136,8 @@ def test_the_default_model_end_to_end(arguments, tmp_path):
 def short_calibration(monkeypatch, tmp_path):
     monkeypatch.setenv("TAPER_CACHE", str(tmp_path / "cache"))
     prompts = [f"Tell me about the number {n}." for n in range(8)]
-    monkeypatch.setattr(taper.calibration.run, "builtin_prompts", lambda: prompts)
-    monkeypatch.setattr(taper.calibration.run, "REFERENCE_TOKENS", 40)
+    monkeypatch.setattr(taper.lab.calibration.run, "builtin_prompts", lambda: prompts)
+    monkeypatch.setattr(taper.lab.calibration.run, "REFERENCE_TOKENS", 40)
 
 
 @pytest.mark.usefixtures("short_calibration")
@@ -152,7 +152,7 @@ def test_a_calibration_gives_the_policy(arguments, tmp_path):
 
 @pytest.mark.usefixtures("short_calibration")
 def test_a_budget_that_no_policy_meets_leaves_the_headline(arguments, monkeypatch, tmp_path):
-    monkeypatch.setattr(taper.calibration.summary.CalibrationSummary, "budget_met", False)
+    monkeypatch.setattr(taper.lab.calibration.summary.CalibrationSummary, "budget_met", False)
     assert "no policy meets the budget" in run([*arguments, "--lengths=24", "--tasks=gsm8k"])
     data = results(tmp_path)
     assert data["policy"] is None

@@ -34,14 +34,14 @@ from tiny import TinyModel, make_backend, random_prompt, reference_ids
 from taper import LLM, DepthPolicy
 from taper.backends import TokenBatch
 from taper.backends.ggml import GgmlBackend
-from taper.bench.target import TINY
-from taper.calibration import clock as cost
-from taper.calibration.problems import builtin_problems
-from taper.calibration.replay import Reference, Replay
 from taper.errors import RequestError
-from taper.evals import comparison
-from taper.evals.comparison import FULL
-from taper.evals.records import RecordFile
+from taper.lab.bench.shapes import TINY
+from taper.lab.calibration import clock as cost
+from taper.lab.calibration.problems import builtin_problems
+from taper.lab.calibration.replay import Reference, Replay
+from taper.lab.evals import comparison
+from taper.lab.evals.comparison import FULL
+from taper.lab.evals.records import RecordFile
 from taper.models.policies import DEFAULT_POLICIES
 
 TASKS = "gsm8k,bbh_cot_zeroshot_boolean_expressions,bbh_cot_zeroshot_word_sorting"

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from taper.calibration.statistics import (
+from taper.errors import RequestError
+from taper.lab.calibration.statistics import (
     _null_variance,
     bootstrap_difference,
     compare,
@@ -20,7 +21,6 @@ from taper.calibration.statistics import (
     non_inferiority,
     wilson,
 )
-from taper.errors import RequestError
 
 SIMULATIONS = 1000
 PAIRS = st.lists(st.tuples(st.booleans(), st.booleans()), min_size=2, max_size=60)
@@ -242,7 +242,7 @@ def test_the_bootstrap_of_counts_is_that_of_resampled_problems():
 def test_interim_tests_keep_the_error_rates(lost, gained, wrong, monkeypatch):
     """A policy that loses exactly the margin holds, and one that loses nothing fails, in at most 5 % of 1,000 runs."""
     for name, value in {"RESAMPLES": 10, "mcnemar": lambda *_: 1.0, "wilson": lambda *_: None}.items():  # unused
-        monkeypatch.setattr(f"taper.calibration.statistics.{name}", value)
+        monkeypatch.setattr(f"taper.lab.calibration.statistics.{name}", value)
     verdicts = []
     for cells in np.random.default_rng(0).random((1000, 192)):  # full depth solves 55 % of the problems
         full, tapered = (cells < 0.55).tolist(), ((cells < 0.55 - lost) | (cells > 1 - gained)).tolist()

@@ -12,14 +12,14 @@ from click.testing import CliRunner
 from made_up import MadeUpProblems
 
 from taper import LLM, DepthPolicy
-from taper.calibration import search
-from taper.calibration.problems import is_right
-from taper.calibration.store import Measurements
-from taper.calibration.task import calibrate_to_task
 from taper.cli import cli
 from taper.errors import RequestError
-from taper.evals import evaluate, load_tasks, summarise
-from taper.evals.run import TaskProblems
+from taper.lab.calibration import search
+from taper.lab.calibration.problems import is_right
+from taper.lab.calibration.store import Measurements
+from taper.lab.calibration.task import calibrate_to_task
+from taper.lab.evals import evaluate, load_tasks, summarise
+from taper.lab.evals.run import TaskProblems
 
 COUNT = 32 + 64
 
@@ -42,7 +42,7 @@ def by_kl(monkeypatch):
     """Layers cost what the test says, alone and together; all may be skipped."""
 
     def set_kl(*layers: int) -> None:
-        def kl_sums(self, skipped, candidates, completions, tick):
+        def kl_sums(self, skipped, candidates, completions, stage):
             return np.array([1.0 + layers.index(layer) for layer in candidates])
 
         monkeypatch.setattr(search, "CORE", 1e9)
@@ -121,7 +121,7 @@ def test_a_task_of_the_harness_is_asked_as_taper_eval_asks_it(llm, file):
     policy = DepthPolicy.static(6, 4, [2, 3])
     attempts = TaskProblems(llm, selection, max_tokens=6).attempt([5, 2], policy)
     records = evaluate(llm, selection, [policy], indices=[2, 5], max_tokens=6).records
-    assert [attempt.completion_ids for attempt in attempts] == [list(r.answers[0].token_ids) for r in records[::-1]]
+    assert [attempt.completion_ids for attempt in attempts] == [list(r.completions[0].token_ids) for r in records[::-1]]
     assert not any(attempt.solved for attempt in attempts)
 
 

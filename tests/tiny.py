@@ -17,13 +17,14 @@ import torch
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 
+from taper.adapters import Adapters
 from taper.backends import TokenBatch
 from taper.backends.torch import TorchBackend
 from taper.engine import Engine, Request
 from taper.models import load_model
 from taper.models.download import DEFAULT_MODEL, PACKAGED_MODELS
 from taper.models.tensors import LoadedModel
-from taper.policy import Adapters, DepthPolicy
+from taper.policy import DepthPolicy
 from taper.sampling import SamplingParams
 
 torch.set_num_threads(1)

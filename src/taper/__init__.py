@@ -6,38 +6,52 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .calibration.run import Calibration, calibrate
-    from .errors import TaperError, TaperWarning
-    from .healing.run import Healing, heal
-    from .llm import LLM, Output
+    from .errors import ModelError, PolicyError, RequestError, TaperError, TaperWarning
+    from .lab.calibration.run import Calibration, calibrate
+    from .lab.healing.run import Healing, heal
+    from .llm import LLM, Chunk, Output, Stream
+    from .models.policies import load_policy, save_policy
     from .policy import DepthPolicy
     from .sampling import SamplingParams
 
+_HOMES = {
+    "LLM": "llm",
+    "Calibration": "lab.calibration.run",
+    "Chunk": "llm",
+    "DepthPolicy": "policy",
+    "Healing": "lab.healing.run",
+    "ModelError": "errors",
+    "Output": "llm",
+    "PolicyError": "errors",
+    "RequestError": "errors",
+    "SamplingParams": "sampling",
+    "Stream": "llm",
+    "TaperError": "errors",
+    "TaperWarning": "errors",
+    "calibrate": "lab.calibration.run",
+    "heal": "lab.healing.run",
+    "load_policy": "models.policies",
+    "save_policy": "models.policies",
+}
 __all__ = [
     "LLM",
     "Calibration",
+    "Chunk",
     "DepthPolicy",
     "Healing",
+    "ModelError",
     "Output",
+    "PolicyError",
+    "RequestError",
     "SamplingParams",
+    "Stream",
     "TaperError",
     "TaperWarning",
     "calibrate",
     "heal",
+    "load_policy",
+    "save_policy",
 ]
-
-_HOMES = {
-    "LLM": "llm",
-    "Output": "llm",
-    "Calibration": "calibration.run",
-    "calibrate": "calibration.run",
-    "Healing": "healing.run",
-    "heal": "healing.run",
-    "DepthPolicy": "policy",
-    "SamplingParams": "sampling",
-    "TaperError": "errors",
-    "TaperWarning": "errors",
-}
 
 
 def __getattr__(name: str) -> Any:

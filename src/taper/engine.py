@@ -19,9 +19,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from .adapters import Adapters
 from .backends import Backend, ForwardOutput, TokenBatch
 from .errors import REUSE, RequestError, one_of, whole_number
-from .policy import Adapters, DepthPolicy, active_prefixes
+from .policy import DepthPolicy, active_prefixes
 from .sampling import NOT_A_NUMBER, SamplingParams, TokenCounts, TokenLogprobs, check_token_ids, sample, token_logprobs
 
 MAX_NUM_BATCHED_TOKENS = 512  # tokens of a step; bounds the memory of activations and the wait for the next token
@@ -184,7 +185,7 @@ class _Token(NamedTuple):
 
 
 class Engine:
-    """Completes requests on a backend, many at a time, and reuses what its slots still hold.
+    """Completes many requests at a time on a backend, and reuses keys and values of prompts that begin alike.
 
     Threads take turns on it.
 
@@ -204,6 +205,14 @@ class Engine:
         self._ids = count()
         self._lock = threading.RLock()
         self._pid = os.getpid()
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Give back the backend's memory; every later call raises a RequestError."""
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self.backend.close()
 
     def add(self, request: Request) -> Sequence:
         """Queue a request; the steps from now on run it.
@@ -323,6 +332,8 @@ class Engine:
         if os.getpid() != self._pid:
             hint = 'load it in each process, or start processes with multiprocessing\'s "spawn" method'
             raise RequestError("the model was loaded before this process was forked, and cannot run in it", hint)
+        if self._is_closed:
+            raise RequestError("the model is closed", "load it again")
         return self._lock
 
     def _recover(self) -> None:

@@ -11,8 +11,20 @@ from typing import Any
 
 MAX_CHARACTERS = 1000  # of a message and of a hint; names that come from files have no limit of their own
 
-# Colours, cursor movements and the like; titles and links. What is not whole loses its control characters only.
+# Colours, cursor movements and the like; titles and links. Of an incomplete one, only the control characters go.
+_OPTION = re.compile(r"(?<![\w-])--([a-z][a-z-]*[a-z])\b")
 _ESCAPES = re.compile(r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|(?:\x1b\]|\x9d)[^\x07\x1b\x9c\x9d]*(?:\x07|\x1b\\|\x9c)")
+
+
+class Names:
+    """Errors name parameters as the reader knows them: options, `--max-kl`, or in Python arguments, `max_kl`."""
+
+    are_options = False  # set by the command line
+
+    @classmethod
+    def spoken(cls, text: str) -> str:
+        """A text in the names that its reader knows."""
+        return text if cls.are_options else _OPTION.sub(lambda option: option[1].replace("-", "_"), text)
 
 
 class TaperError(Exception):
@@ -28,7 +40,7 @@ class TaperError(Exception):
         self.param = param
 
     def __str__(self) -> str:
-        message, hint = printable(self.message), printable(self.hint)
+        message, hint = (printable(Names.spoken(text)) for text in (self.message, self.hint))
         return f"{message} ({hint})" if hint else message
 
 
@@ -40,6 +52,10 @@ class ModelError(TaperError):
     """A model that is missing, damaged or not supported."""
 
 
+class MissingModelError(ModelError):
+    """A model that is not on this machine, or only in part."""
+
+
 class RequestError(TaperError):
     """A request that cannot be served: a sampling parameter out of range, a prompt that does not fit."""
 
@@ -48,7 +64,7 @@ class TaperWarning(UserWarning):
     """Something the user should know and need not act on: one line."""
 
     def __str__(self) -> str:
-        return printable(super().__str__())
+        return printable(Names.spoken(super().__str__()))
 
 
 def printable(text: str) -> str:

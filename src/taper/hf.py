@@ -9,7 +9,6 @@ engine, and nothing else.
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -21,8 +20,9 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation.configuration_utils import GenerationMode
 
+from .adapters import EPS
 from .errors import REUSE, PolicyError, RequestError, limited_attention, one_of
-from .policy import ADAPTER_EPS, DepthPolicy
+from .policy import DepthPolicy
 
 
 def custom_generate(policy: DepthPolicy, reuse: str = REUSE[0]) -> Callable[..., Any]:
@@ -90,12 +90,6 @@ def custom_generate(policy: DepthPolicy, reuse: str = REUSE[0]) -> Callable[...,
     return generate
 
 
-def decode(policy: DepthPolicy) -> Callable[..., Any]:
-    """The old name of `custom_generate`; it goes in the next version."""
-    warnings.warn("taper.hf.decode is now taper.hf.custom_generate", DeprecationWarning, stacklevel=2)
-    return custom_generate(policy)
-
-
 @contextmanager
 def _layers_by_step(layers: Any, policy: DepthPolicy, fill: bool, prompt_length: int) -> Iterator[None]:
     """Let each flex layer pass its input on at the steps that skip it; restored whatever happens."""
@@ -155,7 +149,7 @@ def _adapter(policy: DepthPolicy, index: int) -> Callable[[Any], Any] | None:
     down, up = map(torch.from_numpy, policy.adapters.layers[index])
 
     def adapter(x: Any) -> Any:
-        normed = F.rms_norm(x, (x.shape[-1],), eps=ADAPTER_EPS)
+        normed = F.rms_norm(x, (x.shape[-1],), eps=EPS)
         return x + F.linear(F.silu(F.linear(normed, down.to(x))), up.to(x))
 
     return adapter

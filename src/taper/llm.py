@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from .backends import Backend, open_backend
 from .engine import Engine, Request, StepOutput, takes_filled
@@ -27,14 +29,18 @@ from .errors import (
     shown,
     whole_number,
 )
-from .models import find_model, load_model
+from .models import load_model
 from .models.download import DEFAULT_MODEL
-from .models.policies import default_policy, find_policy, fitting_policies
+from .models.fetch import find_or_fetch
+from .models.policies import FULL, default_policy, fitting_policies, resolve_policy
 from .models.tokenizer import Message, TextStream, Tokenizer, texts_of
 from .policy import DepthPolicy
 from .sampling import SamplingParams, TokenLogprobs
 
-Prompt = str | Message | Sequence[Message]
+if TYPE_CHECKING:
+    from .grammars import Grammars
+
+Prompt = str | Message | Sequence[Message] | Sequence[int]
 Params = SamplingParams | Sequence[SamplingParams]
 
 DEFAULT_CONTEXT = 4096
@@ -93,7 +99,7 @@ class LLM:
     """A model ready to complete prompts. Calls from several threads take turns on it.
 
     Args:
-        model: a name, a hub id that was pulled, a GGUF file or a Hugging Face folder.
+        model: a name or a hub id (ORG/MODEL), fetched if it is not here yet, a GGUF file or a Hugging Face folder.
         device: "cpu" (ggml), "cuda" (PyTorch), or "auto": cuda if PyTorch and a GPU are there.
         dtype: "f32", "f16", "bf16" to convert the weights; on a CPU "q8_0", "q6_k", "q4_k", "iq4_nl", "q4_0" to
             quantise them; "auto" uses them as they are (bf16 as f16 on a CPU).
@@ -103,7 +109,10 @@ class LLM:
         repack: on a CPU, "always" copies matrices into the layout that it multiplies fastest, where their type has
             one; "auto" also keeps a second layout where many tokens are faster with it and memory is free; "never" uses
             the mapped file alone, which processes share.
+        offline: do not fetch a model that has a name and is not on this machine.
         progress: on a CPU, called with the part of the weights that is loaded, 0 to 1.
+
+    Used in a `with` statement, or once it is closed, it gives back the memory of the weights.
 
     Raises:
         ModelError: the model is missing, damaged or not supported.
@@ -120,6 +129,7 @@ class LLM:
         threads: int | None = None,
         max_batch_size: int = 8,
         repack: str = REPACK[0],
+        offline: bool = False,
         progress: Callable[[float], None] | None = None,
     ) -> None:
         threads = None if threads is None else whole_number("threads", threads, 1, 512)
@@ -128,7 +138,7 @@ class LLM:
         if not isinstance(model, str | Path):
             raise RequestError(f"model is {shown(model)}; it must be a name or a path")
         self.model, self.dtype, self.threads = str(model), dtype, threads
-        self.path = find_model(self.model)
+        self.path = find_or_fetch(self.model, flag("offline", offline))
         loaded = load_model(self.path)
         try:
             SamplingParams(**loaded.sampling)
@@ -161,6 +171,29 @@ class LLM:
         llm.outputs = LatestOutputs()
         return llm
 
+    def close(self) -> None:
+        """Give back the memory of the weights and of the key-value cache; nothing can be generated afterwards."""
+        self.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """Compiles JSON schemas for this model's tokens.
+
+        Raises:
+            RequestError: llguidance is missing.
+        """
+        try:
+            from .grammars import Grammars
+        except ImportError:
+            raise RequestError("keeping to a schema needs llguidance", 'pip install "taper-llm[serve]"') from None
+        return Grammars(self.tokenizer, self.config.vocab_size)
+
     @overload
     def generate(  # text is a sequence of texts too
         self,
@@ -173,6 +206,7 @@ class LLM:
         parse_special: bool = False,
         think: bool | None = None,
         reuse: str = REUSE[0],
+        response_format: dict[str, Any] | None = None,
         **given: Any,
     ) -> Output: ...
 
@@ -188,6 +222,7 @@ class LLM:
         parse_special: bool = False,
         think: bool | None = None,
         reuse: str = REUSE[0],
+        response_format: dict[str, Any] | None = None,
         **given: Any,
     ) -> list[Output]: ...
 
@@ -202,12 +237,13 @@ class LLM:
         parse_special: bool = False,
         think: bool | None = None,
         reuse: str = REUSE[0],
+        response_format: dict[str, Any] | None = None,
         **given: Any,
     ) -> Output | list[Output]:
         """Complete a prompt (an `Output`) or a list of prompts together (a list of them).
 
         Args:
-            prompts: text, messages (`[{"role": ..., "content": ...}]`), or several of either.
+            prompts: text, messages (`[{"role": ..., "content": ...}]`), token ids, or several of one kind.
             params: how to sample and when to stop, for all or one for each prompt.
             policy: a `DepthPolicy`, the name of a shipped one, or a file.
             mode: "full" for all layers, "taper" for a policy; default taper if a shipped policy fits the model.
@@ -218,6 +254,7 @@ class LLM:
             reuse: what a tapered prompt may take from earlier outputs that it continues. "filled": all of their tokens;
                 where a layer was skipped, it attends to keys and values that were filled in. "exact": only tokens that
                 every layer ran; the others are computed again, so the output is that of a cold start.
+            response_format: a JSON schema that the output has to keep.
             given: without `params`, parameters of `SamplingParams`, as in `sampling_params`.
 
         Raises:
@@ -228,6 +265,7 @@ class LLM:
         outputs: dict[int, Output] = {}
         alone = _is_prompt(prompts)
         how: dict[str, Any] = {"raw": raw, "parse_special": parse_special, "think": think, "reuse": reuse}
+        how["response_format"] = response_format
         with self.stream(prompts, params, policy=policy, mode=mode, **how, **given) as stream:
             for chunk in stream:
                 if chunk.output is not None:
@@ -256,6 +294,7 @@ class LLM:
         parse_special: bool = False,
         think: bool | None = None,
         reuse: str = REUSE[0],
+        response_format: dict[str, Any] | None = None,
         **given: Any,
     ) -> Stream:
         """Complete as `generate` does, but return the chunks as they come, one for each token."""
@@ -275,12 +314,28 @@ class LLM:
         chosen, eos_token_ids = self.resolve_policy(policy, mode), self.tokenizer.eos_token_ids
         filled = takes_filled(chosen, one_of("reuse", reuse, REUSE))
         encoded = [self.encode(prompt, raw, parse_special, think=think, as_generated=filled) for prompt in batch]
-        goes_on = raw or not self.tokenizer.chat_template
+        token_filter = None if response_format is None else self.grammars.compile(response_format)
         requests = [
-            Request(ids, one, chosen, eos_token_ids, reuse=reuse, text_goes_on=goes_on)
-            for ids, one in zip(encoded, params, strict=True)
+            Request(ids, one, chosen, eos_token_ids, token_filter, reuse, self._goes_on(prompt, raw))
+            for prompt, ids, one in zip(batch, encoded, params, strict=True)
         ]
         return Stream(self, requests)
+
+    async def astream(self, prompts: Prompt | Iterable[Prompt], *arguments: Any, **how: Any) -> AsyncIterator[Chunk]:
+        """The chunks of `stream`, which takes the same arguments, for `async for`; steps run in a thread of asyncio's.
+
+        Several at a time take turns. Leaving the loop gives up what has not finished.
+        """
+        stream = await asyncio.to_thread(self.stream, prompts, *arguments, **how)
+        try:
+            while (chunk := await asyncio.to_thread(next, stream, None)) is not None:
+                yield chunk
+        finally:
+            stream.close()
+
+    def _goes_on(self, prompt: Prompt, raw: bool) -> bool:
+        """Whether the text of an output goes on from that of its prompt, rather than answering it."""
+        return raw or not self.tokenizer.chat_template or _are_ids(prompt)
 
     def sampling_params(self, **given: Any) -> SamplingParams:
         """How to sample: what is given, and of the rest what the model's authors recommend (`sampling`).
@@ -333,7 +388,9 @@ class LLM:
             RequestError: it is not messages, not valid Unicode, or so long that reading it would take minutes.
         """
         if not isinstance(prompt, str | Mapping | list | tuple):
-            raise RequestError(f"a prompt is {shown(prompt)}; it must be text or messages")
+            raise RequestError(f"a prompt is {shown(prompt)}; it must be text, messages or token ids")
+        if _are_ids(prompt):
+            return [whole_number("a token id", each, 0, self.config.vocab_size - 1) for each in prompt]
         raw, parse_special = flag("raw", raw), flag("parse_special", parse_special)
         think = None if think is None else flag("think", think)
         if isinstance(prompt, str) and (raw or not self.tokenizer.chat_template):
@@ -366,22 +423,19 @@ class LLM:
             RequestError: the two contradict each other, or there is no such mode.
             PolicyError: there is no such policy, or it was made for another model.
         """
-        if mode is not None and one_of("mode", mode, MODES) == "full":
-            if policy is not None:
-                raise RequestError("mode full runs every layer; it takes no policy", "leave out one of the two")
-            return DepthPolicy.full(self.config.num_hidden_layers)
-        if policy is None and (policy := self.default_policy) is None:
+        if mode is not None and policy is not None and (one_of("mode", mode, MODES) == FULL) != (policy == FULL):
+            message = (
+                "runs every layer; it takes no policy" if mode == FULL else "and policy full contradict each other"
+            )
+            raise RequestError(f"mode {mode} {message}", "leave out one of the two")
+        if mode is not None and one_of("mode", mode, MODES) == FULL:
+            policy = FULL
+        elif policy is None and (policy := self.default_policy) is None:
             if mode == "taper":
                 raise PolicyError("no shipped policy fits this model", "give one with --policy, or --alpha")
             _warn("no shipped policy fits this model: running every layer")
-            return DepthPolicy.full(self.config.num_hidden_layers)
-        if isinstance(policy, str | Path):
-            policy = self.shipped_policies().get(str(policy)) or find_policy(policy)
-        if not isinstance(policy, DepthPolicy):
-            raise PolicyError(f"policy is {shown(policy)}", "give a DepthPolicy, the name of a shipped one, or a file")
-        if warning := policy.check_model(self.config.num_hidden_layers, self.config.identity):
-            _warn(warning)
-        return policy
+            policy = FULL
+        return resolve_policy(policy, self.config.num_hidden_layers, self.config.identity)
 
     @property
     def default_policy(self) -> DepthPolicy | None:
@@ -695,10 +749,15 @@ class _StopStrings:
 
 
 def _is_prompt(prompts: Any) -> bool:
-    """One prompt (text, a message or messages), not several."""
+    """One prompt (text, a message, messages or token ids), not several."""
     if isinstance(prompts, list | tuple):
-        return len(prompts) > 0 and isinstance(prompts[0], Mapping)
+        return len(prompts) > 0 and (isinstance(prompts[0], Mapping) or _are_ids(prompts))
     return isinstance(prompts, str | Mapping)
+
+
+def _are_ids(prompt: Any) -> bool:
+    """Token ids, instead of text or messages."""
+    return isinstance(prompt, list | tuple) and len(prompt) > 0 and type(prompt[0]) is int
 
 
 def _as_list(prompts: Any) -> list[Prompt]:

@@ -9,21 +9,20 @@ fixed, so the layers retained at a step are a subset of those retained at any ea
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import pairwise, takewhile
 from typing import Any
 
+from .adapters import Adapters
 from .errors import PolicyError, as_tuple, number, one_of, shown, unique_keys, whole_number
 
 FORMAT_VERSION = 1
 MAX_LAYERS = 4096
-ADAPTER_EPS = 1e-6  # of their RMS norm
 
 # The parameters of each curve besides `min_depth`; others are rejected.
 CURVES = {"power": ("alpha", "start"), "linear": ("start", "span"), "constant": ("start",)}
@@ -108,38 +107,6 @@ class ModelIdentity:
     hidden_size: int
     vocab_size: int
     quantization: str
-
-
-@dataclass(frozen=True, eq=False)
-class Adapters:
-    """Small stand-ins of skipped layers: a token that skips layer l passes through adapter l, if there is one.
-
-    An adapter computes x + up @ silu(down @ norm(x)); `norm` is RMS norm without gains, with `ADAPTER_EPS`. It has no
-    keys and values.
-
-    `layers`: by layer, `down` [rank, hidden_size] and `up` [hidden_size, rank], arrays of float16. `file`: where they
-    are stored, if they are. Two objects are equal only if they are the same one.
-    """
-
-    layers: Mapping[int, tuple[Any, Any]]
-    file: str = ""
-
-    @property
-    def hidden_size(self) -> int:
-        """Of the model they were trained for."""
-        return int(next(iter(self.layers.values()))[0].shape[1])
-
-    @cached_property
-    def digest(self) -> str:
-        """A content hash: 32 hex digits."""
-        content = hashlib.sha256()
-        for layer, (down, up) in sorted(self.layers.items()):
-            content.update(f"{layer} {down.shape} ".encode() + down.tobytes() + up.tobytes())
-        return content.hexdigest()[:32]
-
-    def only(self, layers: Iterable[int]) -> Adapters:
-        """The adapters of some layers."""
-        return Adapters({layer: self.layers[layer] for layer in layers if layer in self.layers})
 
 
 @dataclass(frozen=True)
@@ -310,8 +277,18 @@ class DepthPolicy:
             return f"the policy was measured on {self.model.quantization} weights; this model has {model.quantization}"
         return ""
 
+    def without_adapters(self) -> DepthPolicy:
+        """The same policy on the model as it is."""
+        return replace(self, adapters=None)
+
     def to_json(self) -> str:
-        """The policy as versioned JSON text; `from_json` reads it back to an equal policy."""
+        """The policy as versioned JSON text; `from_json` reads it back to an equal policy.
+
+        Raises:
+            PolicyError: it has adapters, which JSON has no room for.
+        """
+        if self.adapters is not None:
+            raise PolicyError(f"policy {self.label} has adapters, which JSON cannot hold", "use taper.save_policy")
         data: dict[str, Any] = {"format_version": FORMAT_VERSION}
         if self.name:
             data["name"] = self.name

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from taper import DepthPolicy
-from taper.policy import ADAPTER_EPS
+from taper.adapters import EPS
 
 
 class Conversation:
@@ -80,4 +80,4 @@ def _pass(x: torch.Tensor, policy: DepthPolicy, index: int) -> torch.Tensor:
     if policy.adapters is None or index not in policy.adapters.layers:
         return x
     down, up = (torch.from_numpy(matrix).to(x) for matrix in policy.adapters.layers[index])
-    return x + F.silu(F.rms_norm(x, x.shape[-1:], eps=ADAPTER_EPS) @ down.T) @ up.T
+    return x + F.silu(F.rms_norm(x, x.shape[-1:], eps=EPS) @ down.T) @ up.T

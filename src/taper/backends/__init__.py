@@ -15,10 +15,10 @@ from typing import Protocol
 
 import numpy as np
 
+from ..adapters import Adapters
 from ..errors import DEVICES, DTYPES, REPACK, RequestError, one_of
 from ..models.config import ModelConfig
 from ..models.tensors import LoadedModel
-from ..policy import Adapters
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,10 @@ class Backend(Protocol):
 
     def copy(self, source: int, target: int, first: int, end: int) -> None:
         """Copy the keys and values of all layers from one slot to another: positions `first` to `end`, excluded."""
+        ...
+
+    def close(self) -> None:
+        """Give back its memory; it cannot be used afterwards."""
         ...
 
 
@@ -137,7 +141,7 @@ def no_room(num_slots: int, context_length: int) -> RequestError:
     """The error where a model and a key-value cache of this size need more memory than there is."""
     return RequestError(
         f"there is not enough memory for {num_slots} outputs at a time of up to {context_length} tokens each",
-        "lower --context, or max_batch_size in Python",
+        "lower --context or --max-batch-size",
     )
 
 

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from ..adapters import EPS, Adapters
 from ..errors import ModelError, RequestError
 from ..models.config import Experts, ModelConfig, Rope
 from ..models.tensors import Tensor
-from ..policy import ADAPTER_EPS, Adapters
 from . import ForwardOutput, TokenBatch, runs_by_slot
 from .passing import PassingStates
 
@@ -134,6 +134,14 @@ class TorchBackend:
                 self._passing.copy(source, target, first, end)
             self._cache[:, :, target, :, first:end] = self._cache[:, :, source, :, first:end]
 
+    def close(self) -> None:
+        """Give back its memory; the backend cannot be used afterwards."""
+        self._graphs.clear()
+        self._adapters.clear()
+        self._weights.clear()
+        self._fused = self._passing = None
+        self._cache = torch.empty(0)
+
     def _states(self, layer: int, slot: int, positions: np.ndarray) -> torch.Tensor:
         """What a layer's keys hold at these positions of a slot: [n, hidden_size], a copy."""
         return self._cache[layer, 0, slot][:, self._upload(positions)].transpose(0, 1).flatten(1)
@@ -218,7 +226,7 @@ class TorchBackend:
             From a batch to logits on the device and the argmax of each on the host; its next call overwrites both.
         """
         given = torch.from_numpy(stacked(batch)).pin_memory()
-        found = torch.zeros(len(batch.tokens), dtype=torch.int64, pin_memory=True)
+        chosen = torch.zeros(len(batch.tokens), dtype=torch.int64, pin_memory=True)
         inputs, values = given.to(self.device), given.numpy()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -229,13 +237,13 @@ class TorchBackend:
         with torch.cuda.graph(graph, self._pool):
             inputs.copy_(given, non_blocking=True)
             logits, greedy = compute(inputs)
-            found.copy_(greedy, non_blocking=True)
+            chosen.copy_(greedy, non_blocking=True)
 
         def replay(batch: TokenBatch) -> Outputs:
             values[:] = stacked(batch)
             graph.replay()
             torch.cuda.current_stream().synchronize()
-            return logits, found
+            return logits, chosen
 
         return replay
 
@@ -412,7 +420,7 @@ def argmax(logits: torch.Tensor) -> torch.Tensor:
 
 def adapt(x: torch.Tensor, down: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Hidden states [n, hidden_size] after an adapter (`policy.Adapters`)."""
-    return x + F.linear(F.silu(F.linear(F.rms_norm(x, (x.shape[-1],), eps=ADAPTER_EPS), down)), up)
+    return x + F.linear(F.silu(F.linear(F.rms_norm(x, (x.shape[-1],), eps=EPS), down)), up)
 
 
 def _scaled(x: torch.Tensor, scale: float) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import click
 
-from ..errors import TaperError, TaperWarning
+from ..errors import Names, TaperError, TaperWarning
 from . import bench, calibrate, chat, eval, generate, heal, models, reproduce, serve
 from .common import INTERRUPTED, say
 
@@ -59,8 +59,9 @@ def _version(context: click.Context, parameter: click.Parameter, wanted: bool) -
 def cli() -> None:
     """Language models that run fewer layers per token as the output grows, without retraining.
 
-    Start with: taper pull, then: taper generate "Why is the sky blue?"
+    Start with: taper generate "Why is the sky blue?"
     """
+    Names.are_options = True
 
 
 _COMMANDS = (

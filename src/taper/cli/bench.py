@@ -66,8 +66,8 @@ def bench(context: click.Context, /, lengths: str, prompts: str, plot: Path | No
     the ideal speedup is realised; beside other programs that are installed, which take turns with Taper. Leave the
     machine alone meanwhile. Quality is not measured: taper calibrate does that.
     """
-    from ..bench.run import run
-    from ..bench.target import BenchOptions
+    from ..lab.bench.run import run
+    from ..lab.bench.target import BenchOptions
     from .terminal import console
 
     chosen = BenchOptions(lengths=_whole_numbers(lengths), prompts=_whole_numbers(prompts), **options)

@@ -13,10 +13,10 @@ import click
 
 from ..errors import RequestError
 from ..models.policies import ADAPTERS_SUFFIX, load_policy, save_policy
-from .common import GroupedCommand, check_file, check_report, import_heal, load, model_options, say, stages
+from .common import NOT_HEALED, GroupedCommand, check_file, check_report, import_heal, load, model_options, say, stages
 
 if TYPE_CHECKING:
-    from ..calibration.run import Calibration
+    from ..lab.calibration.run import Calibration
     from ..policy import DepthPolicy
 
 _NOT_MET = 1
@@ -28,7 +28,7 @@ _TASK_BATCH_SIZE = 32
 
 
 _GROUPS = {
-    "Model": ("model", "device", "dtype", "context", "threads", "repack"),
+    "Model": ("model", "device", "dtype", "context", "threads", "repack", "offline"),
     "Budget, one at least, or a speed": _LIMITS,
     "Prompts": ("prompts", "answer_tokens", "quick", "seed"),
     "Adapters": ("adapters", "heal"),
@@ -75,7 +75,6 @@ _GROUPS = {
     show_default=False,
     help="A first look in minutes: 24 prompts, short outputs, no word problems; wide intervals.",
 )
-@click.option("--baselines", is_flag=True, hidden=True)  # until 0.3
 @click.option("--task", metavar="NAME|FILE", help="Instead of a budget: hold the accuracy on a task (see --margin).")
 @click.option("--margin", type=float, metavar="X", help="With --task: loss of accuracy that you accept, such as 0.03.")
 @click.option("--problems", type=int, metavar="N", help="With --task: most problems for each comparison. Default: 192.")
@@ -102,8 +101,6 @@ def calibrate(out: Path | None, as_json: bool, **options: Any) -> None:
     With --task, the budget is the accuracy on a task of lm-evaluation-harness, or on your own problems: JSON lines with
     "prompt" and "answer". This is the measure that counts, and it takes longest.
     """
-    if options["baselines"]:
-        raise RequestError("--baselines is gone", "taper reproduce MODEL --baselines compares methods on tasks")
     _check_options(options)
     has_adapters = options["adapters"] is not None or options["heal"] is not None
     suffix = ADAPTERS_SUFFIX if has_adapters else ".json"
@@ -136,15 +133,15 @@ def _check_options(options: Mapping[str, Any]) -> None:
 
 def _to_prompts(out: Path, as_json: bool, options: dict[str, Any]) -> DepthPolicy | None:
     """The policy for a budget or a speed; None if none keeps it."""
-    from ..calibration.prompts import builtin_prompts, read_prompts
-    from ..calibration.run import batch_size
-    from ..calibration.run import calibrate as run
-    from ..calibration.summary import Budget
+    from ..lab.calibration.prompts import builtin_prompts, read_prompts
+    from ..lab.calibration.run import batch_size
+    from ..lab.calibration.run import calibrate as run
+    from ..lab.calibration.summary import Budget
 
     Budget(**{name: options[name] for name in _LIMITS})  # reports a mistake before the model loads
-    adapters = None if options["adapters"] is None else load_policy(options["adapters"])
+    healed = None if options["adapters"] is None else load_policy(options["adapters"])
     train = None if options["heal"] is None else import_heal()
-    if train and adapters:
+    if train and healed:
         raise RequestError("--heal trains adapters; --adapters gives them", "leave out one of the two")
     prompts = builtin_prompts() if options["prompts"] is None else read_prompts(options["prompts"])
     if options["report"] is not None:
@@ -153,18 +150,21 @@ def _to_prompts(out: Path, as_json: bool, options: dict[str, Any]) -> DepthPolic
     names = (*_LIMITS, "answer_tokens", "seed", "name")
     find = partial(run, llm, prompts, quick=bool(options["quick"]), **{name: options[name] for name in names})
     with stages() as progress:
-        result = find(progress=progress, adapters=adapters)
+        result = find(progress=progress, healed=healed)
     if train:
         with stages() as progress:
             healing = train(llm, result.policy, minutes=options["heal"], seed=options["seed"], progress=progress)
+        if not healing.helped:
+            say(f"taper: {NOT_HEALED}; {out} was not written")
+            return None
         with stages() as progress:
-            result = find(progress=progress, adapters=healing.policy)
+            result = find(progress=progress, healed=healing.policy)
     if as_json:
         click.echo(json.dumps(result.summary.to_json()))
     else:
         _print(result)
     if options["report"] is not None:
-        from ..calibration.report import write_report
+        from ..lab.calibration.report import write_report
 
         write_report(options["report"], result.summary)
         say(f"report: {options['report'] / 'index.html'}")
@@ -176,7 +176,7 @@ def _to_prompts(out: Path, as_json: bool, options: dict[str, Any]) -> DepthPolic
 
 def _print(result: Calibration) -> None:
     """The result in a few lines and two tables."""
-    from ..calibration.summary import interval, limits, remarks, verdict
+    from ..lab.calibration.summary import interval, limits, remarks, verdict
     from .terminal import print_table
 
     summary, held_out, own = result.summary, result.summary.held_out, result.summary.free_running
@@ -218,11 +218,11 @@ def _print(result: Calibration) -> None:
 
 def _to_task(out: Path, as_json: bool, options: dict[str, Any]) -> DepthPolicy | None:
     """The policy that keeps a task's accuracy; None if none was shown to."""
-    from ..calibration.summary import interval
-    from ..calibration.task import PROBLEMS, calibrate_to_task
-    from ..evals import load_tasks
-    from ..evals.run import TaskProblems
-    from ..evals.summary import check_comparison
+    from ..lab.calibration.summary import interval
+    from ..lab.calibration.task import PROBLEMS, calibrate_to_task
+    from ..lab.evals import load_tasks
+    from ..lab.evals.run import TaskProblems
+    from ..lab.evals.summary import check_comparison
     from .terminal import print_table
 
     own = options["task"].endswith(".jsonl")
@@ -231,13 +231,13 @@ def _to_task(out: Path, as_json: bool, options: dict[str, Any]) -> DepthPolicy |
     split = None if own else options["split"] or "train"
     selection = load_tasks([options["task"]], fewshot=options["fewshot"], data_dir=options["data_dir"], split=split)
     check_comparison(selection, options["margin"], options["filter_name"])
-    adapters = None if options["adapters"] is None else load_policy(options["adapters"])
+    healed = None if options["adapters"] is None else load_policy(options["adapters"])
     llm = load(options, max_batch_size=_TASK_BATCH_SIZE)
     seed, asked = options["seed"], {name: options[name] for name in ("max_tokens", "filter_name")}
     problem_set = TaskProblems(llm, selection, chat=bool(options["chat"]), seed=seed, **asked)
     given = {"problems": options["problems"] or PROBLEMS, "seed": seed, "name": options["name"]}
     with stages() as progress:
-        result = calibrate_to_task(llm, problem_set, options["margin"], adapters=adapters, progress=progress, **given)
+        result = calibrate_to_task(llm, problem_set, options["margin"], healed=healed, progress=progress, **given)
     if as_json:
         click.echo(json.dumps(result.plain(), indent=1))
     else:

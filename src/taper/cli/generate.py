@@ -10,13 +10,15 @@ import stat
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 from ..errors import MODES, REUSE, TaperError
-from ..models.files import decode_text, without_mark
-from .common import INTERRUPTED, Command, fetch_if_missing, load, model_options, say, with_options
+from ..models.files import decode_text, read_text, without_mark
+from ..models.policies import FULL
+from .common import INTERRUPTED, Command, load, model_options, say, with_options
 
 if TYPE_CHECKING:
     from ..llm import LLM, Chunk, Output, Stream
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from ..sampling import SamplingParams
     from .terminal import Thoughts
 
+MAX_SCHEMA_BYTES = 1 << 20
 _PIPE_SECONDS = 1.0  # to wait for what a pipe puts before a prompt
 _PROMPT_END = 8  # tokens of a prompt that may begin a thought
 
@@ -59,6 +62,7 @@ def generation_options(command: Command) -> Command:
 @click.argument("prompt", required=False)
 @click.option("-p", "--prompt", "named_prompt", metavar="TEXT", help="PROMPT under another name.")
 @generation_options
+@click.option("--schema", type=Path, metavar="FILE", help="A JSON schema that the output has to keep.")
 @click.option("--compare", is_flag=True, help="Generate at full depth and tapered, side by side.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 def generate(prompt: str | None, named_prompt: str | None, compare: bool, as_json: bool, **options: Any) -> None:
@@ -70,11 +74,11 @@ def generate(prompt: str | None, named_prompt: str | None, compare: bool, as_jso
 
 def answer(prompt: str | None, compare: bool, as_json: bool, options: dict[str, Any]) -> None:
     """What `taper generate` does, and `taper run` with a prompt."""
-    if compare and options["mode"] == "full":
-        raise click.UsageError("--compare shows both modes; leave out --mode full")
+    if compare and FULL in (options["mode"], options["policy"]):
+        raise click.UsageError("--compare shows full depth beside a policy; leave out full")
     if as_json and options["show_depth"]:
         raise click.UsageError("--show-depth draws pictures and --json has none; leave out one of them")
-    sampling = sampling_of(options)
+    sampling, how = sampling_of(options), {"response_format": _schema(options.get("schema")), "think": options["think"]}
     text = _read_prompt("-" if prompt is None else prompt)
     llm = load(options)
     params = llm.sampling_params(**sampling)
@@ -83,9 +87,9 @@ def answer(prompt: str | None, compare: bool, as_json: bool, options: dict[str, 
     thoughts = thinks(llm, llm.encode(given, think=options["think"]))
     policy = chosen_policy(llm, options)
     if compare:
-        _compare(llm, given, params, policy, options, as_json)
+        _compare(llm, given, params, policy, how, options["show_depth"], as_json)
         return
-    stream = llm.stream(given, params, policy=policy, think=options["think"])
+    stream = llm.stream(given, params, policy=policy, **how)
     output, chunks = follow(stream, thoughts, options["show_depth"] and policy, echo=not as_json)
     if as_json:
         click.echo(json.dumps(_as_json(output, llm, params), ensure_ascii=False))
@@ -105,7 +109,6 @@ def run(name: str, prompt: str | None, **options: Any) -> None:
     if options["model"] is not None:
         raise click.UsageError("the model is given twice")
     options["model"] = name
-    fetch_if_missing(name)
     if prompt is None and sys.stdin.isatty():
         from .chat import converse
 
@@ -136,8 +139,8 @@ def chosen_policy(llm: LLM, options: dict[str, Any]) -> DepthPolicy:
     name, mode, alpha = options["policy"], options["mode"], options["alpha"]
     if alpha is None:
         return llm.resolve_policy(name, mode)
-    if mode == "full":
-        raise TaperError("--mode full runs every layer; --alpha does nothing there", "leave out one of the two")
+    if FULL in (mode, name):
+        raise TaperError("full depth runs every layer; --alpha does nothing there", "leave out one of the two")
     if name is not None:
         return llm.resolve_policy(name, mode).with_alpha(alpha)
     if llm.default_policy is None:
@@ -158,6 +161,19 @@ def _prompt(llm: LLM, text: str, system: str | None) -> Any:
     if system:
         raise TaperError(f"{llm.model} has no chat template, so --system does nothing", "leave it out")
     return text
+
+
+def _schema(path: Path | None) -> dict[str, Any] | None:
+    """The JSON schema of a file."""
+    if path is None:
+        return None
+    try:
+        schema = json.loads(read_text(path, MAX_SCHEMA_BYTES))
+    except (ValueError, RecursionError) as error:
+        raise TaperError(f"{path} is no JSON: {error}") from None
+    if not isinstance(schema, dict):
+        raise TaperError(f"{path} is no JSON schema", 'a schema is an object, such as {"type": "object"}')
+    return schema
 
 
 def thinks(llm: LLM, prompt_ids: list[int]) -> Thoughts:
@@ -206,7 +222,13 @@ def follow(
 
 
 def _compare(
-    llm: LLM, prompt: Any, params: SamplingParams, policy: DepthPolicy, options: dict[str, Any], as_json: bool
+    llm: LLM,
+    prompt: Any,
+    params: SamplingParams,
+    policy: DepthPolicy,
+    how: dict[str, Any],
+    show_depth: bool,
+    as_json: bool,
 ) -> None:
     """Complete at full depth and under a policy, a token of each in turn: what slows the machine slows both alike."""
     from rich.live import Live
@@ -220,7 +242,7 @@ def _compare(
         params = replace(params, seed=secrets.randbelow(1 << 32))  # one for both, so that only depth differs
     picture = SideBySide({"full": f"full depth, {layers} layers", "taper": f"tapered, {policy.label}"})
     policies = {"full": full, "taper": policy}
-    running = {mode: llm.stream(prompt, params, policy=policies[mode], think=options["think"]) for mode in policies}
+    running = {mode: llm.stream(prompt, params, policy=policies[mode], **how) for mode in policies}
     with nullcontext() if as_json else Live(picture, console=console(), refresh_per_second=8, transient=True):
         try:
             while running:
@@ -239,7 +261,7 @@ def _compare(
     else:
         console(stderr=False).print(picture)
         say(picture.verdict())
-    if options["show_depth"] and "taper" in outputs:
+    if show_depth and "taper" in outputs:
         say(depth_chart(outputs["taper"].depths, layers))
     if any(output.finish_reason == "abort" for output in outputs.values()):
         sys.exit(INTERRUPTED)

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import RequestError
-from .common import check_file, import_heal, load, model_options, say, stages
+from .common import NOT_HEALED, check_file, import_heal, load, model_options, say, stages
 
 if TYPE_CHECKING:
-    from ..healing.run import Healing
-    from ..healing.train import Evaluation
+    from ..lab.healing.run import Healing
+    from ..lab.healing.train import Evaluation
 
 _NOT_BETTER = 1
 
@@ -45,8 +45,8 @@ def heal(
         raise RequestError(f"--out is {out}; a policy with adapters is a {ADAPTERS_SUFFIX} file", "rename it")
     check_file("--out", out)
     run = import_heal()
-    from ..calibration.prompts import BATCH, read_prompts
-    from ..calibration.run import batch_size
+    from ..lab.calibration.prompts import BATCH, read_prompts
+    from ..lab.calibration.run import batch_size
 
     texts = None if prompts is None else read_prompts(prompts)
     llm = load(options, max_batch_size=batch_size(BATCH, options["device"]))
@@ -57,7 +57,7 @@ def heal(
     else:
         _print(result)
     if not result.helped:
-        say(f"taper: KL on held-out prompts did not fall; {out} was not written")
+        say(f"taper: {NOT_HEALED}; {out} was not written")
         sys.exit(_NOT_BETTER)
     save_policy(out, result.policy)
     say(f'policy: {out}; try: taper generate --policy {out} "..."')
@@ -71,7 +71,7 @@ def _report(evaluation: Evaluation) -> None:
 
 
 def _print(result: Healing) -> None:
-    from ..calibration.summary import interval
+    from ..lab.calibration.summary import interval
     from .terminal import print_table
 
     rows = []

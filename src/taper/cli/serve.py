@@ -9,9 +9,8 @@ import click
 
 from ..errors import REUSE, TaperError
 from ..models import model_name
+from ..models.policies import FULL
 from .common import load, model_options, say
-
-_FULL = "full"
 
 
 @click.command()
@@ -41,14 +40,14 @@ def serve(policies: tuple[str, ...], name: str | None, max_batch_size: int, reus
         raise TaperError(f"taper serve needs {error.name}", 'pip install "taper-llm[serve]"') from None
     if name is not None and not name.strip():
         raise TaperError("--name is empty", "give what clients shall call the model, or leave it out")
-    model = {key: options.pop(key) for key in ("model", "device", "dtype", "context", "threads", "repack")}
+    model = {key: options.pop(key) for key in ("model", "device", "dtype", "context", "threads", "repack", "offline")}
     limits = Limits(**options | {"api_key": options["api_key"] or ""})
     listener = listen(limits)  # before the model is loaded, which takes time
     llm = load(model, max_batch_size=max_batch_size)
-    known = llm.shipped_policies() | {_FULL: llm.resolve_policy(mode=_FULL)}
+    known = llm.shipped_policies() | {FULL: llm.resolve_policy(FULL)}
     chosen = {}
     for policy in policies:
-        resolved = known.get(policy) or llm.resolve_policy(policy)
+        resolved = llm.resolve_policy(policy)
         chosen[policy if policy in known else resolved.name or Path(policy).stem] = resolved
     default = next(iter(chosen)) if chosen else llm.resolve_policy().name
     served = ServedModel(name or model_name(llm.model), llm, known | chosen, default, limits.max_n, reuse)

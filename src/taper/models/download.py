@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, STDOUT, Popen, TimeoutExpired
 
-from ..errors import ModelError
+from ..errors import MissingModelError, ModelError
 from .files import parts_of, read_json, write_whole
 
 # Called with the number of bytes that have arrived and the number expected.
@@ -64,7 +64,7 @@ class PackagedModel:
     def find(self) -> Path:
         """The file; a ModelError if it is not on this machine, or is damaged."""
         if not os.path.isfile(self.path):
-            raise ModelError(f"model {self.name} is not on this machine yet", f"fetch it with: {self.command}")
+            raise MissingModelError(f"model {self.name} is not on this machine yet", f"fetch it with: {self.command}")
         if not self._is_whole():
             damaged = f"{self.path} is damaged: it is not what was pulled"
             raise ModelError(damaged, f"fetch it again with: {self.command}")
@@ -212,9 +212,11 @@ def find_hub_model(name: str) -> Path:
             return Path(parts[0])
         path = Path(snapshot_download(repository, local_files_only=True))
     except (LocalEntryNotFoundError, ValueError, OSError):
-        raise ModelError(f"model {name} is not on this machine yet", f"fetch it with: taper pull {name}") from None
+        raise MissingModelError(
+            f"model {name} is not on this machine yet", f"fetch it with: taper pull {name}"
+        ) from None
     if not (path / "config.json").is_file():
-        raise ModelError(f"model {name} is here only in part", f"fetch the rest with: taper pull {name}")
+        raise MissingModelError(f"model {name} is here only in part", f"fetch the rest with: taper pull {name}")
     return path
 
 

@@ -127,17 +127,17 @@ class Settings:
 
 def first_part(path: Path) -> Path:
     """The first file of a GGUF model in several parts, named as llama.cpp names them; a file in one part itself."""
-    found = _PART.fullmatch(path.name)
-    return path if found is None else path.with_name(f"{found[1]}-00001-of-{found[2]}.gguf")
+    match = _PART.fullmatch(path.name)
+    return path if match is None else path.with_name(f"{match[1]}-00001-of-{match[2]}.gguf")
 
 
 def parts_of(path: Path) -> list[Path]:
     """All files of a GGUF model, by the name of any of them."""
-    found = _PART.fullmatch(path.name)
-    if found is None:
+    match = _PART.fullmatch(path.name)
+    if match is None:
         return [path]
-    numbers = range(1, min(int(found[2]), MAX_PARTS) + 1)
-    return [path.with_name(f"{found[1]}-{number:05d}-of-{found[2]}.gguf") for number in numbers] or [path]
+    numbers = range(1, min(int(match[2]), MAX_PARTS) + 1)
+    return [path.with_name(f"{match[1]}-{number:05d}-of-{match[2]}.gguf") for number in numbers] or [path]
 
 
 def write_whole(path: Path, content: bytes) -> None:

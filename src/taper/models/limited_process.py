@@ -123,11 +123,11 @@ def _serve(script: str, seconds: float, max_bytes: int) -> None:
         request = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
-            answer = json.dumps(reply(request))
+            result = json.dumps(reply(request))
         except MemoryError:
             os._exit(1)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        print(answer, flush=True)
+        print(result, flush=True)
 
 
 if __name__ == "__main__":

@@ -7,15 +7,17 @@ and two tensors for each adapter: `adapters.<layer>.down` and `adapters.<layer>.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from importlib import resources
 from pathlib import Path
 
-from ..errors import PolicyError, did_you_mean, shown
-from ..policy import Adapters, DepthPolicy, ModelIdentity
+from ..adapters import Adapters
+from ..errors import PolicyError, TaperWarning, did_you_mean, shown
+from ..policy import DepthPolicy, ModelIdentity
 from .download import DEFAULT_MODEL
 from .files import read_text, write_whole
 
@@ -27,6 +29,7 @@ PARTS = ("down", "up")
 # Which shipped policy runs where nobody names one: the fastest that, as research/results has it, neither goes round in
 # circles more often than full depth, with the model's own sampling, nor solves significantly fewer word problems.
 DEFAULT_POLICIES = {"smollm2-135m-instruct": "balanced", "qwen2.5-coder-1.5b-instruct": "gentle"}
+FULL = "full"  # the policy that runs every layer, of any model
 _HINT = "taper policy list shows the shipped policies; or give the path of a policy file"
 
 
@@ -60,6 +63,23 @@ def _fitting(num_hidden_layers: int, identity: ModelIdentity) -> Iterator[tuple[
                 yield model, policy
 
 
+def resolve_policy(policy: DepthPolicy | str | Path, num_hidden_layers: int, identity: ModelIdentity) -> DepthPolicy:
+    """What runs on a model for a policy, "full", a name or a file; warns if it may have been made for another model.
+
+    Raises:
+        PolicyError: there is no such policy, or it does not fit the model.
+    """
+    if str(policy) == FULL:
+        return DepthPolicy.full(num_hidden_layers)
+    if isinstance(policy, str | Path):
+        policy = fitting_policies(num_hidden_layers, identity).get(str(policy)) or find_policy(policy)
+    if not isinstance(policy, DepthPolicy):
+        raise PolicyError(f"policy is {shown(policy)}", "give a DepthPolicy, the name of a shipped one, or a file")
+    if warning := policy.check_model(num_hidden_layers, identity):
+        warnings.warn(warning, TaperWarning, stacklevel=3)
+    return policy
+
+
 def find_policy(name: str | Path) -> DepthPolicy:
     """A shipped policy by MODEL/NAME, one of the default model by NAME, or a policy from a file.
 
@@ -89,23 +109,25 @@ def load_policy(path: str | Path) -> DepthPolicy:
         raise PolicyError(f"no policy {shown(str(path))}: it is neither a shipped one nor a file", _HINT)
     try:
         if Path(path).suffix == ADAPTERS_SUFFIX:
-            return _read_with_adapters(Path(path))
+            file, stat = Path(path).absolute(), os.stat(path)
+            return _read_with_adapters(file, (stat.st_ino, stat.st_mtime_ns, stat.st_size))
         return DepthPolicy.from_json(read_text(Path(path), MAX_FILE_BYTES, PolicyError))
     except PolicyError as error:
         raise PolicyError(f"policy {path}: {error.message}", error.hint) from None
 
 
-def save_policy(path: Path, policy: DepthPolicy) -> None:
-    """Write a policy whole or not at all.
+def save_policy(path: str | Path, policy: DepthPolicy) -> None:
+    """Write a policy to a file: JSON, or with adapters a .safetensors file. Whole or not at all.
 
     Raises:
         PolicyError: the name does not go with the format: .safetensors with adapters, another one without.
         OSError: the file cannot be written.
     """
+    path = Path(path)
     if (path.suffix == ADAPTERS_SUFFIX) != (policy.adapters is not None):
         form = "has adapters, which are" if policy.adapters is not None else "has no adapters, which are alone"
         raise PolicyError(f"policy {policy.label} {form} written as {ADAPTERS_SUFFIX}; got {path.name}", "rename it")
-    content = policy.to_json().encode()
+    content = policy.without_adapters().to_json().encode()
     if policy.adapters is not None:
         from safetensors.numpy import save
 
@@ -115,13 +137,14 @@ def save_policy(path: Path, policy: DepthPolicy) -> None:
     write_whole(path, content)
 
 
-def _read_with_adapters(path: Path) -> DepthPolicy:
+@lru_cache(maxsize=4)  # requests that name one file share its arrays while it does not change
+def _read_with_adapters(path: Path, version: tuple[int, ...]) -> DepthPolicy:
     import numpy as np
     from safetensors import SafetensorError, safe_open
 
     try:
-        if (size := path.stat().st_size) > MAX_ADAPTER_BYTES:
-            raise PolicyError(f"it has {size} bytes; at most {MAX_ADAPTER_BYTES} are read")
+        if version[-1] > MAX_ADAPTER_BYTES:
+            raise PolicyError(f"it has {version[-1]} bytes; at most {MAX_ADAPTER_BYTES} are read")
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no dict
@@ -149,7 +172,7 @@ def _read_with_adapters(path: Path) -> DepthPolicy:
         raise PolicyError(f"tensor {shown(min(tensors))} is no adapter's")
     if not layers:
         raise PolicyError("it has no adapters", "a policy without adapters is a JSON file")
-    return replace(policy, adapters=Adapters(layers, str(path.absolute())))
+    return replace(policy, adapters=Adapters(layers, str(path)))
 
 
 def _tensor(layer: int | str, part: str) -> str:

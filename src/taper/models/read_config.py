@@ -6,7 +6,7 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -282,39 +282,55 @@ _KINDS: dict[str, tuple[tuple[str, ...], _Scaled | None]] = {
 
 def _check(config: ModelConfig) -> None:
     """Reject numbers that no real model has, or that contradict each other, before anything is sized by them."""
-    _check_numbers(config)
+    for name in ("hidden_size", "intermediate_size", "num_key_value_heads", "vocab_size", "max_position_embeddings"):
+        _check_count(name, getattr(config, name))
+    _check_count("num_attention_heads", config.num_attention_heads, most=1 << 16)
+    _check_count("head_dim", config.head_dim, most=1024)
+    for name in ("rms_norm_eps", "embedding_scale", "residual_scale", "logit_scale"):
+        _check_positive(name, getattr(config, name))
     if config.num_attention_heads % config.num_key_value_heads:
         heads = f"{config.num_attention_heads} heads and {config.num_key_value_heads} key-value heads"
         raise ModelError(f"{heads}: the first must be a multiple of the second")
     for spec in set(config.layers):
-        _check_numbers(spec)
-        if (experts := spec.experts) is not None:
-            _check_numbers(experts)
-            if experts.num_experts_per_tok > experts.num_experts:
-                chosen = f"{experts.num_experts_per_tok} of {experts.num_experts} experts"
-                raise ModelError(f"a token cannot have {chosen}", "the file is damaged")
-        if (rope := spec.rope) is not None:
-            _check_numbers(rope)
-            if rope.dim % 2 or rope.dim > config.head_dim:
-                rule = f"it must be an even number up to {config.head_dim}"
-                raise ModelError(f"{rope.dim} dimensions of a head are rotated; {rule}")
-            pairs = rope.dim // 2
-            for factors in (rope.factors, rope.long_factors):
-                if factors is not None and not (len(factors) == pairs and all(0 < f < math.inf for f in factors)):
-                    raise ModelError(f"rope factors must be {pairs} positive numbers")
+        _check_positive("attention_scale", spec.attention_scale)
+        if spec.window is not None:
+            _check_count("sliding_window", spec.window)
+        if spec.experts is not None:
+            _check_experts(spec.experts)
+        if spec.rope is not None:
+            _check_rope(spec.rope, config.head_dim)
 
 
-_FILES_NAMES = {"theta": "rope_theta", "window": "sliding_window"}  # of facts that have another name in files
+def _check_experts(experts: Experts) -> None:
+    _check_count("num_experts", experts.num_experts, most=1 << 12)
+    for name in ("num_experts_per_tok", "intermediate_size"):
+        _check_count(name, getattr(experts, name))
+    if experts.num_experts_per_tok > experts.num_experts:
+        chosen = f"{experts.num_experts_per_tok} of {experts.num_experts} experts"
+        raise ModelError(f"a token cannot have {chosen}", "the file is damaged")
 
 
-def _check_numbers(facts: ModelConfig | LayerSpec | Experts | Rope) -> None:
-    bounds = {"head_dim": 1024, "num_attention_heads": 1 << 16, "num_experts": 1 << 12}
-    for item in fields(facts):
-        value, name = getattr(facts, item.name), _FILES_NAMES.get(item.name, item.name)
-        if item.type in ("int", "int | None") and value is not None and not 1 <= value <= bounds.get(name, 1 << 30):
-            raise _unreal(name, value)
-        if item.type == "float" and not (math.isfinite(value) and 0 < value < 1e12):
-            raise ModelError(f"{name} is {value}; it must be a positive number")
+def _check_rope(rope: Rope, head_dim: int) -> None:
+    _check_positive("rope_theta", rope.theta)
+    _check_positive("attention_factor", rope.attention_factor)
+    for name in ("dim", "original_context"):
+        _check_count(name, getattr(rope, name))
+    if rope.dim % 2 or rope.dim > head_dim:
+        rule = f"it must be an even number up to {head_dim}"
+        raise ModelError(f"{rope.dim} dimensions of a head are rotated; {rule}")
+    for factors in (rope.factors, rope.long_factors):
+        if factors is not None and not (len(factors) == rope.dim // 2 and all(0 < f < math.inf for f in factors)):
+            raise ModelError(f"rope factors must be {rope.dim // 2} positive numbers")
+
+
+def _check_count(name: str, value: int, most: int = 1 << 30) -> None:
+    if not 1 <= value <= most:
+        raise _unreal(name, value)
+
+
+def _check_positive(name: str, value: float) -> None:
+    if not (math.isfinite(value) and 0 < value < 1e12):
+        raise ModelError(f"{name} is {value}; it must be a positive number")
 
 
 def _unreal(name: str, value: int) -> ModelError:

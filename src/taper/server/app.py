@@ -143,12 +143,12 @@ def _add_openai_routes(
         async def prepare() -> list[engine.Request]:
             token_filter = None
             if body.json_schema is not None:
-                compile_ = partial(served.grammars.compile, body.json_schema)
+                compile_ = partial(served.llm.grammars.compile, body.json_schema)
                 token_filter = await compiled(compile_, "response_format.json_schema.schema")
             elif body.required_tools:
                 only_one = body.parallel_tool_calls is False
                 token_filter = await compiled(
-                    partial(served.grammars.compile_calls, body.required_tools, only_one), "tools"
+                    partial(served.llm.grammars.compile_calls, body.required_tools, only_one), "tools"
                 )
             return await run_sync(served.chat, body, token_filter)
 

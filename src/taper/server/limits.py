@@ -245,5 +245,5 @@ class Gate:
 
 def _named_host(header: str) -> str:
     """The name or address of a Host header, "[::1]:8000" is ::1; "" if it is no such header."""
-    found = re.fullmatch(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9.-]+))(?::[0-9]*)?", header, re.I)
-    return (found[1] or found[2]) if found else ""
+    match = re.fullmatch(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9.-]+))(?::[0-9]*)?", header, re.I)
+    return (match[1] or match[2]) if match else ""

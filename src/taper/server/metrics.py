@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import prometheus_client as prometheus
-from prometheus_client.core import CounterMetricFamily, Metric
 
 from ..engine import Engine
 from ..llm import Chunk
@@ -38,9 +37,6 @@ class Metrics:
         self._requests = counter("taper_requests", "HTTP requests", ["path", "status"])
         self._errors = counter("taper_errors", "HTTP requests that failed", ["status"])
         self._disconnects = counter("taper_disconnects", "Clients that left before the end")
-        registry.register(_Alias("taper_output_tokens", self._completion_tokens))
-        registry.register(_Alias("taper_layers_saved", self._layers_skipped))
-        registry.register(_Alias("taper_outputs", self._completions))
 
     def watch(self, engine: Engine) -> None:
         """Show what an engine does at the moment."""
@@ -95,17 +91,3 @@ class Metrics:
         """All of it, in Prometheus' text format."""
         text: bytes = prometheus.generate_latest(self._registry)
         return text
-
-
-class _Alias:
-    """Shows a counter under its earlier name too, for one version."""
-
-    def __init__(self, old_name: str, counter: prometheus.Counter) -> None:
-        self._old_name, self._counter = old_name, counter
-
-    def collect(self) -> Iterator[Metric]:
-        for metric in self._counter.collect():
-            alias = CounterMetricFamily(self._old_name, f"Old name of {metric.name}_total")
-            for sample in metric.samples:
-                alias.samples.append(sample._replace(name=sample.name.replace(metric.name, self._old_name)))
-            yield alias

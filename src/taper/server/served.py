@@ -15,7 +15,6 @@ from ..llm import LLM
 from ..policy import DepthPolicy
 from ..sampling import SamplingParams, check_token_ids
 from . import protocol
-from .grammars import Grammars
 from .tool_calls import check_tools
 
 DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI documents
@@ -41,9 +40,6 @@ class ServedModel:
     max_n: int
     reuse: str = REUSE[0]
     created: int = field(default_factory=lambda: int(time.time()))
-
-    def __post_init__(self) -> None:
-        self.grammars = Grammars(self.llm.tokenizer, self.llm.config.vocab_size)
 
     def chat(self, body: protocol.ChatRequest, token_filter: Callable[[], TokenFilter] | None) -> list[Request]:
         """The engine's requests for a chat completion: `n` times the same prompt.

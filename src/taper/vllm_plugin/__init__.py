@@ -7,7 +7,8 @@ The way in is `register`, which vLLM calls through the entry point `vllm.general
 - scheduler.py: which requests reuse which cached blocks.
 - runner.py: turns a batch into the forward that the model runs, in either of vLLM's two model runners.
 - plan.py: which tokens of a batch run which layers.
-- models.py: vLLM's models with another loop over their layers, and the attention metadata for it.
+- forward.py: the forward that the models run, and the attention metadata for it.
+- models.py: vLLM's models with another loop over their layers.
 - metrics.py: counters for vLLM's /metrics.
 
 options.py, plan.py and metrics.py know nothing of vLLM.

@@ -57,17 +57,16 @@ class _Collector:
             skipped, mean = num_hidden_layers * tokens - run, run / tokens if tokens else num_hidden_layers
             engines.append((tokens, run, skipped, mean))
         metrics = (
-            (Counter, "taper_completion_tokens", "taper:answer_tokens", "Completion tokens after a request's first"),
-            (Counter, "taper_layers_run", "taper:layers_run", "Layers run for these tokens, summed"),
-            (Counter, "taper_layers_skipped", "taper:layers_saved", "Layers skipped for these tokens, summed"),
-            (Gauge, "taper_mean_depth", "taper:mean_depth", "Mean layers run for these tokens since the start"),
+            (Counter, "taper_completion_tokens", "Completion tokens after a request's first"),
+            (Counter, "taper_layers_run", "Layers run for these tokens, summed"),
+            (Counter, "taper_layers_skipped", "Layers skipped for these tokens, summed"),
+            (Gauge, "taper_mean_depth", "Mean layers run for these tokens since the start"),
         )
-        for (kind, name, old_name, text), values in zip(metrics, zip(*engines, strict=True), strict=True):
-            # The old names go in the next version.
-            for metric in (kind(name, text, labels=["engine"]), kind(old_name, f"Now {name}", labels=["engine"])):
-                for engine, value in enumerate(values):
-                    metric.add_metric([str(engine)], value)
-                yield metric
+        for (kind, name, text), values in zip(metrics, zip(*engines, strict=True), strict=True):
+            metric = kind(name, text, labels=["engine"])
+            for engine, value in enumerate(values):
+                metric.add_metric([str(engine)], value)
+            yield metric
 
 
 _collector = _Collector()

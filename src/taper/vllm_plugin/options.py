@@ -179,7 +179,7 @@ def _plain(policy: DepthPolicy) -> Any:
         PolicyError: it has adapters that no file holds.
     """
     if policy.adapters is None:
-        return json.loads(replace(policy, provenance={}).to_json())
+        return json.loads(replace(policy, provenance={}, adapters=None).to_json())
     if not policy.adapters.file:
         raise PolicyError(f"the adapters of policy {policy.label} are in no file", "write them with save_policy")
     return policy.adapters.file

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..policy import Adapters, DepthPolicy, least_depths
+from ..adapters import Adapters
+from ..policy import DepthPolicy, least_depths
 
 
 class RequestTokens(NamedTuple):

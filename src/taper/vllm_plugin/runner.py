@@ -19,9 +19,9 @@ from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from ..policy import Adapters
+from ..adapters import Adapters
+from .forward import Batch, TaperedForward, only_attention_group
 from .metrics import counters
-from .models import Batch, TaperedForward, only_attention_group
 from .options import PluginOptions, RequestOptions
 from .plan import Planner, RequestTokens
 

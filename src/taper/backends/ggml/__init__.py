@@ -23,10 +23,10 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from ...adapters import Adapters
 from ...errors import QUANTISED_DTYPES, REPACK, ModelError
 from ...models.config import LayerSpec, ModelConfig
 from ...models.tensors import Tensor
-from ...policy import Adapters
 from .. import ForwardOutput, TokenBatch, available_threads, runs_by_slot
 from ..passing import PassingStates
 from .cache import KeyValueCache
@@ -137,6 +137,7 @@ class GgmlBackend:
             ggml.backend_free(self._backend)
             ggml.threadpool_free(self._threadpool)
             self._backend = None
+            del self._model, self._passing
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if hasattr(self, "_allocator") and not is_finalizing():

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...adapters import EPS, Adapters
 from ...errors import ModelError
 from ...models.config import Experts, ModelConfig
-from ...policy import ADAPTER_EPS, Adapters
 from .cache import KeyValueCache
 from .library import ggml
 from .tensors import TensorContext, new_input, view
@@ -177,7 +177,7 @@ class Graph:
         context = self._context.pointer
         down, up = self._adapters[layer]
         rest = _rows(context, x, active, x.contents.ne[1])
-        h = ggml.mul_mat(context, down, ggml.rms_norm(context, rest, ADAPTER_EPS))
+        h = ggml.mul_mat(context, down, ggml.rms_norm(context, rest, EPS))
         h = ggml.mul_mat(context, up, ggml.silu_inplace(context, h))
         if not active:
             return ggml.add(context, x, h)

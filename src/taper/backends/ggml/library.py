@@ -224,10 +224,10 @@ class Library:
         """What it was built with, by ggml's names, such as AVX2, REPACK and LLAMAFILE."""
         registry = self.backend_cpu_reg()
         pointers = self.extension(registry, b"ggml_backend_get_features", registry, Feature)
-        found: dict[str, bool] = {}
-        while pointers and (feature := pointers[len(found)]).name:
-            found[feature.name.decode()] = feature.value == b"1"
-        return found
+        features: dict[str, bool] = {}
+        while pointers and (feature := pointers[len(features)]).name:
+            features[feature.name.decode()] = feature.value == b"1"
+        return features
 
     def repacking_buffer_types(self) -> list[Any]:
         """The buffer types that repack what is put into them; none on a processor without such."""
@@ -327,8 +327,8 @@ class Library:
 def _files(folder: Path) -> list[Path]:
     """ggml's libraries in a folder; xllamacpp's extension module holds all of them."""
     whole = [folder / f"xllamacpp{suffix}" for suffix in EXTENSION_SUFFIXES]
-    if found := [path for path in whole if path.exists()]:
-        return found[:1]
+    if present := [path for path in whole if path.exists()]:
+        return present[:1]
     prefix, suffix = {"win32": ("", ".dll"), "darwin": ("lib", ".dylib")}.get(sys.platform, ("lib", ".so"))
     return [folder / f"{prefix}{name}{suffix}" for name in ("ggml-base", "ggml-cpu", "ggml")]
 

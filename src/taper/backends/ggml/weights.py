@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from ...adapters import Adapters
 from ...errors import QUANTISED_DTYPES, ModelError, RequestError, TaperWarning
 from ...models.tensors import WEIGHT_TYPES, Tensor, row_bytes
-from ...policy import Adapters
 from .layouts import layouts_for_many
 from .library import ggml
 from .repack import RepackedMatrices, release_pages

@@ -1,0 +1,91 @@
+"""What rank, learning rate, on-policy outputs and prompts are worth in `taper heal`: one change at a time.
+
+    python research/healing.py --model MODEL --device cuda --minutes 1 --out research/results/healing-MODEL.json
+
+Each variant trains from the beginning on the same held-out prompts. Results are written one by one, and a second run
+trains only what FILE lacks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import taper
+from taper.lab.calibration.run import batch_size
+from taper.lab.calibration.store import current_conditions
+from taper.lab.calibration.summary import to_plain
+from taper.lab.healing import prompts, run, train
+
+POLICY = "fast"
+BASE = {"rank": 64, "rate": 2e-3, "on_policy": True, "forms": prompts.FORMS_OF_A_TOPIC}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "rank 128": {"rank": 128},
+    "rank 256": {"rank": 256},
+    "learning rate 1e-3": {"rate": 1e-3},
+    "learning rate 4e-3": {"rate": 4e-3},
+    "outputs of full depth only": {"on_policy": False},
+    "twice the prompts": {"forms": 2 * prompts.FORMS_OF_A_TOPIC},
+}
+
+
+def healed(llm: taper.LLM, policy: taper.DepthPolicy, minutes: float, seed: int, **options: Any) -> taper.Healing:
+    """A healing with some of its settings replaced."""
+    rounds = run.ROUNDS if options["on_policy"] else (1.0,)
+    with (
+        mock.patch.object(train, "LEARNING_RATE", options["rate"]),
+        mock.patch.object(run, "ROUNDS", rounds),
+        mock.patch.object(prompts, "FORMS_OF_A_TOPIC", options["forms"]),
+    ):
+        texts = prompts.builtin_prompts()
+        return taper.heal(llm, policy, texts, minutes=minutes, rank=options["rank"], seed=seed)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--policy", default=POLICY)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the policies too")
+    options = parser.parse_args()
+    result = json.loads(options.out.read_text()) if options.out.exists() else {"variants": {}}
+    llm = taper.LLM(options.model, device=options.device, dtype="auto", max_batch_size=batch_size(32, options.device))
+    policy = llm.resolve_policy(options.policy)
+    result["conditions"] = to_plain(current_conditions(llm)) | {
+        "policy": options.policy,
+        "minutes": options.minutes,
+        "seed": options.seed,
+        "base": BASE,
+    }
+    for name in options.variants.split(","):
+        if name in result["variants"]:
+            continue
+        began = time.perf_counter()
+        with tempfile.TemporaryDirectory() as cache, mock.patch.dict("os.environ", TAPER_CACHE=cache):
+            healing = healed(llm, policy, options.minutes, options.seed, **BASE | VARIANTS[name])
+        took = time.perf_counter() - began
+        result["variants"][name] = healing.plain() | {"took_s": round(took)}
+        if options.keep:
+            options.keep.mkdir(parents=True, exist_ok=True)
+            taper.save_policy(options.keep / f"{name.replace(' ', '-')}.safetensors", healing.policy)
+        last = healing.history[-1]
+        print(
+            f"{name}: {healing.tokens} tokens, KL {last.kl:.3f}, agreement {last.agreement:.1%}, {took:.0f} s",
+            file=sys.stderr,
+        )
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The laboratory: what measures and trains, apart from what runs. Nothing but the command line imports it."""

@@ -1,0 +1,207 @@
+"""From a policy to the same policy with adapters, and held-out figures of both.
+
+Adapters learn from the model alone: from its outputs at full depth, then from those that the tapered model writes
+itself (on-policy distillation, GKD, arXiv 2306.13649), always towards full depth's distribution.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...backends import choose_device
+from ...errors import RequestError, number, whole_number
+from ...llm import LLM, Prompt
+from ...models import load_model
+from ...models.download import cache_folder
+from ...policy import DepthPolicy
+from ..calibration.problems import word_problems
+from ..calibration.progress import Report
+from ..calibration.prompts import BATCH, encode_prompts
+from ..calibration.replay import Reference
+from ..calibration.run import REFERENCE_TOKENS, Calibrator, batch_size
+from ..calibration.store import digest, numbers
+from ..calibration.summary import Validation, to_plain
+from .precision import fast_products
+from .prompts import builtin_prompts
+from .student import Student, frozen
+from .train import Evaluation, Training
+
+RANK = 64
+BEYOND = 2  # layers more than the policy skips get an adapter, for policies that go a little deeper
+CHOOSING, VALIDATION = 16, 36  # held-out prompts that say which state is best, and those of the final figures
+MAX_PROMPTS = 4000
+MIN_STEPS = 8  # shorter completions teach nothing
+TEMPERATURE = 0.8  # of every second output at full depth
+_TRAINING, _OF_THE_TAPERED_MODEL = "training", "outputs of the tapered model"  # stages
+ROUNDS = (0.5, 0.65, 0.8, 1.0)  # parts of the time; each begins with outputs to learn from
+FULL_DEPTH, ON_POLICY = 0.15, 0.05  # of the time goes into those of the first round, and of each later one
+
+
+@dataclass(frozen=True)
+class Healing:
+    """A healed policy, and what it costs with and without its adapters, as calibration measures it."""
+
+    policy: DepthPolicy  # with the adapters of lowest held-out KL
+    before: Validation
+    after: Validation
+    history: list[Evaluation]  # of training, on prompts held out from it
+    seconds: float  # that training took, outputs of the tapered model included
+    tokens: int  # that losses were computed on
+
+    @property
+    def helped(self) -> bool:
+        """Whether KL on held-out prompts fell."""
+        before, after = self.before.held_out.all_steps, self.after.held_out.all_steps
+        return after.kl.value < before.kl.value
+
+    def plain(self) -> dict[str, Any]:
+        """All figures as plain data."""
+        names = ("before", "after", "history", "seconds", "tokens")
+        return {name: to_plain(getattr(self, name)) for name in names} | {"helped": self.helped}
+
+
+def heal(
+    model: LLM | str | Path,
+    policy: DepthPolicy | str | Path,
+    prompts: Sequence[Prompt] | None = None,
+    *,
+    minutes: float = 30.0,
+    rank: int = RANK,
+    seed: int = 0,
+    progress: Report | None = None,
+    report: Callable[[Evaluation], None] | None = None,
+) -> Healing:
+    """Train a stand-in for each layer that a policy skips, by distillation from full depth.
+
+    The model's weights stay as they are. Training can be killed at any moment: called again with the same arguments,
+    it continues from its last checkpoint in the cache folder.
+
+    Args:
+        model: an `LLM`, or what `LLM` takes.
+        policy: a policy without adapters, the name of a shipped one, or a file.
+        prompts: texts or messages to learn from, at least 8 different ones; default about 700 built-in ones.
+        minutes: that training and the outputs to learn from take; the final figures come on top.
+        rank: of the adapters, 1 to 4096.
+        seed: of the adapters' first values, and of the order of prompts and depths.
+        progress: called with a stage and what part of it, 0 to 1, was done since the last call.
+        report: called after each evaluation on held-out prompts.
+
+    Raises:
+        RequestError: an argument out of its range, too few prompts, or PyTorch is missing.
+        PolicyError: the policy is for another model, skips nothing or has adapters already.
+        ModelError: the model is missing, damaged or not supported.
+    """
+    minutes = number("minutes", minutes, 0, 1e6, above=True)
+    rank, seed = whole_number("rank", rank, 1, 4096), whole_number("seed", seed, 0)
+    if isinstance(prompts, str | Path):
+        raise RequestError("prompts must be a list of prompts, not one text or path")
+    prompts = builtin_prompts() if prompts is None else prompts
+    llm = model if isinstance(model, LLM) else LLM(str(model), max_batch_size=batch_size(BATCH))
+    policy = llm.resolve_policy(policy)
+    if policy.adapters is not None:
+        raise RequestError(f"policy {policy.label} has adapters already", "give the policy that it was trained from")
+    skipped = policy.num_hidden_layers - policy.min_depth
+    if not skipped:
+        raise RequestError(f"policy {policy.label} skips no layer", "choose another policy")
+    layers = policy.skip_order[: skipped + BEYOND]
+    with closing(Calibrator(llm, seed, progress)) as calibrator, fast_products():
+        ids = list(encode_prompts(llm, prompts, seed, MAX_PROMPTS))
+        healer = _Healer(calibrator, policy, layers, ids, 60 * minutes, rank, report or (lambda evaluation: None))
+        return healer.run()
+
+
+class _Healer:
+    """The stages of a healing; measurements and checkpoints are kept under what they were made from."""
+
+    def __init__(
+        self,
+        calibrator: Calibrator,
+        policy: DepthPolicy,
+        layers: Sequence[int],
+        prompts: Sequence[tuple[int, ...]],
+        seconds: float,
+        rank: int,
+        report: Callable[[Evaluation], None],
+    ) -> None:
+        self._calibrator, self._policy, self._layers, self._report = calibrator, policy, layers, report
+        self._seconds, self._llm = seconds, calibrator.llm
+        choosing, validation = (min(most, len(prompts) // 8 + 1) for most in (CHOOSING, VALIDATION))
+        self._choosing, self._validation = prompts[:choosing], prompts[choosing:][:validation]
+        self._prompts = prompts[choosing + validation :]
+        key = {"heal": numbers(policy), "prompts": prompts, "seconds": seconds, "rank": rank, "seed": calibrator.seed}
+        self._run = digest([calibrator.model.sha256, key])
+        self._checkpoint = cache_folder() / "heal" / f"{self._run}.safetensors"
+        device = choose_device("auto") if calibrator.conditions.backend == "torch" else "cpu"
+        context = self._llm.engine.backend.context_length
+        self._student = Student(load_model(self._llm.path), layers, context, device)
+        self._training = Training(self._student, policy, layers, rank, seconds, calibrator.seed)
+
+    def run(self) -> Healing:
+        """All stages in turn."""
+        full, training = self._calibrator.full, self._training
+        choosing, validation = (self._outputs(p, full, "held-out prompts") for p in (self._choosing, self._validation))
+        held_out = _long_enough(choosing)
+        self._stage = self._calibrator.progress.stage(_TRAINING, self._seconds)
+        if self._checkpoint.exists():
+            training.restore(self._checkpoint)
+            self._stage.done(training.elapsed_s)
+        pools = [_long_enough(self._outputs_at_full_depth())]
+        if not (held_out and pools[0]):
+            raise RequestError(f"outputs of fewer than {MIN_STEPS} tokens teach nothing", "give other prompts")
+        for round_number, until in enumerate(ROUNDS):
+            if training.elapsed_s < until * self._seconds:
+                if round_number:
+                    pools[1:] = [_long_enough(self._outputs_of_the_tapered_model(round_number))]
+                training.run(pools, held_out, until, self._checkpoint, self._stage, self._report)
+        problems = word_problems(self._llm, self._calibrator.store)
+        healed = replace(self._policy, adapters=frozen(training.best))
+        before, after = (
+            self._calibrator.validate(validation, policy, REFERENCE_TOKENS, problems)[0]
+            for policy in (self._policy, healed)
+        )
+        healing = Healing(healed, before, after, training.history, round(training.elapsed_s), training.tokens)
+        provenance = {**self._policy.provenance, "healing": healing.plain()}
+        self._checkpoint.unlink(missing_ok=True)
+        return replace(healing, policy=replace(healed, provenance=provenance))
+
+    def _outputs(self, prompts: Sequence[tuple[int, ...]], policy: DepthPolicy, stage: str) -> list[Reference]:
+        """Outputs of a policy, every second one sampled."""
+        complete = partial(self._calibrator.complete, stage, policy=policy, max_tokens=REFERENCE_TOKENS)
+        return complete(prompts=prompts[::2]) + complete(prompts=prompts[1::2], temperature=TEMPERATURE)
+
+    def _outputs_within(self, part: float, prompts: Sequence[tuple[int, ...]], policy: DepthPolicy) -> list[Reference]:
+        """Outputs of a policy, as many as a part of the time allows."""
+        began, references, at = time.perf_counter(), [], 0
+        stage = "outputs at full depth" if policy.min_depth == policy.num_hidden_layers else _OF_THE_TAPERED_MODEL
+        while at < len(prompts) and time.perf_counter() - began < part * self._seconds:
+            references += self._outputs(prompts[at : at + 2 * BATCH], policy, stage)
+            at += 2 * BATCH
+        spent = time.perf_counter() - began
+        self._training.elapsed_s += spent
+        self._stage.done(spent)
+        return references
+
+    def _outputs_at_full_depth(self) -> list[Reference]:
+        """What the first round learns from; how many there are is stored, so that a killed training continues alike."""
+        full, store = self._calibrator.full, self._calibrator.store
+        made = partial(self._outputs_within, FULL_DEPTH, self._prompts, full)
+        count = store.remember({"outputs of": self._run}, lambda: len(made()))
+        return self._outputs(self._prompts[:count], full, "outputs at full depth")
+
+    def _outputs_of_the_tapered_model(self, round_number: int) -> list[Reference]:
+        rng = np.random.default_rng((self._calibrator.seed, round_number))
+        prompts = [self._prompts[i] for i in rng.permutation(len(self._prompts))]
+        policy = replace(self._policy, adapters=frozen(self._training.adapters))
+        return self._outputs_within(ON_POLICY, prompts, policy)
+
+
+def _long_enough(references: Sequence[Reference]) -> list[Reference]:
+    return [reference for reference in references if len(reference.completion_ids) > MIN_STEPS]

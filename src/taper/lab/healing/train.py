@@ -1,0 +1,177 @@
+"""The loop that trains adapters: at which depth each completion is seen, steps of AdamW, and a state that survives.
+
+Time drives the learning rate: it falls along a cosine to the end of the minutes that were asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save
+
+from ...models.files import write_whole
+from ...policy import DepthPolicy
+from ..calibration.progress import Stage
+from ..calibration.replay import Reference
+from .student import TOGETHER, AdapterParameters, Student, mean_losses
+
+LEARNING_RATE, LEAST_RATE, WARM_UP = 2e-3, 0.05, 10  # the highest, the last as a part of it, steps to reach it
+CLIP = 1.0  # of the gradient's norm
+OWN_CURVE = 0.5  # of the completions are seen along the policy's own curve, the others at a depth that is drawn
+EVALUATIONS = 12  # evenly over the time; each takes a forward over all held-out completions
+CHECKPOINT_S = 60.0
+_COUNTS = ("elapsed_s", "steps", "tokens", "best_kl", "history")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How adapters do on held-out completions, at a moment of training."""
+
+    elapsed_s: float
+    tokens: int  # that losses were computed on so far
+    loss: float  # mean KL in training since the evaluation before, nats
+    kl: float  # of the policy on held-out completions, nats
+    agreement: float
+
+
+class Training:
+    """Adapters on their way: all that a checkpoint holds.
+
+    Args:
+        student: the model.
+        policy: whose adapters are trained.
+        layers: that get one; at least those that the policy skips.
+        rank: of the adapters.
+        seconds: that training takes in all.
+        seed: of the first values, of completions and depths.
+    """
+
+    def __init__(
+        self, student: Student, policy: DepthPolicy, layers: Sequence[int], rank: int, seconds: float, seed: int
+    ) -> None:
+        self._student, self._policy, self._seconds, self._seed = student, policy, seconds, seed
+        self._layers = list(layers)
+        self._lesson = cache(student.lesson)  # computed when a completion is first drawn
+        self.adapters: AdapterParameters = student.new_adapters(layers, rank, seed)
+        self.best = _copied(self.adapters)  # the state of the lowest held-out KL
+        self.best_kl, self.elapsed_s, self.steps, self.tokens = math.inf, 0.0, 0, 0
+        self.history: list[Evaluation] = []
+        self._optimizer = torch.optim.AdamW(self._parameters, lr=LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
+
+    @property
+    def _parameters(self) -> list[torch.Tensor]:
+        return [matrix for pair in self.adapters.values() for matrix in pair]
+
+    def run(
+        self,
+        pools: Sequence[Sequence[Reference]],
+        held_out: Sequence[Reference],
+        until: float,
+        checkpoint: Path,
+        stage: Stage,
+        report: Callable[[Evaluation], None],
+    ) -> None:
+        """Train until a part of the time, from 0 to 1, has passed.
+
+        Args:
+            pools: completions to learn from; each pool is as likely as another.
+            held_out: those that say which state is best.
+            until: the part.
+            checkpoint: the file to write once a minute and at the end.
+            stage: its parts are seconds.
+            report: called after each evaluation.
+        """
+        saved = now = time.perf_counter()
+        losses: list[float] = []
+        while self.elapsed_s < until * self._seconds:
+            losses.append(self._step(pools))
+            last, now = now, time.perf_counter()
+            self.elapsed_s += now - last
+            stage.done(now - last)
+            if self.elapsed_s >= (len(self.history) + 1) * self._seconds / EVALUATIONS:
+                self._evaluate(held_out, float(np.mean(losses)))
+                report(self.history[-1])
+                losses = []
+            if now - saved > CHECKPOINT_S:
+                self.save(checkpoint)
+                saved = now
+        self.save(checkpoint)
+
+    def _step(self, pools: Sequence[Sequence[Reference]]) -> float:
+        """One step of the optimizer; returns its mean KL."""
+        rng = np.random.default_rng((self._seed, self.steps))
+        drawn = [pools[int(rng.integers(len(pools)))] for _ in range(TOGETHER)]
+        chosen = [self._lesson(pool[int(rng.integers(len(pool)))]) for pool in drawn]
+        total = sum(lesson.num_steps for lesson in chosen)
+        cosine = (1 + math.cos(math.pi * min(1.0, self.elapsed_s / self._seconds))) / 2
+        rate = LEARNING_RATE * min(1.0, (self.steps + 1) / WARM_UP) * (LEAST_RATE + (1 - LEAST_RATE) * cosine)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._optimizer.zero_grad()
+        kl, _ = self._student.losses(chosen, [self._depths(one.num_steps, rng) for one in chosen], self.adapters)
+        loss = kl.sum() / total
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._parameters, CLIP)
+        self._optimizer.step()
+        self.steps += 1
+        self.tokens += total
+        return float(loss.detach())
+
+    def _depths(self, num_steps: int, rng: np.random.Generator) -> list[int]:
+        """The policy's own depths, or those that skip some of the layers with adapters in every step."""
+        if rng.random() < OWN_CURVE:
+            return [self._policy.depth(step) for step in range(1, num_steps + 1)]
+        return [self._policy.num_hidden_layers - int(rng.integers(1, len(self._layers) + 1))] * num_steps
+
+    def _evaluate(self, held_out: Sequence[Reference], loss: float) -> None:
+        lessons = [self._lesson(each) for each in held_out]
+        kl, agreement = mean_losses(self._student, lessons, self._policy, self.adapters)
+        self.history.append(Evaluation(round(self.elapsed_s, 1), self.tokens, round(loss, 4), kl, agreement))
+        if kl < self.best_kl:
+            self.best, self.best_kl = _copied(self.adapters), kl
+
+    def save(self, path: Path) -> None:
+        """Write a checkpoint, whole or not at all."""
+        tensors = {
+            f"{kind}.{layer}.{part}": matrix.detach().cpu().contiguous()
+            for kind, adapters in (("now", self.adapters), ("best", self.best))
+            for layer, pair in adapters.items()
+            for part, matrix in enumerate(pair)
+        }
+        for number, state in self._optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer.{number}.{name}": value.cpu() for name, value in state.items()}
+        counts = {name: getattr(self, name) for name in _COUNTS} | {"history": [vars(each) for each in self.history]}
+        write_whole(path, save(tensors, {"counts": json.dumps(counts)}))
+
+    def restore(self, path: Path) -> None:
+        """Continue from a checkpoint of a training that began as this one did."""
+        with safe_open(path, framework="pt") as file:
+            counts = json.loads(file.metadata()["counts"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no dict
+        with torch.no_grad():
+            for kind, adapters in (("now", self.adapters), ("best", self.best)):
+                for layer, pair in adapters.items():
+                    for part, matrix in enumerate(pair):
+                        matrix.copy_(tensors[f"{kind}.{layer}.{part}"])
+        state = self._optimizer.state_dict()
+        for name, value in tensors.items():
+            if name.startswith("optimizer."):
+                _, number, key = name.split(".")
+                state["state"].setdefault(int(number), {})[key] = value
+        self._optimizer.load_state_dict(state)
+        for name in _COUNTS:
+            setattr(self, name, counts[name])
+        self.history = [Evaluation(**each) for each in counts["history"]]
+
+
+def _copied(adapters: AdapterParameters) -> AdapterParameters:
+    return {layer: (down.detach().clone(), up.detach().clone()) for layer, (down, up) in adapters.items()}
