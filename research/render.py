@@ -24,10 +24,13 @@ from taper.models.policies import DEFAULT_POLICIES
 
 ROOT = Path(__file__).parent.parent
 RESULTS, PAGES, TEMPLATES = (ROOT / "research" / name for name in ("results", "pages", "templates"))
-SECTIONS = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("reliability", "serving", "vllm")))
+SECTIONS = (
+    ROOT / "README.md",
+    *(ROOT / "docs" / f"{name}.md" for name in ("healing", "reliability", "serving", "vllm")),
+)
 _BY_MODEL = (
-    *("bench", "calibration", "claims", "cpu_bench", "gpu_bench", "harness", "methods", "repetition"),
-    *("second_turn", "session", "task_calibration", "task_signals"),
+    *("bench", "calibration", "claims", "cpu_bench", "gpu_bench", "harness", "healing", "methods"),
+    *("repetition", "second_turn", "session", "task_calibration", "task_signals"),
 )
 MARK = re.compile(r"(<!-- (\w+\.md\.j2): python research/render\.py -->\n).*?(<!-- end of \2 -->\n)", re.S)
 

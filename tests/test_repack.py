@@ -172,6 +172,9 @@ def test_the_layout_for_many_is_the_one_that_measures_fastest(monkeypatch):
     assert chosen(2, 2, 1) is None
     assert chosen(4, 1, np.inf) == Layout("BF16", 4)
     assert chosen(4, 1, np.inf, threads=16) == Layout("BF16", 32)
+    assert chosen(3, 1, np.inf) == Layout("BF16", 8)
+    assert chosen(1.5, 1, np.inf) == Layout("BF16", 12)
+    assert chosen(3, 1, np.inf, threads=1) == Layout("BF16", 4)
     assert chosen(1.3, 1, np.inf) is None
     assert chosen(1.3, 1, 3) == Layout("Q4_K", 16)  # no copy for so little more
     assert chosen(3, 1, 4) == Layout("BF16", 4)

@@ -26,7 +26,7 @@ _NOT_BETTER = 1
 @click.option(
     "--prompts", type=Path, metavar="FILE", help="Prompts to learn from, as for calibrate. Default: built-in."
 )
-@click.option("--rank", type=click.IntRange(1, 4096), default=64, help="Size of each adapter.")
+@click.option("--rank", type=click.IntRange(1, 4096), default=128, help="Size of each adapter.")
 @click.option("--seed", type=click.IntRange(0), default=0, help="Seed of the training.")
 @click.option("--out", type=Path, default=Path("healed.safetensors"), help="Where to write the policy with adapters.")
 @click.option("--json", "as_json", is_flag=True, help="Print all figures as one JSON object.")

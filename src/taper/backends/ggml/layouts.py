@@ -21,9 +21,10 @@ from .tensors import TensorContext
 
 _SHAPE, _TOKENS, _TRIES = (512, 512), 128, 5
 _GAIN = 1.4  # less is not worth the memory; and of two that are about as fast, noise shall not choose
-# From how many tokens on, as `research/layouts.py` measures. A copy in bf16 has up to four times the bytes: they take
-# longer to read than there is to compute unless there are about two tokens for each core.
-_IN_TILES, _IN_BF16, _IN_BF16_PER_CORE = 16, 4, 2
+# From how many tokens on, as `research/layouts.py` measures. A copy in bf16 has up to four times the bytes, which take
+# longer to read than it saves until there are so many tokens for each core, by how many times it computes faster.
+_IN_TILES = 16
+_IN_BF16, _IN_BF16_PER_CORE = 4, ((4.0, 2), (2.5, 4), (_GAIN, 6))
 
 
 class Layout(NamedTuple):
@@ -52,9 +53,9 @@ def layout_for_many(dtype: str, threads: int) -> Layout | None:
     used = mapped if math.isinf(repacked) else repacked
     if used > _GAIN * mapped and mapped < _GAIN * bf16:
         return Layout(dtype, _IN_TILES)
-    if used > _GAIN * bf16:
-        return Layout("BF16", max(_IN_BF16, _IN_BF16_PER_CORE * threads))
-    return None
+    gain = used / bf16
+    per_core = next((tokens for least, tokens in _IN_BF16_PER_CORE if gain >= least), None)
+    return None if per_core is None else Layout("BF16", max(_IN_BF16, per_core * threads))
 
 
 def layouts_for_many(
@@ -75,13 +76,14 @@ def layouts_for_many(
 
 
 def in_words(layouts: Mapping[str, Layout]) -> str:
-    """The second layouts of types, such as "Q4_1 and Q8_0 also in bf16, for 4 tokens or more"."""
-    parts = []
-    for place, converted in (("in bf16", True), ("as in the file", False)):
-        first = {name: layout.min_tokens for name, layout in layouts.items() if (layout.dtype != name) == converted}
-        if first:
-            parts.append(f"{', '.join(sorted(first))} also {place}, for {min(first.values())} tokens or more")
-    return "; ".join(parts)
+    """The second layouts of types, such as "Q4_1 also in bf16, for 4 tokens or more"."""
+    names: dict[tuple[str, int], list[str]] = {}
+    for name, layout in sorted(layouts.items()):
+        place = "as in the file" if layout.dtype == name else "in bf16"
+        names.setdefault((place, layout.min_tokens), []).append(name)
+    return "; ".join(
+        f"{', '.join(those)} also {place}, for {tokens} tokens or more" for (place, tokens), those in names.items()
+    )
 
 
 def _bytes(dtype: str, shape: tuple[int, ...]) -> int:

@@ -34,7 +34,7 @@ from .prompts import builtin_prompts
 from .student import Student, frozen
 from .train import Evaluation, Training
 
-RANK = 64
+RANK = 128
 BEYOND = 2  # layers more than the policy skips get an adapter, for policies that go a little deeper
 CHOOSING, VALIDATION = 16, 36  # held-out prompts that say which state is best, and those of the final figures
 MAX_PROMPTS = 4000
