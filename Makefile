@@ -2,17 +2,21 @@
 # make demo-large  the same with a model of 1.5 billion parameters (1.1 GB to fetch)
 # make native  compiles ggml for this processor, about three minutes: faster prompts of larger models
 # make test  installs what the tests need and runs lint, types and tests
+# make test-libraries  the CPU backend's tests with each ggml library that is installed
 # make test-vllm  the vLLM plug-in's tests, on a CPU, in an environment of their own
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 LARGE := qwen2.5-coder-1.5b-instruct
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+LIBRARIES := from taper.backends.ggml import library; print(*(place.folder for place in library._places()))
+BACKEND_TESTS := $(addprefix tests/test_,$(addsuffix .py,library parity families filled quantisation quantise repack \
+	weights fuzz interrupts reliability))
 VLLM_BIN := .venv-vllm/bin
 VLLM_TESTS := pytest==9.2.0 hypothesis==6.170.15 gguf==0.19.0 transformers==5.19.0
 VLLM_PIP := $(VLLM_BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: demo demo-large native test test-vllm lint format clean
+.PHONY: demo demo-large native test test-libraries test-vllm lint format clean
 
 demo: $(VENV)/installed
 	@$(BIN)/taper pull
@@ -30,6 +34,12 @@ native: $(VENV)/installed
 test: lint build/converter
 	@$(BIN)/taper pull
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+test-libraries: $(VENV)/installed-test
+	@for folder in $$($(BIN)/python -c "$(LIBRARIES)"); do \
+		echo "ggml of $$folder"; \
+		TAPER_GGML=$$folder OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(BACKEND_TESTS) || exit 1; \
+	done
 
 test-vllm: .venv-vllm/installed
 	@$(VLLM_BIN)/taper pull

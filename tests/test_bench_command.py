@@ -161,6 +161,7 @@ def test_tables_fit_a_terminal_of_80_columns_and_are_whole_without_one(monkeypat
     row |= {"sampled_tokens_per_s": 1111.5}
     row |= {"bandwidth_used": 0.5, "speedup": 1.25, "ideal_speedup": 1.5, "realised_fraction": None, "rounds": 15}
     conditions = {"model": "m[1]", "gpu": None, "machine": "CPU", "backend": "ggml", "date": "d", "batch": 1}
+    conditions |= {"kernels": "k", "layouts": "one layout"}
     phases = {"outputs of 9": {"output_tokens": 9, "rows": [row]}}
     result = {"conditions": conditions, "phases": phases, "dropped": [], "failed": {}}
     numbers = ["19.2", "123.46", "1234.5", "1111.5", "123.4", "50", "1.25", "1.50", "-", "15"]
@@ -382,7 +383,9 @@ GIVEN = (
 
 def test_options_reach_the_benchmark_and_have_its_defaults(monkeypatch):
     given, drawn = [], []
-    result = {"conditions": dict.fromkeys(("model", "gpu", "machine", "backend", "date", "batch"), "")}
+    result = {
+        "conditions": dict.fromkeys(("model", "gpu", "machine", "backend", "date", "batch", "kernels", "layouts"), "")
+    }
     result |= {"phases": {}, "dropped": [], "failed": {}}
     monkeypatch.setattr(run, "run", lambda options, show: given.append(options) or result)
     monkeypatch.setattr(command, "draw", lambda result, path: drawn.append(path))

@@ -104,6 +104,7 @@ def show_results(result: Json, screen: Console) -> None:
     """Print the conditions, every phase as a table, and what was left out or failed."""
     c, phases, failed = result["conditions"], result["phases"], failed_checks(result)
     screen.print(f"{c['model']}\n{c['gpu'] or c['machine']}, {c['backend']}, {c['date']}, batch {c['batch']}")
+    screen.print(f"{c['kernels']}; {c['layouts']}")
     if failed:
         screen.print(f"\nCHECK FAILED, so the results below are of wrong outputs: {', '.join(failed)}")
     for name, phase in phases.items():

@@ -26,8 +26,6 @@ MAX_ADAPTER_BYTES = 1 << 30  # those of a model of 70 billion parameters have 0.
 ADAPTERS_SUFFIX = ".safetensors"
 METADATA_KEY = "taper_policy"
 PARTS = ("down", "up")
-# The healed policies of a model that ships have one set of adapters: their curves, over one order, choose among them.
-SHARED_ADAPTERS, HEALING = "adapters.safetensors", "healing"  # their file, and the key of their provenance
 # Which shipped policy runs where nobody names one: the fastest that, as research/results has it, neither goes round in
 # circles more often than full depth, with the model's own sampling, nor solves significantly fewer word problems.
 DEFAULT_POLICIES = {"smollm2-135m-instruct": "balanced", "qwen2.5-coder-1.5b-instruct": "gentle"}
@@ -40,11 +38,8 @@ def shipped_policies() -> dict[str, list[DepthPolicy]]:
     """The calibrated policies that come with Taper, by model, deepest first; one object for each, however often."""
     shipped: dict[str, list[DepthPolicy]] = {}
     with resources.as_file(resources.files("taper") / "policies") as folders:
-        for file in folders.glob("*/*.json"):
-            policy = load_policy(file)
-            if HEALING in policy.provenance:
-                policy = replace(policy, adapters=load_policy(file.with_name(SHARED_ADAPTERS)).adapters)
-            shipped.setdefault(file.parent.name, []).append(policy)
+        for file in folders.glob("*/*"):
+            shipped.setdefault(file.parent.name, []).append(load_policy(file))
     return {name: sorted(policies, key=lambda policy: -policy.mean_depth(128)) for name, policies in shipped.items()}
 
 

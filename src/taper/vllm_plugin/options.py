@@ -24,7 +24,6 @@ from . import ARCHITECTURES
 logger = logging.getLogger("vllm.taper")
 
 FULL, DEFAULT = "full", "default"
-ADAPTERS = "adapters"  # the key of a policy's JSON that names a file with its adapters
 _KEYS = ("policy", "policies")
 _REQUEST_KEYS = ("taper_policy", "taper_alpha", "taper_reuse")
 FILLED, EXACT = REUSE
@@ -138,10 +137,7 @@ class PluginOptions:
 def _policy(source: object) -> DepthPolicy:
     """A policy from its JSON object or its file."""
     if isinstance(source, dict):
-        fields = dict(source)
-        file = fields.pop(ADAPTERS, None)
-        policy = DepthPolicy.from_json(json.dumps(fields))
-        return policy if file is None else replace(policy, adapters=load_policy(str(file)).adapters)
+        return DepthPolicy.from_json(json.dumps(source))
     if isinstance(source, str):
         return load_policy(source)
     raise PolicyError(f"a policy is {source!r}", "give the path of a policy file, or its JSON object")
@@ -150,7 +146,7 @@ def _policy(source: object) -> DepthPolicy:
 def vllm_args(
     policy: DepthPolicy, policies: Mapping[str, DepthPolicy] | None = None, architecture: str | None = None
 ) -> list[str]:
-    """Flags for `vllm serve`. They contain the policies themselves, and the paths of files that hold their adapters.
+    """Flags for `vllm serve`. They contain the policies themselves, or with adapters the paths of their files.
 
     Args:
         policy: the policy of requests that name none.
@@ -177,14 +173,13 @@ def vllm_args(
 
 
 def _plain(policy: DepthPolicy) -> Any:
-    """A policy as plain data without its provenance; if it has adapters, with the path of a file that holds them.
+    """A policy as plain data without its provenance, or the path of its file if it has adapters.
 
     Raises:
         PolicyError: it has adapters that no file holds.
     """
-    plain = json.loads(replace(policy, provenance={}, adapters=None).to_json())
     if policy.adapters is None:
-        return plain
+        return json.loads(replace(policy, provenance={}, adapters=None).to_json())
     if not policy.adapters.file:
         raise PolicyError(f"the adapters of policy {policy.label} are in no file", "write them with save_policy")
-    return plain | {ADAPTERS: policy.adapters.file}
+    return policy.adapters.file
