@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 import warnings
@@ -326,6 +325,8 @@ class LLM:
 
         Several at a time take turns. Leaving the loop gives up what has not finished.
         """
+        import asyncio  # takes longer than everything else that this file imports
+
         stream = await asyncio.to_thread(self.stream, prompts, *arguments, **how)
         try:
             while (chunk := await asyncio.to_thread(next, stream, None)) is not None:

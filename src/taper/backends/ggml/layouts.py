@@ -19,7 +19,7 @@ from .. import available_memory
 from .library import TYPE_F32, ggml
 from .tensors import TensorContext
 
-_SHAPE, _TOKENS, _TRIES = (512, 512), 128, 5
+_SHAPE, _TOKENS, _TRIES = (512, 512), 128, 3
 _GAIN = 1.4  # less is not worth the memory; and of two that are about as fast, noise shall not choose
 # From how many tokens on, as `research/layouts.py` measures. A copy in bf16 has up to four times the bytes, which take
 # longer to read than it saves until there are so many tokens for each core, by how many times it computes faster.
