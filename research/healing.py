@@ -26,7 +26,7 @@ from taper.lab.healing import prompts, run, train
 POLICY = "fast"
 BASE = {"rank": 64, "rate": 2e-3, "on_policy": True, "forms": prompts.FORMS_OF_A_TOPIC}
 VARIANTS: dict[str, dict[str, Any]] = {
-    "as it is": {},
+    "rank 64": {},
     "rank 128": {"rank": 128},
     "rank 256": {"rank": 256},
     "learning rate 1e-3": {"rate": 1e-3},

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from decode import conditions, write
+from libraries import in_each_library
 
 TYPES = ("Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "IQ4_NL")
 TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 512)
@@ -52,19 +50,10 @@ def main() -> None:
     if options.one:
         print(json.dumps(one(options.threads)))
         return
-    from taper.backends.ggml.library import VARIABLE, _places
-
     given = conditions(Path("random"))
     kept = {key: given[key] for key in ("date", "commit", "cpu", "cores", "python", "statistic")}
     about = kept | {"threads": options.threads, "rounds": options.rounds, "shape": SHAPE}
-    rounds: dict[str, list[dict[str, Any]]] = {}
-    for number in range(options.rounds):
-        for place in _places():
-            command = [sys.executable, __file__, "--one", "--threads", str(options.threads)]
-            environment = {**os.environ, VARIABLE: str(place.folder)}
-            done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-            rounds.setdefault(str(place), []).append(json.loads(done.stdout))
-            print(number, place, flush=True)
+    rounds = in_each_library([__file__, "--one", "--threads", str(options.threads)], options.rounds)
     libraries = {}
     for name, runs in rounds.items():
         ms = {

@@ -41,6 +41,22 @@ def one(model: str, threads: int) -> dict[str, Any]:
     return {"library": str(ggml), "decode": 1 / min(decode), "prompt": PROMPT / min(prompt)}
 
 
+def in_each_library(script: list[str], rounds: int) -> dict[str, list[dict[str, Any]]]:
+    """What a script prints, run in turn with each library that is installed, by the library's name."""
+    from taper.backends.ggml.library import VARIABLE, _places
+
+    printed: dict[str, list[dict[str, Any]]] = {}
+    for number in range(rounds):
+        for place in _places():
+            environment = {**os.environ, VARIABLE: str(place.folder)}
+            done = subprocess.run(
+                [sys.executable, *script], capture_output=True, text=True, check=True, env=environment
+            )
+            printed.setdefault(str(place), []).append(json.loads(done.stdout))
+            print(number, place, flush=True)
+    return printed
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path)
@@ -51,21 +67,11 @@ def main() -> None:
     if options.one:
         print(json.dumps(one(options.one, options.threads)))
         return
-    from taper.backends.ggml.library import VARIABLE, _places
-
-    places = list(_places())
     given = conditions(Path(MODELS[0]))
     kept = {key: given[key] for key in ("date", "commit", "cpu", "cores", "python", "statistic")}
     result: dict[str, Any] = {"conditions": kept | {"threads": options.threads, "rounds": options.rounds}, "models": {}}
     for model in MODELS:
-        rounds: dict[str, list[dict[str, Any]]] = {}
-        for number in range(options.rounds):
-            for place in places:
-                command = [sys.executable, __file__, "--one", model, "--threads", str(options.threads)]
-                environment = {**os.environ, VARIABLE: str(place.folder)}
-                done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-                rounds.setdefault(str(place), []).append(json.loads(done.stdout))
-                print(model, number, place, done.stdout.strip(), flush=True)
+        rounds = in_each_library([__file__, "--one", model, "--threads", str(options.threads)], options.rounds)
         first = next(iter(rounds.values()))
         result["models"][model] = {
             place: {"ggml": found[0]["library"].split(" of ")[0]}

@@ -424,12 +424,13 @@ class LLM:
             RequestError: the two contradict each other, or there is no such mode.
             PolicyError: there is no such policy, or it was made for another model.
         """
-        if mode is not None and policy is not None and (one_of("mode", mode, MODES) == FULL) != (policy == FULL):
+        mode = None if mode is None else one_of("mode", mode, MODES)
+        if mode is not None and policy is not None and (mode == FULL) != (policy == FULL):
             message = (
                 "runs every layer; it takes no policy" if mode == FULL else "and policy full contradict each other"
             )
             raise RequestError(f"mode {mode} {message}", "leave out one of the two")
-        if mode is not None and one_of("mode", mode, MODES) == FULL:
+        if mode == FULL:
             policy = FULL
         elif policy is None and (policy := self.default_policy) is None:
             if mode == "taper":

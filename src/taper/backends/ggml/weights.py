@@ -66,7 +66,7 @@ class Weights:
         threads: int = 1,
         progress: LoadProgress | None = None,
     ) -> None:
-        self.head = "lm_head" if "lm_head" in tensors else "embed_tokens"
+        self.head = _head(tensors)
         types, self.beyond_f16 = stored_types(tensors, dtype), False
         try:
             self._load(tensors, types, repack, threads, progress)
@@ -204,8 +204,12 @@ def stored_types(tensors: dict[str, Tensor], dtype: str | None, bf16: str = "F16
 
 def _llama_quantize_type(name: str, names: Collection[str], dtype: str) -> str:
     """The type that llama-quantize would choose for a matrix of any width; the output head gets more bits."""
-    makes_logits = name == ("lm_head" if "lm_head" in names else "embed_tokens")
-    return "Q6_K" if makes_logits and dtype != "q8_0" else dtype.upper()
+    return "Q6_K" if name == _head(names) and dtype != "q8_0" else dtype.upper()
+
+
+def _head(names: Collection[str]) -> str:
+    """The name of the matrix that makes logits."""
+    return "lm_head" if "lm_head" in names else "embed_tokens"
 
 
 def _warn_of_fallbacks(dtype: str, matrices: dict[str, str]) -> None:
