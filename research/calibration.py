@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from comparison import MEASURED_ORDER, baseline_policies, random_orders
 
 from taper.lab.calibration.progress import SILENT
 from taper.lab.calibration.prompts import builtin_prompts
 from taper.lab.calibration.statistics import Estimate, by_completion, ratio_estimate
 from taper.lab.calibration.store import Measurements, skipping
-from taper.lab.calibration.summary import MEASURED_ORDER, to_plain
-from taper.lab.evals.comparison import baseline_policies, random_orders
+from taper.lab.calibration.summary import to_plain
 from taper.models.download import DEFAULT_MODEL, PACKAGED_MODELS
 from taper.policy import middle_first_order
 

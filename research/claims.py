@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from comparison import FULL, MEASURED_ORDER, Study, TaskStudy, by_step, closest_d3, closest_policy, joined, mean_depth
 from decode import write
 from task_options import (
     add_options,
@@ -38,9 +39,8 @@ from taper.lab.calibration.progress import SILENT
 from taper.lab.calibration.replay import Reference, Scores
 from taper.lab.calibration.search import first_steps
 from taper.lab.calibration.statistics import Estimate, by_completion, ratio_estimate
-from taper.lab.calibration.summary import MEASURED_ORDER, to_plain
+from taper.lab.calibration.summary import to_plain
 from taper.lab.evals import Evaluation, summarise
-from taper.lab.evals.comparison import FULL, Study, TaskStudy, by_step, closest_d3, closest_policy, joined, mean_depth
 from taper.policy import Schedule, middle_first_order
 
 FEWER = 1.5  # times fewer operations, as the paper has them

@@ -108,8 +108,8 @@ def errors(weights: Weights) -> list[dict[str, Any]]:
     rows = []
     for depth in (32, 20):
         true = logits_after(exact, depth)
-        found = {name: logits_after(backend, depth) for name, backend in variants.items()}
-        relative = {name: np.linalg.norm(logits - true) / np.linalg.norm(true) for name, logits in found.items()}
+        by_variant = {name: logits_after(backend, depth) for name, backend in variants.items()}
+        relative = {name: np.linalg.norm(logits - true) / np.linalg.norm(true) for name, logits in by_variant.items()}
         rows.append({"depth": depth} | {name: float(f"{value:.3g}") for name, value in relative.items()})
     return rows
 
@@ -137,7 +137,7 @@ def steps(weights: Weights, bandwidth: float) -> list[dict[str, Any]]:
 
 def tiles(weights: Weights) -> dict[str, dict[str, float]]:
     """Milliseconds of a full step's graph at position 500 by tile, one kind of product after another."""
-    backend, found = open_backend(weights), {}
+    backend, timed = open_backend(weights), {}
     for product in PRODUCTS:
         times = {}
         for tile in TILES:
@@ -145,9 +145,9 @@ def tiles(weights: Weights) -> dict[str, dict[str, float]]:
             backend._graphs.clear()
             times[tile] = min(graph_ms(backend, LAYERS, 500) for _ in range(2))
         setattr(fused, product, min(times, key=times.__getitem__))
-        found[product] = {" x ".join(map(str, tile)): round(ms, 4) for tile, ms in times.items()}
-        print(product, found[product], flush=True)
-    return found
+        timed[product] = {" x ".join(map(str, tile)): round(ms, 4) for tile, ms in times.items()}
+        print(product, timed[product], flush=True)
+    return timed
 
 
 def main() -> None:

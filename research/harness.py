@@ -103,7 +103,7 @@ def _through_hf(options: argparse.Namespace, selection: Selection, filter_name: 
     )
     torch.set_num_threads(options.threads)
     hf = HFLM(load_f32(llm.path), tokenizer=fast, batch_size=BATCH, max_length=CONTEXT)
-    found = lm_eval.simple_evaluate(
+    evaluated = lm_eval.simple_evaluate(
         hf,
         tasks=[selection.tasks[0]._task],
         task_manager=TaskManager(include_defaults=False),
@@ -112,7 +112,7 @@ def _through_hf(options: argparse.Namespace, selection: Selection, filter_name: 
         gen_kwargs={"max_gen_toks": options.max_tokens},
         bootstrap_iters=0,
     )
-    samples = [one for one in found["samples"][selection.tasks[0].name] if one["filter"] == filter_name]
+    samples = [one for one in evaluated["samples"][selection.tasks[0].name] if one["filter"] == filter_name]
     return [one["resps"][0][0] for one in samples], [bool(one["exact_match"] == 1) for one in samples]
 
 

@@ -74,15 +74,15 @@ def main() -> None:
         rounds = in_each_library([__file__, "--one", model, "--threads", str(options.threads)], options.rounds)
         first = next(iter(rounds.values()))
         result["models"][model] = {
-            place: {"ggml": found[0]["library"].split(" of ")[0]}
-            | {kind: round(statistics.median(row[kind] for row in found), 1) for kind in KINDS}
+            place: {"ggml": rows[0]["library"].split(" of ")[0]}
+            | {kind: round(statistics.median(row[kind] for row in rows), 1) for kind in KINDS}
             | {
                 f"{kind}_over_first": round(
-                    statistics.median(row[kind] / other[kind] for row, other in zip(found, first, strict=True)), 3
+                    statistics.median(row[kind] / other[kind] for row, other in zip(rows, first, strict=True)), 3
                 )
                 for kind in KINDS
             }
-            for place, found in rounds.items()
+            for place, rows in rounds.items()
         }
         write(options.out, result)
 

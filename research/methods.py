@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from comparison import FULL, Study, TaskStudy, mean_depth
 from decode import write
 from task_options import (
     add_options,
@@ -37,7 +38,6 @@ from taper.lab.calibration.clock import measure_speedup
 from taper.lab.calibration.store import numbers
 from taper.lab.calibration.summary import to_plain
 from taper.lab.evals import summarise
-from taper.lab.evals.comparison import FULL, Study, TaskStudy, mean_depth
 from taper.lab.evals.tasks import EvalTask
 from taper.policy import Schedule
 

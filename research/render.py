@@ -125,7 +125,7 @@ def rendered(folder: Path = RESULTS) -> dict[Path, str]:
         if model != DEFAULT_MODEL:
             pages[PAGES / model / "README.md"] = text("model.md.j2", model=model)
     for path in SECTIONS:
-        pages[path] = MARK.sub(lambda found: found[1] + text(found[2]) + found[3], path.read_text())
+        pages[path] = MARK.sub(lambda match: match[1] + text(match[2]) + match[3], path.read_text())
     return pages
 
 

@@ -114,8 +114,8 @@ def check(replies: Sequence[Reply], max_tokens: int) -> None:
 
 def llama_version(program: str) -> str:
     """What llama-server says of itself, such as "version: 9897 (0123abc)"."""
-    told = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)
-    return next(line for line in (told.stdout + told.stderr).splitlines() if line.startswith("version"))
+    done = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)
+    return next(line for line in (done.stdout + done.stderr).splitlines() if line.startswith("version"))
 
 
 def token_flops(config: ModelConfig, depth: int) -> int:

@@ -255,11 +255,11 @@ def commands(options: argparse.Namespace, path: Path, clients: int, program: str
     context = CONTEXT * clients
     taper = [sys.executable, "-m", "taper", "serve", "--model", options.model, "--name", NAME]
     taper += ["--threads", str(options.threads), "--context", str(CONTEXT)]
-    found = {"taper": taper + (["--max-batch-size", str(clients)] if clients > 1 else [])}
+    servers = {"taper": taper + (["--max-batch-size", str(clients)] if clients > 1 else [])}
     if program:
         llama = [program, "-m", str(path), "-t", str(options.threads), "-c", str(context), "--no-webui", "-ngl", "0"]
-        found[LLAMA_SERVER] = llama + (["-np", str(clients)] if clients > 1 else [])
-    return found
+        servers[LLAMA_SERVER] = llama + (["-np", str(clients)] if clients > 1 else [])
+    return servers
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

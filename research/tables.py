@@ -7,15 +7,16 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from comparison import FULL
 from formats import FORMATS, TAPER, TESTS
 from task_options import DEFAULTS
 
 from taper.lab.calibration.statistics import Estimate, PairedComparison, bootstrap_difference, mcnemar, wilson
-from taper.lab.evals.comparison import FULL
 
 Json = dict[str, Any]
 GSM8K, BBH = "gsm8k", "bbh"
 HOLDS, FAILS, UNKNOWN = "holds", "does not hold", "inconclusive"
+PAPER_SPEEDUP = 1.12  # D3's gain by the clock on Llama 2 7B, from its table of speeds
 LEAST_SAVED = 0.05  # share of KL; a start of each task's own that saves less than this is of no use
 
 
@@ -35,10 +36,10 @@ def bbh_tasks(cells: Mapping[str, Json]) -> dict[str, Json]:
 
 def groups(cells: Mapping[str, Json]) -> dict[str, list[Json]]:
     """GSM8K alone, and all tasks of BBH together, by title."""
-    bbh, found = bbh_tasks(cells), {"GSM8K": [cells[GSM8K]]} if GSM8K in cells else {}
+    bbh, groups = bbh_tasks(cells), {"GSM8K": [cells[GSM8K]]} if GSM8K in cells else {}
     if bbh:
-        found[f"BBH, {len(bbh)} tasks together" if len(bbh) > 1 else next(iter(bbh))] = list(bbh.values())
-    return found
+        groups[f"BBH, {len(bbh)} tasks together" if len(bbh) > 1 else next(iter(bbh))] = list(bbh.values())
+    return groups
 
 
 def common(cells: Sequence[Json]) -> list[str]:
@@ -62,7 +63,7 @@ def pooled(cells: Sequence[Json], name: str) -> tuple[Estimate, Estimate | None,
 
 def best_on_gsm8k(models: Iterable[Json]) -> list[Json]:
     """At each depth where full depth solves anything of GSM8K: the best method, and the range of the others."""
-    found = []
+    lines = []
     for model in models:
         for depth, cells in by_depth(model).items():
             rows = {n: row["accuracy"][0] for n, row in cells.get(GSM8K, {"methods": {}})["methods"].items()}
@@ -70,8 +71,8 @@ def best_on_gsm8k(models: Iterable[Json]) -> list[Json]:
                 best, *others = sorted(rows, key=lambda name: -rows[name])
                 full = cells[GSM8K]["methods"][FULL]["accuracy"][0]
                 line = {"model": model["model"], "depth": depth, "full": full, "best": best, "solved": rows[best]}
-                found.append(line | {"low": rows[others[-1]], "high": rows[others[0]]})
-    return found
+                lines.append(line | {"low": rows[others[-1]], "high": rows[others[0]]})
+    return lines
 
 
 def mean_of(estimates: Sequence[Estimate]) -> Estimate:
@@ -214,12 +215,12 @@ def cheaper_than_middle(core: Json) -> list[int]:
 
 def claims_by_verdict(titles: Mapping[str, str], models: Iterable[Json]) -> dict[str, list[str]]:
     """The claims that hold wherever they were measured, that fail somewhere, and the others."""
-    found: dict[str, list[str]] = {HOLDS: [], FAILS: [], UNKNOWN: []}
+    titles: dict[str, list[str]] = {HOLDS: [], FAILS: [], UNKNOWN: []}
     for part, title in titles.items():
         every = [verdict for model in models if part in model for verdict in verdicts(part, model[part]).values()]
         if every:
-            found[all_of(every)].append(title)
-    return found
+            titles[all_of(every)].append(title)
+    return titles
 
 
 # Signals
@@ -243,8 +244,8 @@ def best_of_replay(rows: Sequence[tuple[str, float, list[float]]]) -> tuple[str,
 
 def strongest_first(correlation: Json) -> list[tuple[str, Json]]:
     """The signals of a model that differ between the sets."""
-    found = sorted(correlation.items(), key=lambda item: -abs(item[1]["spearman"][0]))
-    return [(name, one) for name, one in found if any(one["spearman"])]
+    ranked = sorted(correlation.items(), key=lambda item: -abs(item[1]["spearman"][0]))
+    return [(name, one) for name, one in ranked if any(one["spearman"])]
 
 
 def signals_command(c: Json, sets: Iterable[str]) -> str:

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from comparison import FULL, Study, TaskStudy
 
 from taper import LLM, DepthPolicy
-from taper.errors import RequestError, TaperError, shown
+from taper.errors import Names, RequestError, TaperError, shown
 from taper.lab.calibration.replay import Reference, Scores
 from taper.lab.calibration.statistics import Estimate, by_completion, ratio_estimate
 from taper.lab.calibration.store import current_conditions
 from taper.lab.evals import load_tasks
-from taper.lab.evals.comparison import FULL, Study, TaskStudy
 from taper.models.download import DEFAULT_MODEL, content_hash
 
 RESULTS = Path(__file__).parent / "results"
@@ -136,6 +136,7 @@ def say(line: str) -> None:
 
 def run(main: Callable[[Iterable[str] | None], None]) -> None:
     """Run a benchmark; a mistake that Taper names is one line and exit code 2."""
+    Names.are_options = True
     try:
         main(None)
     except TaperError as error:

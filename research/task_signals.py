@@ -153,14 +153,14 @@ def correlations(rows: Sequence[Mapping[str, float]]) -> dict[str, dict[str, lis
     """Of each signal with the accuracy over the sets: Spearman's and Pearson's, with bootstrap intervals."""
     accuracy = np.array([row["accuracy"] for row in rows])
     draws = np.random.default_rng(0).integers(0, len(rows), (DRAWS, len(rows)))
-    found: dict[str, dict[str, list[float]]] = {}
+    signals: dict[str, dict[str, list[float]]] = {}
     for name in (name for name in rows[0] if name != "accuracy"):
         values = np.array([row[name] for row in rows])
-        found[name] = {
+        signals[name] = {
             "spearman": _correlation(rankdata(values), rankdata(accuracy), draws, ranked=True),
             "pearson": _correlation(values, accuracy, draws),
         }
-    return found
+    return signals
 
 
 def _correlation(a: np.ndarray, b: np.ndarray, draws: np.ndarray, ranked: bool = False) -> list[float]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from comparison import Study, closest_d3, mean_depth
 from task_options import compared, losses
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -25,7 +26,6 @@ from taper.lab.calibration.replay import Reference, Scores
 from taper.lab.calibration.search import first_steps
 from taper.lab.calibration.statistics import by_completion, free_running, ratio_estimate
 from taper.lab.calibration.summary import to_plain
-from taper.lab.evals.comparison import Study, closest_d3, mean_depth
 
 NESTED, ROTATING, FILLED = "nested", "rotating", "rotating, filled in"
 ANSWERS, STEPS = 12, 96  # replayed, of each task in turn, and the first steps of each

@@ -54,7 +54,7 @@ TEMPLATES: dict[int, tuple[Template, ...]] = {
 
 def problems(count: int, seed: int = 0, steps: Sequence[int] = (1, 2, 3)) -> list[dict[str, Any]]:
     """So many different problems of each number of steps."""
-    draw, found = random.Random(seed), []
+    draw, problems = random.Random(seed), []
     for number in steps:
         of_this: dict[str, dict[str, Any]] = {}
         while len(of_this) < count:
@@ -65,8 +65,8 @@ def problems(count: int, seed: int = 0, steps: Sequence[int] = (1, 2, 3)) -> lis
             facts = {"name": name, "other": other, "things": draw.choice(THINGS), "a": a, "b": b, "c": c, "p": p}
             prompt = f"{text.format(**facts, f=a + b)} {ENDINGS[number]}, and give the number at the end."
             of_this[prompt] = {"prompt": prompt, "answer": str(answer(a, b, c, p)), "steps": number}
-        found += of_this.values()
-    return found
+        problems += of_this.values()
+    return problems
 
 
 def main() -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,8 +16,9 @@ from tiny import BACKENDS, complete, make_backend, policies, random_prompt, refe
 from taper.adapters import Adapters
 from taper.engine import Engine
 from taper.errors import PolicyError
-from taper.models.policies import METADATA_KEY, PARTS, find_policy, load_policy, save_policy
+from taper.models.policies import METADATA_KEY, PARTS, find_policy, load_policy, save_policy, shipped_policies
 from taper.policy import DepthPolicy
+from taper.vllm_plugin.options import PluginOptions
 
 
 def healed(layers: int, hidden_size: int, **options) -> dict[str, DepthPolicy]:
@@ -103,6 +108,46 @@ def test_the_suffix_says_the_format(healed_policy, tmp_path):
         save_policy(tmp_path / "plain.safetensors", replace(healed_policy, adapters=None))
 
 
+def named_by_json(folder: Path, policy: DepthPolicy, adapters: object) -> Path:
+    """A JSON file of a policy that names the file with its adapters."""
+    path = folder / f"{policy.name}.json"
+    data = json.loads(policy.without_adapters().to_json()) | {"adapters": adapters}
+    path.write_text(json.dumps(data))
+    return path
+
+
+def test_json_files_may_share_the_file_with_their_adapters(healed_policy, tmp_path):
+    save_policy(tmp_path / "adapters.safetensors", healed_policy)
+    gentle = replace(healed_policy, schedule=replace(healed_policy.schedule, min_depth=5), name="gentle")
+    paths = [named_by_json(tmp_path, policy, "adapters.safetensors") for policy in (healed_policy, gentle)]
+    loaded = [load_policy(path) for path in paths]
+    assert loaded == [healed_policy, gentle]
+    assert loaded[0].adapters is loaded[1].adapters
+    config = PluginOptions(loaded[0], {"gentle": loaded[1]}).to_config()
+    identity = healed_policy.model
+    model = SimpleNamespace(num_hidden_layers=6, hidden_size=identity.hidden_size, vocab_size=identity.vocab_size)
+    again = PluginOptions.read(json.loads(json.dumps(config)), model)
+    assert again.default == replace(healed_policy, provenance={})
+    assert again.named["gentle"].adapters == gentle.adapters
+
+
+@pytest.mark.parametrize("adapters", [7, "adapters.json", "missing.safetensors", ["x"], ""])
+def test_a_json_file_that_names_no_adapters_is_rejected(healed_policy, tmp_path, adapters):
+    path = named_by_json(tmp_path, healed_policy, adapters)
+    with pytest.raises(PolicyError, match=r"healed\.json.*\.safetensors"):
+        load_policy(path)
+    with pytest.raises(PolicyError, match="adapters"):
+        DepthPolicy.from_json(path.read_text())
+
+
+def test_shipped_adapters_take_at_most_eight_megabytes():
+    files = [*resources.files("taper").joinpath("policies").glob("*/*.safetensors")]
+    assert sum(file.stat().st_size for file in files) <= 8e6
+    for of_model in shipped_policies().values():
+        shared = {id(policy.adapters) for policy in of_model if policy.adapters is not None}
+        assert len(shared) <= 1, "policies of a model share their adapters, so that rows of both share a forward"
+
+
 def changed(policy: DepthPolicy, **tensors) -> tuple[dict, dict]:
     """The tensors and metadata of a file, with some of them replaced or, where None, left out."""
     pairs = policy.adapters.layers.items()
@@ -123,6 +168,7 @@ def changed(policy: DepthPolicy, **tensors) -> tuple[dict, dict]:
         ({"adapters_4_down": np.full((32, 64), np.nan, np.float16)}, "not finite"),
         ({"adapters_0_down": np.zeros((8, 64), np.float16), "adapters_0_up": np.zeros((64, 8), np.float16)}, "never"),
         ({"adapters_x_down": np.zeros((8, 64), np.float16)}, "not complete"),
+        ({"adapters_4_down": np.zeros((), np.float16)}, "shapes"),
         ({"other": np.zeros(3, np.float16)}, "no adapter's"),
     ],
 )

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from comparison import FULL, RANDOM_SEEDS, closest_policy, mean_depth, methods
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import with_adapters
 
 from taper.errors import PolicyError, RequestError
-from taper.lab.evals.comparison import FULL, RANDOM_SEEDS, closest_policy, mean_depth, methods
 from taper.policy import DepthPolicy
 
 MEASURED, MIDDLE_FIRST = "D3, measured order", "D3, middle first (our reading)"

@@ -18,7 +18,7 @@ from taper.lab.calibration import report
 from taper.lab.calibration.clock import TimedRuns
 from taper.lab.calibration.report import write_report
 from taper.lab.calibration.statistics import Estimate, Losses, PolicyAndFull
-from taper.lab.calibration.summary import Budget, CalibrationSummary, Frontier, interval, verdict
+from taper.lab.calibration.summary import Budget, CalibrationSummary, Frontier, Speedup, interval, verdict
 from taper.models import files
 
 PICTURES = ["depth_by_step", "frontier", "importance", "loss_by_step", "speed"]
@@ -129,6 +129,8 @@ def test_a_policy_that_is_slower_is_not_to_be_used():
         assert ("Do not use this policy here" in words(slow)) == said
         assert ("Not every timed run was faster" in words(slow)) != said
     assert "it is the measurement that you will see" in words(data)
+    late = replace(data, held_out=Losses(data.held_out.all_steps), speedup=Speedup(1.0, TimedRuns(0.97, 0.95, 1.1)))
+    assert "Do not use this policy here" in words(late), "also where too few steps are tapered to say more"
 
 
 def test_a_quick_look_says_that_it_is_one():

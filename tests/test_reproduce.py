@@ -1,26 +1,25 @@
-"""`taper reproduce` end to end on a tiny model: what it compares, that it continues, its page, and mistakes."""
+"""research/reproduce.py end to end on a tiny model: what it compares, that it continues, its page, and mistakes."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+import comparison
 import pytest
-from click.testing import CliRunner
+import reproduce
+from comparison import FULL, mean_depth
 from eval_data import write_data
+from reproduce import CALIBRATED, Result
 from tiny import DEFAULT_MODEL_FILE
 
 import taper.lab.calibration.run
 import taper.lab.calibration.summary
 from taper import DepthPolicy
-from taper.cli import cli
 from taper.errors import RequestError
 from taper.lab.calibration import clock as cost
 from taper.lab.calibration.statistics import Estimate
-from taper.lab.evals import comparison, reproduce
-from taper.lab.evals.comparison import FULL, mean_depth
 from taper.lab.evals.records import RecordFile
-from taper.lab.evals.reproduce import CALIBRATED, Result
 from taper.lab.evals.summary import Score
 
 POLICY = DepthPolicy.d3(6, 0.99, skip_order=[4, 1, 2, 3])
@@ -41,20 +40,25 @@ def arguments(tiny_llama, tmp_path) -> list[str]:
     (tmp_path / "policy.json").write_text(POLICY.to_json())
     options = {"data-dir": write_data(tmp_path / "data"), "tasks": TASKS, "limit": 2, "lengths": "16,24"}
     options |= {"device": "cpu", "dtype": "f32", "context": 1024, "threads": 1, "out": tmp_path / "out"}
-    return ["reproduce", str(tiny_llama.folder), *(f"--{name}={value}" for name, value in options.items())]
+    return [str(tiny_llama.folder), *(f"--{name}={value}" for name, value in options.items())]
 
 
-def run(arguments: list[str], code: int = 0) -> str:
-    result = CliRunner().invoke(cli, arguments, catch_exceptions=False)
-    assert result.exit_code == code, result.output
-    return result.stderr
+@pytest.fixture
+def run(capsys):
+    """Run the script; what it writes to standard error."""
+
+    def run(arguments: list[str]) -> str:
+        reproduce.main(arguments)
+        return capsys.readouterr().err
+
+    return run
 
 
 def results(folder: Path) -> dict:
     return json.loads((folder / "out" / "results.json").read_text())
 
 
-def test_methods_are_compared_at_both_depths_and_lengths(arguments, tmp_path, monkeypatch):
+def test_methods_are_compared_at_both_depths_and_lengths(run, arguments, tmp_path, monkeypatch):
     written = []
     append = RecordFile.append
     monkeypatch.setattr(RecordFile, "append", lambda file, record: (written.append(record.key), append(file, record)))
@@ -90,7 +94,7 @@ def test_methods_are_compared_at_both_depths_and_lengths(arguments, tmp_path, mo
     assert len(written) == before > 0
 
 
-def test_an_order_of_too_few_layers_is_left_out_at_the_headline(arguments, tmp_path):
+def test_an_order_of_too_few_layers_is_left_out_at_the_headline(run, arguments, tmp_path):
     """Such as that of a policy that was calibrated to a task."""
     (tmp_path / "policy.json").write_text(DepthPolicy.static(6, 5, [4]).to_json())
     arguments += [f"--policy={tmp_path / 'policy.json'}", "--lengths=24"]
@@ -118,8 +122,8 @@ def test_a_method_has_one_colour_at_every_length():
 
 
 @pytest.mark.skipif(not DEFAULT_MODEL_FILE.is_file(), reason="fetch the default model with: taper pull")
-def test_the_default_model_end_to_end(arguments, tmp_path):
-    arguments[1] = str(DEFAULT_MODEL_FILE)
+def test_the_default_model_end_to_end(run, arguments, tmp_path):
+    arguments[0] = str(DEFAULT_MODEL_FILE)
     arguments += ["--policy=fast", "--lengths=16", "--tasks=gsm8k", "--dtype=auto", "--fewshot=0", "--chat"]
     run(arguments)
     data = results(tmp_path)
@@ -141,7 +145,7 @@ def short_calibration(monkeypatch, tmp_path):
 
 
 @pytest.mark.usefixtures("short_calibration")
-def test_a_calibration_gives_the_policy(arguments, tmp_path):
+def test_a_calibration_gives_the_policy(run, arguments, tmp_path):
     arguments += ["--lengths=24", "--tasks=gsm8k", "--min-agreement=0.01"]
     run(arguments)
     data = results(tmp_path)
@@ -151,7 +155,7 @@ def test_a_calibration_gives_the_policy(arguments, tmp_path):
 
 
 @pytest.mark.usefixtures("short_calibration")
-def test_a_budget_that_no_policy_meets_leaves_the_headline(arguments, monkeypatch, tmp_path):
+def test_a_budget_that_no_policy_meets_leaves_the_headline(run, arguments, monkeypatch, tmp_path):
     monkeypatch.setattr(taper.lab.calibration.summary.CalibrationSummary, "budget_met", False)
     assert "no policy meets the budget" in run([*arguments, "--lengths=24", "--tasks=gsm8k"])
     data = results(tmp_path)
@@ -160,7 +164,7 @@ def test_a_budget_that_no_policy_meets_leaves_the_headline(arguments, monkeypatc
     assert "No policy meets the budget" in (tmp_path / "out" / "index.html").read_text()
 
 
-def test_baselines_compare_every_method(arguments, tmp_path):
+def test_baselines_compare_every_method(run, arguments, tmp_path):
     run([*arguments, f"--policy={tmp_path / 'policy.json'}", "--tasks=gsm8k", "--lengths=24", "--baselines"])
     data = results(tmp_path)
     assert len(data["results"]) == 2 + 2 * 10
@@ -169,16 +173,16 @@ def test_baselines_compare_every_method(arguments, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--lengths=24,x"], "--lengths is '24,x'"),
+        (["--lengths=24,x"], "lengths is '24,x'"),
         (["--lengths=1"], "an output of 1 tokens"),
         (["--lengths=1024"], "a context of 1024"),
-        (["--tasks=,"], "--tasks is empty"),
+        (["--tasks=,"], "tasks is empty"),
         (["--margin=1"], "margin is 1"),
-        (["--min-agreement=0.9"], "--min-agreement does nothing with --policy"),
+        (["--min-agreement=0.9"], "min_agreement does nothing with policy"),
         (["--limit=0"], "limit is 0"),
     ],
 )
-def test_mistakes_are_rejected_before_the_work(arguments, tmp_path, monkeypatch, options, message):
+def test_mistakes_are_rejected_before_the_work(run, arguments, tmp_path, monkeypatch, options, message):
     monkeypatch.setattr(RecordFile, "append", lambda *_: pytest.fail("an output was computed"))
     with pytest.raises(RequestError, match=message):
         run([*arguments, f"--policy={tmp_path / 'policy.json'}", *options])

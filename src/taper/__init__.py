@@ -14,24 +14,14 @@ if TYPE_CHECKING:
     from .policy import DepthPolicy
     from .sampling import SamplingParams
 
-_HOMES = {
-    "LLM": "llm",
-    "Calibration": "lab.calibration.run",
-    "Chunk": "llm",
-    "DepthPolicy": "policy",
-    "Healing": "lab.healing.run",
-    "ModelError": "errors",
-    "Output": "llm",
-    "PolicyError": "errors",
-    "RequestError": "errors",
-    "SamplingParams": "sampling",
-    "Stream": "llm",
-    "TaperError": "errors",
-    "TaperWarning": "errors",
-    "calibrate": "lab.calibration.run",
-    "heal": "lab.healing.run",
-    "load_policy": "models.policies",
-    "save_policy": "models.policies",
+_NAMES = {  # of each module
+    "errors": ("ModelError", "PolicyError", "RequestError", "TaperError", "TaperWarning"),
+    "lab.calibration.run": ("Calibration", "calibrate"),
+    "lab.healing.run": ("Healing", "heal"),
+    "llm": ("LLM", "Chunk", "Output", "Stream"),
+    "models.policies": ("load_policy", "save_policy"),
+    "policy": ("DepthPolicy",),
+    "sampling": ("SamplingParams",),
 }
 __all__ = [
     "LLM",
@@ -60,6 +50,7 @@ def __getattr__(name: str) -> Any:
         from importlib import metadata
 
         return metadata.version("taper-llm")
-    if name in _HOMES:
-        return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    for module, names in _NAMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f".{module}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,7 +2,7 @@
 
 `add` queues a request as a `Sequence`, `step` runs one forward for each skip order and its adapters, `abort` ends a
 sequence early. Each step gives every running sequence one token and spends the rest of its budget of tokens on prompts,
-in chunks, so that a long prompt never stalls running sequences; they join and leave between steps.
+in chunks, so that a long prompt never stalls running sequences; sequences join and leave between steps.
 
 A step may be interrupted anywhere, by Ctrl-C for instance. The next one continues from what was committed: a sequence
 has a slot once `Slots.sequences` says so, and a token once it is in the sequence's `outputs`.
@@ -41,7 +41,7 @@ class TokenFilter(Protocol):
         ...
 
     def accept(self, token_id: int) -> None:
-        """Take note of the token that came."""
+        """Note the token that was chosen."""
         ...
 
 
@@ -115,13 +115,13 @@ class Sequence:
         self._begin()
 
     def _begin(self) -> None:
-        """Set what sampling keeps from token to token as it is before the first one."""
+        """Set the state that sampling keeps from token to token to what it is before the first one."""
         self.rng = np.random.default_rng(self.request.params.seed)
         self.token_filter = self.request.token_filter and self.request.token_filter()
         self.counts = TokenCounts(self.request.prompt_ids) if self.request.params.has_penalties else None
 
     def accept(self, token_id: int) -> None:
-        """Take note of a token of the completion, for the sampling of the next one."""
+        """Note a token of the completion, for the sampling of the next one."""
         if self.token_filter is not None:
             self.token_filter.accept(token_id)
         if self.counts is not None:
@@ -139,7 +139,7 @@ class Sequence:
 
     @property
     def completion_ids(self) -> list[int]:
-        """The tokens that came, a stop token included."""
+        """The completion as token ids, a stop token included."""
         return [output.token_id for output in self.outputs if output.token_id != NOT_A_NUMBER]
 
     def leading(self, count: int) -> list[int]:
@@ -245,7 +245,7 @@ class Engine:
         with self._exclusive():
             self._recover()
             self._admit(only)
-            scheduled = self._schedule(self._running(only) or self._in_the_way(only))
+            scheduled = self._schedule(self._running(only) or self._blocking(only))
             outputs = []
             for part, predictions in zip(scheduled, self._forward(scheduled), strict=True):
                 part.sequence.count_computed(part, self._num_hidden_layers)
@@ -262,11 +262,7 @@ class Engine:
                 self._finish(sequence, "abort")
 
     def complete(self, requests: Iterable[Request]) -> list[list[int]]:
-        """The completions of some requests together, as token ids, stop tokens included.
-
-        Raises:
-            RequestError: what `add` raises; PolicyError too.
-        """
+        """The completions of some requests together, as token ids, stop tokens included; raises what `add` raises."""
         sequences: list[Sequence] = []
         try:
             sequences += map(self.add, requests)
@@ -300,11 +296,7 @@ class Engine:
             return self.backend.forward(batch)
 
     def check_prompt(self, prompt_ids: Collection[int]) -> None:
-        """Reject a prompt that cannot be completed.
-
-        Raises:
-            RequestError: it is empty, too long, or has an id that the model does not have.
-        """
+        """Raise a RequestError if a prompt is empty, too long, or has an id that the model does not have."""
         config = self.backend.config
         if not prompt_ids:
             raise RequestError("the prompt is empty", "give at least one token")
@@ -360,8 +352,8 @@ class Engine:
         running = (sequence for sequence in self.slots.sequences if sequence and (only is None or sequence in only))
         return sorted(running, key=lambda sequence: sequence.id)
 
-    def _in_the_way(self, only: Collection[Sequence] | None) -> list[Sequence]:
-        """The running sequences for whose slots those in `only` wait; none if they do not wait."""
+    def _blocking(self, only: Collection[Sequence] | None) -> list[Sequence]:
+        """The running sequences whose slots those in `only` wait for; none if they do not wait."""
         if only is None or all(sequence.finish_reason is not None for sequence in only):
             return []
         others = [sequence for sequence in self._running(None) if not sequence.is_held]
@@ -480,10 +472,7 @@ class Slots:
     """The slots of the key-value cache: which sequence owns each one, and what the free ones still hold.
 
     Only tokens with keys and values in every layer are used again: in place if the slot is free, or as a copy in
-    another slot. Of them, a request that must not see filled ones takes the leading exact ones only.
-
-    Args:
-        backend: the owner of the cache.
+    another slot. A request that must not see filled ones takes only the leading exact ones of them.
     """
 
     def __init__(self, backend: Backend) -> None:

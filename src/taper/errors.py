@@ -11,8 +11,8 @@ from typing import Any
 
 MAX_CHARACTERS = 1000  # of a message and of a hint; names that come from files have no limit of their own
 
-# Colours, cursor movements and the like; titles and links. Of an incomplete one, only the control characters go.
 _OPTION = re.compile(r"(?<![\w-])--([a-z][a-z-]*[a-z])\b")
+# Colours, cursor movements and the like; titles and links. Of an incomplete one, only the control characters go.
 _ESCAPES = re.compile(r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|(?:\x1b\]|\x9d)[^\x07\x1b\x9c\x9d]*(?:\x07|\x1b\\|\x9c)")
 
 
@@ -28,9 +28,9 @@ class Names:
 
 
 class TaperError(Exception):
-    """A mistake the user can mend: the offending value and the rule it breaks; then a hint what to do about it.
+    """A mistake that the user can correct: the wrong value and the rule it breaks, then a hint what to do about it.
 
-    `param` names the parameter that has the value, where it is one.
+    `param` is the name of the parameter with the value, if a parameter has it.
     """
 
     def __init__(self, message: str, hint: str = "", param: str = "") -> None:
@@ -119,11 +119,7 @@ def number(
 
 
 def flag(name: str, value: Any) -> bool:
-    """`value` as a bool.
-
-    Raises:
-        RequestError: it is neither True nor False.
-    """
+    """`value` as a bool; raises RequestError if it is neither True nor False."""
     if type(value).__name__ in ("bool", "bool_"):  # Python's or numpy's
         return bool(value)
     raise RequestError(f"{name} is {shown(value)}; it must be True or False", param=name)

@@ -46,7 +46,6 @@ def custom_generate(policy: DepthPolicy, reuse: str = REUSE[0]) -> Callable[...,
             transformers loses on the way: `StopStringCriteria` among the `stopping_criteria` does what they would.
         PolicyError: the policy was made for another model, or skips layer 0, from which transformers reads lengths.
     """
-
     one_of("reuse", reuse, REUSE)
 
     def generate(
@@ -143,7 +142,7 @@ class _WriteOnly:
 
 
 def _adapter(policy: DepthPolicy, index: int) -> Callable[[Any], Any] | None:
-    """The stand-in of a layer, as `policy.Adapters` defines it."""
+    """The stand-in of a layer, as `Adapters` defines it."""
     if policy.adapters is None or index not in policy.adapters.layers:
         return None
     down, up = map(torch.from_numpy, policy.adapters.layers[index])

@@ -37,7 +37,7 @@ from .policy import DepthPolicy
 from .sampling import SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
-    from .grammars import Grammars
+    from .models.grammars import Grammars
 
 Prompt = str | Message | Sequence[Message] | Sequence[int]
 Params = SamplingParams | Sequence[SamplingParams]
@@ -142,7 +142,7 @@ class LLM:
         try:
             SamplingParams(**loaded.sampling)
         except RequestError as error:
-            raise ModelError(f"{self.path} recommends sampling that cannot be: {error.message}", "mend it") from None
+            raise ModelError(f"{self.path} recommends sampling that cannot be: {error.message}", "correct it") from None
         limit = loaded.config.max_position_embeddings
         if context is not None and context > limit:
             raise RequestError(f"context is {context}; this model was trained for at most {limit}")
@@ -182,13 +182,9 @@ class LLM:
 
     @cached_property
     def grammars(self) -> Grammars:
-        """Compiles JSON schemas for this model's tokens.
-
-        Raises:
-            RequestError: llguidance is missing.
-        """
+        """Compiles JSON schemas for this model's tokens; raises a RequestError if llguidance is missing."""
         try:
-            from .grammars import Grammars
+            from .models.grammars import Grammars
         except ImportError:
             raise RequestError("keeping to a schema needs llguidance", 'pip install "taper-llm[serve]"') from None
         return Grammars(self.tokenizer, self.config.vocab_size)
@@ -261,14 +257,11 @@ class LLM:
             PolicyError: the policy is damaged or made for another model.
             ModelError: the model's output is not a number.
         """
-        outputs: dict[int, Output] = {}
         alone = _is_prompt(prompts)
         how: dict[str, Any] = {"raw": raw, "parse_special": parse_special, "think": think, "reuse": reuse}
         how["response_format"] = response_format
         with self.stream(prompts, params, policy=policy, mode=mode, **how, **given) as stream:
-            for chunk in stream:
-                if chunk.output is not None:
-                    outputs[chunk.index] = chunk.output
+            outputs = {chunk.index: chunk.output for chunk in stream if chunk.output is not None}
         return outputs[0] if alone else [outputs[index] for index in sorted(outputs)]
 
     def chat(self, messages: Message | Sequence[Message], params: SamplingParams | None = None, **how: Any) -> Output:
@@ -297,11 +290,12 @@ class LLM:
         **given: Any,
     ) -> Stream:
         """Complete as `generate` does, but return the chunks as they come, one for each token."""
-        batch = _as_list(prompts)
+        are_several = isinstance(prompts, Iterable) and not isinstance(prompts, bytes) and not _is_prompt(prompts)
+        batch: list[Any] = list(prompts) if are_several else [prompts]  # `encode` rejects what cannot be a prompt
         if not batch:
             raise RequestError("there is no prompt", "give at least one")
         if params is not None and given:
-            raise RequestError(f"params and {min(given)} are both given", "say all in one of the two")
+            raise RequestError(f"params and {min(given)} are both given", "use only one of the two")
         if params is None or isinstance(params, SamplingParams):
             params = [params or self.sampling_params(**given)] * len(batch)
         if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
@@ -314,8 +308,9 @@ class LLM:
         filled = takes_filled(chosen, one_of("reuse", reuse, REUSE))
         encoded = [self.encode(prompt, raw, parse_special, think=think, as_generated=filled) for prompt in batch]
         token_filter = None if response_format is None else self.grammars.compile(response_format)
+        continues = raw or not self.tokenizer.chat_template  # the text of its prompt, as for token ids
         requests = [
-            Request(ids, one, chosen, eos_token_ids, token_filter, reuse, self._goes_on(prompt, raw))
+            Request(ids, one, chosen, eos_token_ids, token_filter, reuse, continues or _are_ids(prompt))
             for prompt, ids, one in zip(batch, encoded, params, strict=True)
         ]
         return Stream(self, requests)
@@ -334,14 +329,10 @@ class LLM:
         finally:
             stream.close()
 
-    def _goes_on(self, prompt: Prompt, raw: bool) -> bool:
-        """Whether the text of an output goes on from that of its prompt, rather than answering it."""
-        return raw or not self.tokenizer.chat_template or _are_ids(prompt)
-
     def sampling_params(self, **given: Any) -> SamplingParams:
         """How to sample: what is given, and of the rest what the model's authors recommend (`sampling`).
 
-        With `temperature` 0 the likeliest token is taken, and what they recommend does not count.
+        With `temperature` 0 the most probable token is taken, and what they recommend does not count.
 
         Raises:
             RequestError: a value out of its range.
@@ -363,8 +354,8 @@ class LLM:
 
         `tools` are functions that the model may call, for its chat template, in the form of OpenAI's API. `think`
         switches the thoughts of a thinking model on or off; by default its template decides. `ending` may hold
-        `add_generation_prompt` and `continue_final_message`, see `Tokenizer.render`. `as_generated`: messages that are
-        outputs of before come back in the tokens that they were generated in.
+        `add_generation_prompt` and `continue_final_message`, see `Tokenizer.render`. `as_generated`: messages that
+        repeat earlier outputs get the tokens that were generated then.
 
         Raises:
             RequestError: it is empty, not messages, not valid Unicode, or does not fit into the context.
@@ -383,7 +374,7 @@ class LLM:
         as_generated: bool = False,
         **ending: bool | None,
     ) -> list[int]:
-        """The same ids, although the context may have no room for them, or there are none.
+        """The same token ids, even if there are none or the context has no room for them.
 
         Raises:
             RequestError: it is not messages, not valid Unicode, or so long that reading it would take minutes.
@@ -391,7 +382,7 @@ class LLM:
         if not isinstance(prompt, str | Mapping | list | tuple):
             raise RequestError(f"a prompt is {shown(prompt)}; it must be text, messages or token ids")
         if _are_ids(prompt):
-            return [whole_number("a token id", each, 0, self.config.vocab_size - 1) for each in prompt]
+            return [whole_number("a token id", token_id, 0, self.config.vocab_size - 1) for token_id in prompt]
         raw, parse_special = flag("raw", raw), flag("parse_special", parse_special)
         think = None if think is None else flag("think", think)
         if isinstance(prompt, str) and (raw or not self.tokenizer.chat_template):
@@ -410,12 +401,10 @@ class LLM:
         outputs = self.outputs.by_text if as_generated else {}
         return self.tokenizer.encode_messages(messages, parse_special, tools, outputs, think=think, **ending)
 
-    def _check_length(self, characters: int) -> None:
+    def _check_length(self, count: int) -> None:
         """Reject at once what would take the tokenizer minutes and cannot fit."""
-        if characters > (most := MAX_TOKEN_CHARACTERS * self.engine.backend.context_length):
-            raise RequestError(
-                f"the prompt has {characters} characters; the context holds at most {most}", "shorten it"
-            )
+        if count > (most := MAX_TOKEN_CHARACTERS * self.engine.backend.context_length):
+            raise RequestError(f"the prompt has {count} characters; the context holds at most {most}", "shorten it")
 
     def resolve_policy(self, policy: DepthPolicy | str | Path | None = None, mode: str | None = None) -> DepthPolicy:
         """The policy that a policy and a mode stand for on this model; warns if that may surprise.
@@ -426,16 +415,14 @@ class LLM:
         """
         mode = None if mode is None else one_of("mode", mode, MODES)
         if mode is not None and policy is not None and (mode == FULL) != (policy == FULL):
-            message = (
-                "runs every layer; it takes no policy" if mode == FULL else "and policy full contradict each other"
-            )
-            raise RequestError(f"mode {mode} {message}", "leave out one of the two")
+            rule = "runs every layer; it takes no policy" if mode == FULL else "and policy full contradict each other"
+            raise RequestError(f"mode {mode} {rule}", "leave out one of the two")
         if mode == FULL:
             policy = FULL
         elif policy is None and (policy := self.default_policy) is None:
             if mode == "taper":
                 raise PolicyError("no shipped policy fits this model", "give one with --policy, or --alpha")
-            _warn("no shipped policy fits this model: running every layer")
+            warnings.warn("no shipped policy fits this model: running every layer", TaperWarning, stacklevel=2)
             policy = FULL
         return resolve_policy(policy, self.config.num_hidden_layers, self.config.identity)
 
@@ -457,11 +444,7 @@ class Stream(Iterator[Chunk]):
     """
 
     def __init__(
-        self,
-        llm: LLM,
-        requests: Sequence[Request],
-        started: float | None = None,
-        first_index: int = 0,
+        self, llm: LLM, requests: Sequence[Request], started: float | None = None, first_index: int = 0
     ) -> None:
         """Add the requests; times are counted from `started`, by `time.perf_counter`, which is by default now."""
         self._llm, self._engine = llm, llm.engine
@@ -475,11 +458,7 @@ class Stream(Iterator[Chunk]):
             self.add(request)
 
     def add(self, request: Request) -> int:
-        """One more request; returns the index that its chunks will have.
-
-        Raises:
-            RequestError: what `Engine.add` raises; PolicyError too.
-        """
+        """Add one more request; returns the index that its chunks will have, and raises what `Engine.add` raises."""
         sequence = self._engine.add(request)
         self._unfinished[sequence] = None
         self._waiting.append(OutputBuilder(self._next_index, sequence, self._llm))
@@ -495,10 +474,10 @@ class Stream(Iterator[Chunk]):
         return output.deliver()
 
     def _next_output(self) -> OutputBuilder:
-        """The output whose turn it is, once it has a chunk; raises StopIteration if none will have any."""
+        """The output whose turn it is, once it has a chunk; raises StopIteration if no more chunks will come."""
         while True:
             self._take_all()
-            if ready := [output for output in self._begun if output.is_ready]:
+            if ready := [output for output in self._begun if output.num_ready]:
                 return min(ready, key=lambda output: output.num_delivered)
             if not self._unfinished:
                 raise StopIteration
@@ -525,7 +504,7 @@ class Stream(Iterator[Chunk]):
         return tuple(self._unfinished)
 
     def leave_out(self, seconds: float) -> None:
-        """Do not count so much of the time that has passed, in which others advanced."""
+        """Do not count these seconds, in which other outputs advanced."""
         self._started += seconds
 
     def abort(self) -> list[Chunk]:
@@ -563,7 +542,7 @@ class Stream(Iterator[Chunk]):
                 self._engine.abort(output.sequence)  # as at a stop string
             if output.sequence.finish_reason is not None:
                 self._unfinished.pop(output.sequence, None)
-            if output.has_ended and not output.is_ready:
+            if output.has_ended and not output.num_ready:
                 self._begun.pop(output, None)
 
 
@@ -601,17 +580,12 @@ class OutputBuilder:
         return self.num_taken - self.num_delivered
 
     @property
-    def is_ready(self) -> bool:
-        """Whether there is a chunk to deliver."""
-        return self.num_ready > 0
-
-    @property
     def has_ended(self) -> bool:
         """Whether there will be no more chunks than those that have been made."""
         return self._has_failed or (bool(self._chunks) and self._chunks[-1].output is not None)
 
     def deliver(self) -> Chunk:
-        """The next chunk that nobody has had."""
+        """The next chunk that has not been delivered."""
         self.num_delivered += 1
         return self._chunks[self.num_delivered - self._first - 1]
 
@@ -628,7 +602,7 @@ class OutputBuilder:
         if step.finish_reason == "error":
             self._has_failed = True
             if self.sequence.token_filter is not None:
-                raise RequestError(f"the grammar of the output lets no token pass at step {self.num_taken}")
+                raise RequestError(f"the grammar of the output allows no token at step {self.num_taken}")
             raise ModelError(
                 f"the model's output is not a number at step {self.num_taken}",
                 "try --dtype f32; if that does not help, its files are damaged",
@@ -670,10 +644,10 @@ class OutputBuilder:
     def _text_of(self, step: StepOutput) -> str:
         """The text that became certain with a token; the stop token is no part of the completion."""
         text = "" if step.finish_reason == "stop" else self._text.push(step.token_id)
-        if step.finish_reason is not None:
-            text += self._text.flush(is_cut=step.finish_reason == "length")
-        text = self._stops.push(text)
-        return text + self._stops.flush() if step.finish_reason is not None and not self._stops.complete else text
+        if step.finish_reason is None:
+            return self._stops.push(text)
+        text += self._text.flush(is_cut=step.finish_reason == "length")
+        return self._stops.push(text) + self._stops.flush()
 
     def _finished(self, finish_reason: str, num_tokens: int, times: tuple[float, float] | None) -> Output:
         """The output of the first tokens of the sequence, the first and last of which came at these times."""
@@ -703,8 +677,8 @@ class OutputBuilder:
 class LatestOutputs:
     """The tokens of the latest outputs by their text.
 
-    A text can be cut into tokens in several ways, and sampling finds others than the tokenizer does. In its own tokens
-    an output is found in the key-value cache again.
+    A text can be cut into tokens in several ways, and sampling may choose another one than the tokenizer does. The
+    key-value cache holds an output only in the tokens that were generated.
     """
 
     def __init__(self) -> None:
@@ -712,7 +686,7 @@ class LatestOutputs:
         self._lock = threading.Lock()
 
     def note(self, text: str, token_ids: list[int]) -> None:
-        """Take note of an output, and forget the oldest one if there are many."""
+        """Remember the tokens of an output, and forget the oldest output if there are many."""
         with self._lock:
             self.by_text.pop(text, None)
             self.by_text[text] = tuple(token_ids)
@@ -729,13 +703,14 @@ class _StopStrings:
 
     def push(self, text: str) -> str:
         """The text that is certain not to belong to a stop string; none after one has come."""
-        if self.complete or not self._stops:
-            return "" if self.complete else text
+        if self.complete:
+            return ""
         self._held += text
         places = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
         if places:
             self.complete = True
-            return self._held[: min(places)]
+            certain, self._held = self._held[: min(places)], ""
+            return certain
         longest = max((self._overlap(stop) for stop in self._stops), default=0)
         certain, self._held = self._held[: len(self._held) - longest], self._held[len(self._held) - longest :]
         return certain
@@ -762,14 +737,6 @@ def _are_ids(prompt: Any) -> bool:
     return isinstance(prompt, list | tuple) and len(prompt) > 0 and type(prompt[0]) is int
 
 
-def _as_list(prompts: Any) -> list[Prompt]:
-    """One prompt or several as a list; `LLM.encode` rejects what cannot be a prompt."""
-    are_several = isinstance(prompts, Iterable) and not isinstance(prompts, bytes) and not _is_prompt(prompts)
-    if batch := list(prompts) if are_several else [prompts]:
-        return batch
-    raise RequestError("there is no prompt", "give at least one")
-
-
 def _messages(prompt: Any) -> list[Message]:
     """A message or messages, checked."""
     messages = [prompt] if isinstance(prompt, Mapping) else list(prompt)
@@ -781,7 +748,3 @@ def _messages(prompt: Any) -> list[Message]:
     if not (last["content"].strip() or last.get("tool_calls") or last["role"] == "tool"):
         raise RequestError("the last message is empty", "give some text")
     return [dict(message) for message in messages]
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, TaperWarning, stacklevel=3)

@@ -92,12 +92,6 @@ class Schedule:
         assert self.alpha is not None
         return max(self.min_depth, math.floor(layers * self.alpha**after))
 
-    def mean_depth(self, max_tokens: int) -> float:
-        """Mean depth over steps 1 to max_tokens - 1; L if there is no such step."""
-        if max_tokens < 2:
-            return float(self.num_hidden_layers)
-        return sum(self.depth(step) for step in range(1, max_tokens)) / (max_tokens - 1)
-
 
 @dataclass(frozen=True)
 class ModelIdentity:
@@ -123,7 +117,7 @@ class DepthPolicy:
 
     Raises:
         PolicyError: the order names a layer twice or one out of range, or is too short; the name is not printable; an
-            adapter is of a layer that is never skipped.
+            adapter belongs to a layer that is never skipped.
     """
 
     schedule: Schedule
@@ -231,7 +225,9 @@ class DepthPolicy:
 
     def mean_depth(self, max_tokens: int) -> float:
         """Mean depth over steps 1 to max_tokens - 1; L if there is no such step."""
-        return self.schedule.mean_depth(max_tokens)
+        if max_tokens < 2:
+            return float(self.num_hidden_layers)
+        return sum(map(self.schedule.depth, range(1, max_tokens))) / (max_tokens - 1)
 
     def retained_at(self, depth: int) -> tuple[int, ...]:
         """Layers run at a depth, ascending."""
@@ -324,8 +320,9 @@ class DepthPolicy:
         for key, (kind, rule) in kinds.items():
             if not isinstance(data.get(key, kind()), kind):
                 raise PolicyError(f"{key} is {shown(data[key])}; it must be {rule}")
-        data |= {"model": _read_identity(data["model"])} if "model" in data else {}
-        of_schedule = {number.name: data.pop(number.name) for number in fields(Schedule) if number.name in data}
+        if "model" in data:
+            data["model"] = _read_identity(data["model"])
+        of_schedule = {key.name: data.pop(key.name) for key in fields(Schedule) if key.name in data}
         return cls(Schedule(**of_schedule), **data)
 
 

@@ -200,7 +200,7 @@ def _largest(values: np.ndarray, count: int) -> np.ndarray:
     indices = np.flatnonzero(values >= bound)
     few = values[indices]
     place = max(len(few) - count, 0)
-    largest: np.ndarray = indices[_from(few, np.partition(few, place)[place], count)]
+    largest: np.ndarray = indices[_at_least(few, np.partition(few, place)[place], count)]
     return largest
 
 
@@ -221,11 +221,11 @@ def _nucleus(weights: np.ndarray, top_p: float) -> np.ndarray:
             missing, size, values = missing - upper, size + len(values) - middle, values[:middle]
     values = np.sort(values)[::-1]
     last = min(int(np.searchsorted(values.cumsum(dtype=np.float64), missing)), len(values) - 1)
-    nucleus: np.ndarray = indices[_from(few, values[last], size + last + 1)]
+    nucleus: np.ndarray = indices[_at_least(few, values[last], size + last + 1)]
     return nucleus
 
 
-def _from(values: np.ndarray, least: float, count: int) -> np.ndarray:
+def _at_least(values: np.ndarray, least: float, count: int) -> np.ndarray:
     """Which values are at least `least`; of those equal to it, only the first, so that there are `count`: bool [n]."""
     kept: np.ndarray = values >= least
     if (excess := np.count_nonzero(kept) - count) > 0:
@@ -233,10 +233,10 @@ def _from(values: np.ndarray, least: float, count: int) -> np.ndarray:
     return kept
 
 
-def _draw(weights: np.ndarray, number: float) -> int:
-    """The index at which the weights, summed up, pass the share `number` of their sum, from [0, 1)."""
+def _draw(weights: np.ndarray, share: float) -> int:
+    """The index at which the cumulative sum of the weights passes `share`, from [0, 1), of their sum."""
     sums = np.add.reduceat(weights, np.arange(0, len(weights), _FEW)).cumsum(dtype=np.float64)
-    point = min(number * sums[-1], np.nextafter(sums[-1], 0))
+    point = min(share * sums[-1], np.nextafter(sums[-1], 0))
     block = int(np.searchsorted(sums, point, side="right"))  # the first whose sum is above: it has a weight
     point -= sums[block - 1] if block else 0.0
     inside = weights[block * _FEW : (block + 1) * _FEW].cumsum(dtype=np.float64)
@@ -245,11 +245,7 @@ def _draw(weights: np.ndarray, number: float) -> int:
 
 
 def check_token_ids(token_ids: Iterable[int], vocab_size: int) -> None:
-    """Check that a model has these ids.
-
-    Raises:
-        RequestError: it has not.
-    """
+    """Raise a RequestError if a model does not have all of these ids."""
     for token_id in token_ids:
         if not 0 <= token_id < vocab_size:
             raise RequestError(f"token id {token_id} is outside the vocabulary of {vocab_size}")

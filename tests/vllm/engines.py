@@ -136,10 +136,10 @@ def arguments(folder: Path, policies: dict[str, DepthPolicy] | None, architectur
         if policy.adapters is None:
             named[name] = json.loads(policy.to_json())
         else:
-            named[name] = policy.adapters.file
-            if not named[name]:
-                named[name] = f"{folder}-{name}.safetensors"
-                save_policy(Path(named[name]), policy)
+            file = policy.adapters.file or f"{folder}-{name}.safetensors"
+            if not policy.adapters.file:
+                save_policy(Path(file), policy)
+            named[name] = json.loads(policy.without_adapters().to_json()) | {"adapters": file}
     return stock | {
         "hf_overrides": {"architectures": [f"Taper{architecture}ForCausalLM"]},
         "additional_config": {"taper": {"policies": named}},

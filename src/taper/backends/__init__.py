@@ -20,6 +20,8 @@ from ..errors import DEVICES, DTYPES, REPACK, RequestError, one_of
 from ..models.config import ModelConfig
 from ..models.tensors import LoadedModel
 
+Runs = tuple[tuple[int, int, int], ...]  # (slot, first token, end) of consecutive tokens of one slot; end excluded
+
 
 @dataclass(frozen=True)
 class TokenBatch:
@@ -78,7 +80,7 @@ class Backend(Protocol):
         ...
 
     def close(self) -> None:
-        """Give back its memory; it cannot be used afterwards."""
+        """Free its memory; it cannot be used afterwards."""
         ...
 
 
@@ -93,7 +95,7 @@ def open_backend(
     repack: str = REPACK[0],
     progress: Callable[[float], None] | None = None,
 ) -> Backend:
-    """The backend of a device with a model's weights; each is imported only where it is used.
+    """Build the backend of a device with the weights of a model; it is imported only here.
 
     The options are those of `LLM`; the key-value cache holds `num_slots` sequences of up to `context_length` tokens.
 
@@ -113,7 +115,7 @@ def open_backend(
             num_slots=num_slots,
             context_length=context_length,
             dtype=None if dtype == "auto" else dtype,
-            kv_dtype="f32" if dtype in ("f32", "bf16") else "f16",  # f16 has not the range of bf16
+            kv_dtype="f32" if dtype in ("f32", "bf16") else "f16",  # f16 does not have the range of bf16
             threads=threads,
             repack=repack,
             progress=progress,
@@ -146,7 +148,7 @@ def no_room(num_slots: int, context_length: int) -> RequestError:
 
 
 def choose_device(device: str) -> str:
-    """What "auto" stands for on this machine: cuda if PyTorch and a GPU are there.
+    """The device to use on this machine: for "auto", cuda if PyTorch and a GPU are there, else cpu.
 
     Raises:
         RequestError: there is no such device.
@@ -163,12 +165,12 @@ def choose_device(device: str) -> str:
 
 
 def available_memory() -> int | None:
-    """Bytes that this process can still get, within the limit of its container; None where the system does not say."""
+    """Bytes that this process can still allocate within its container's limit; None where the system does not say."""
     free = None
     with suppress(OSError, StopIteration, ValueError):
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
-        group = Path("/sys/fs/cgroup")  # "max" is no limit, and no number
+        group = Path("/sys/fs/cgroup")  # a limit of "max" means none and is not a number
         limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
         free = min(free, limit - used)
     return free
@@ -179,8 +181,8 @@ def available_threads() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def runs_by_slot(slots: np.ndarray) -> tuple[tuple[int, int, int], ...]:
-    """The maximal runs of equal slots as (slot, first, end), end excluded."""
+def runs_by_slot(slots: np.ndarray) -> Runs:
+    """The maximal runs of equal slots."""
     owners = slots.tolist()
     edges = [0, *(i for i in range(1, len(owners)) if owners[i] != owners[i - 1]), len(owners)]
     return tuple((owners[first], first, end) for first, end in pairwise(edges))

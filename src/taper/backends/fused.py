@@ -1,4 +1,4 @@
-"""The layers of a model on one token, in five kernels each: a decode step takes little longer than reading weights.
+"""The layers of a model on one token, in five kernels each: a decode step takes little longer than reading the weights.
 
 The slow twin is `TorchBackend` in PyTorch's own operations.
 """
@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from torch import Tensor
 
 from ..models.config import ModelConfig, Rope
 from . import triton_kernels
@@ -37,11 +38,7 @@ class FusedLayers:
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        weights: dict[str, torch.Tensor],
-        cache: torch.Tensor,
-        rotations: dict[Rope, torch.Tensor],
+        self, config: ModelConfig, weights: dict[str, Tensor], cache: Tensor, rotations: dict[Rope, Tensor]
     ) -> None:
         self._config, self._weights, self._cache, self._rotations = config, weights, cache, rotations
         device, heads, dim = cache.device, config.num_attention_heads, config.head_dim
@@ -65,9 +62,7 @@ class FusedLayers:
         )
         return plain and config.head_dim & (config.head_dim - 1) == 0 and config.activation in _ACTIVATIONS
 
-    def run_layer(
-        self, x: torch.Tensor, layer: int, positions: torch.Tensor, slots: torch.Tensor, kv_length: int
-    ) -> None:
+    def run_layer(self, x: Tensor, layer: int, positions: Tensor, slots: Tensor, kv_length: int) -> None:
         """Run a layer on the hidden states x [1, hidden_size], in place, and write its keys and values.
 
         `positions` and `slots` are int64 [1]; attention reads the first `kv_length` cells or fewer.
@@ -96,7 +91,7 @@ class FusedLayers:
         )  # fmt: skip
         self._linear(self._inner, None, down, x, x, config.residual_scale)
 
-    def write_keys_values(self, x: torch.Tensor, layer: int, positions: torch.Tensor, slots: torch.Tensor) -> None:
+    def write_keys_values(self, x: Tensor, layer: int, positions: Tensor, slots: Tensor) -> None:
         """Write the keys and values of a layer for the hidden states x [1, hidden_size] that enter it."""
         self._project(x, layer, 0)
         k_norm = self._weights.get(f"layers.{layer}.k_norm")
@@ -107,7 +102,7 @@ class FusedLayers:
             HEADS=heads, **options,
         )  # fmt: skip
 
-    def pass_states(self, x: torch.Tensor, first: int, end: int, positions: torch.Tensor, slots: torch.Tensor) -> None:
+    def pass_states(self, x: Tensor, first: int, end: int, positions: Tensor, slots: Tensor) -> None:
         """Leave x [1, hidden_size] for `PassingStates` in the layers from `first` to `end`, excluded, which skip it."""
         config, keys = self._config, self._cache[first, 0]
         triton_kernels.pass_states[(end - first,)](
@@ -116,14 +111,14 @@ class FusedLayers:
             COLUMNS=triton.next_power_of_2(config.hidden_size), **self._overlaps,
         )  # fmt: skip
 
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
+    def logits(self, x: Tensor) -> Tensor:
         """Logits f32 [1, vocab_size] of the hidden states x [1, hidden_size] after the last layer."""
         head = self._weights.get("lm_head", self._weights["embed_tokens"])
         out = torch.empty(1, len(head), device=x.device)
         self._linear(x, self._weights["norm"], head, None, out, self._config.logit_scale)
         return out
 
-    def _project(self, x: torch.Tensor, layer: int, q_size: int) -> None:
+    def _project(self, x: Tensor, layer: int, q_size: int) -> None:
         """Queries (unless `q_size` is 0), keys and values of a layer before rotation, into `_projected`."""
         config, tile, name = self._config, QKV_TILE, f"layers.{layer}."
         kv_size = config.num_key_value_heads * config.head_dim
@@ -136,13 +131,7 @@ class FusedLayers:
         )  # fmt: skip
 
     def _linear(
-        self,
-        x: torch.Tensor,
-        norm: torch.Tensor | None,
-        matrix: torch.Tensor,
-        residual: torch.Tensor | None,
-        out: torch.Tensor,
-        scale: float,
+        self, x: Tensor, norm: Tensor | None, matrix: Tensor, residual: Tensor | None, out: Tensor, scale: float
     ) -> None:
         rows, size = matrix.shape
         eps = self._config.rms_norm_eps
@@ -151,12 +140,12 @@ class FusedLayers:
         )
 
     def _cut(self, tile: Tile, size: int) -> dict[str, Any]:
-        """What products with a vector of this size take."""
+        """The options of kernels that multiply matrices with a vector of this size."""
         columns = min(tile.columns, triton.next_power_of_2(size))
         return {"SIZE": size, "ROWS": tile.rows, "COLUMNS": columns, "num_warps": tile.warps} | self._overlaps
 
-    def _head_options(self, rope: Rope | None) -> tuple[torch.Tensor, dict[str, Any]]:
-        """The rotations of a layer's heads, and what else the kernels that rotate take."""
+    def _head_options(self, rope: Rope | None) -> tuple[Tensor, dict[str, Any]]:
+        """The rotations of a layer's heads, and the options of the kernels that rotate them."""
         options = {"DIM": self._config.head_dim, "CONTEXT": self._cache.shape[-2]} | self._overlaps
         if rope is None:
             return self._projected, options | {"ROTATED": 0, "INTERLEAVED": False}

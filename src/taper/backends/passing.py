@@ -1,13 +1,13 @@
 """Hidden states that wait in the key-value cache until somebody reads their keys and values.
 
 Where keys are as wide as hidden states (no grouped queries), filling the cells of skipped layers in each step would
-read a tenth more weights. There a skipped layer leaves the input of its attention in the place of the key. Before a
-forward first reads such cells, those of all tokens become keys and values together.
+read a tenth more weights. There, a skipped layer stores the input of its attention in place of the key. Before a
+forward first reads such cells, the keys and values of all these tokens are computed together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy as np
 from ..models.config import ModelConfig
 from . import TokenBatch
 
-MAX_TOKENS = 512  # that become keys and values together; bounds the memory of activations
+MAX_TOKENS = 512  # whose keys and values are computed together; bounds the memory of activations
 S = TypeVar("S")
 Read = Callable[[int, int, np.ndarray], S]  # the states at a layer, a slot and positions int64 [n]
 Write = Callable[[int, int, np.ndarray, S], None]  # writes their keys and values there
@@ -33,41 +33,38 @@ class PassingStates(Generic[S]):
 
     @staticmethod
     def fit(config: ModelConfig) -> bool:
-        """Whether the input of attention has the size of a key, and being normed also the range of f16."""
+        """Whether the input of attention has the size of a key and, because it is normed, fits the range of f16."""
         is_normed = all(spec.pre_norm for spec in config.layers)
         return is_normed and config.num_key_value_heads * config.head_dim == config.hidden_size
 
     def fill(self, batch: TokenBatch, read: Read[S], write: Write[S]) -> None:
-        """Make keys and values of the states that a batch reads; its own tokens are written, not read."""
+        """Turn the states that a batch reads into keys and values; the cells of its own tokens it writes itself."""
         self.finish(write)
-        for layer, slot, positions in self._read_by(batch):
-            for first in range(0, len(positions), MAX_TOKENS):
-                part = positions[first : first + MAX_TOKENS]
-                self._filling = layer, slot, part, read(layer, slot, part)
-                self.finish(write)
+        layers = np.flatnonzero(batch.num_active)
+        layers = layers[layers >= batch.first_layer]
+        for slot in set(batch.slots.tolist()):
+            held = self._held[layers, slot, : batch.positions[batch.slots == slot].min()]
+            for row in np.flatnonzero(held.any(1)).tolist():
+                layer, positions = int(layers[row]), np.flatnonzero(held[row])
+                for first in range(0, len(positions), MAX_TOKENS):
+                    part = positions[first : first + MAX_TOKENS]
+                    self._filling = layer, slot, part, read(layer, slot, part)
+                    self.finish(write)
 
     def finish(self, write: Write[S]) -> None:
-        """Do what an interrupt may have left half done."""
+        """Complete what an interrupt may have left half done."""
         if self._filling is not None:
             layer, slot, positions, _ = self._filling
             write(*self._filling)
             self._held[layer, slot, positions] = False
             self._filling = None
 
-    def _read_by(self, batch: TokenBatch) -> Iterator[tuple[int, int, np.ndarray]]:
-        layers = np.flatnonzero(batch.num_active)
-        layers = layers[layers >= batch.first_layer]
-        for slot in set(batch.slots.tolist()):
-            held = self._held[layers, slot, : batch.positions[batch.slots == slot].min()]
-            for index in np.flatnonzero(held.any(1)).tolist():
-                yield int(layers[index]), slot, np.flatnonzero(held[index])
-
     def note(self, batch: TokenBatch) -> None:
-        """Take note of what a batch has written."""
+        """Record what a batch has written."""
         cells = slice(batch.first_layer, None), batch.slots, batch.positions
         passed = np.arange(len(batch.tokens)) >= np.array(batch.num_active)[batch.first_layer :, None]
         self._held[cells] = passed if batch.fill else passed & self._held[cells]
 
     def copy(self, source: int, target: int, first: int, end: int) -> None:
-        """Take note that cells were copied: positions `first` to `end`, excluded."""
+        """Record that cells were copied: positions `first` to `end`, excluded."""
         self._held[:, target, first:end] = self._held[:, source, first:end]

@@ -16,12 +16,13 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from ..adapters import EPS, Adapters
 from ..errors import ModelError, RequestError
 from ..models.config import Experts, ModelConfig, Rope
-from ..models.tensors import Tensor
-from . import ForwardOutput, TokenBatch, runs_by_slot
+from ..models.tensors import Tensor as StoredTensor
+from . import ForwardOutput, Runs, TokenBatch, runs_by_slot
 from .passing import PassingStates
 
 if TYPE_CHECKING:
@@ -29,19 +30,19 @@ if TYPE_CHECKING:
 
 FIRST_BUCKET = 256  # cells that attention reads; doubled until a step's positions fit
 MAX_GRAPHS = 512
-FEW_TOKENS = 4  # for so many, each gets a copy of its experts
+FEW_TOKENS = 4  # up to so many tokens each get a copy of their experts
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
-Outputs = tuple[torch.Tensor, torch.Tensor]  # logits [N, vocab_size], and the argmax of each, int64 [N], or -1
+Outputs = tuple[Tensor, Tensor]  # logits [N, vocab_size], and the argmax of each, int64 [N], or -1
 Step = Callable[[TokenBatch], Outputs]
-Rotations = dict[Rope, torch.Tensor]
-AdapterWeights = dict[int, tuple[torch.Tensor, torch.Tensor]]  # `down` and `up` of each adapter, by layer
+Rotations = dict[Rope, Tensor]
+AdapterWeights = dict[int, tuple[Tensor, Tensor]]  # `down` and `up` of each adapter, by layer
 
 
 class TorchBackend:
     """A model on a CUDA device, or on the CPU for tests.
 
-    `dtype` is that of weights, activations and cache; memory for the whole cache is taken at once. PyTorch's
+    `dtype` is that of weights, activations and cache; memory for the whole cache is allocated at once. PyTorch's
     own tensors are shared, if they are of this device and dtype. Without `graphs`, every step runs eagerly, in
     PyTorch's own operations.
 
@@ -53,7 +54,7 @@ class TorchBackend:
     def __init__(
         self,
         config: ModelConfig,
-        tensors: Mapping[str, Tensor | torch.Tensor],
+        tensors: Mapping[str, StoredTensor | Tensor],
         *,
         num_slots: int = 1,
         context_length: int,
@@ -73,9 +74,8 @@ class TorchBackend:
         self.weight_bytes = {name: weight.nbytes for name, weight in self._weights.items()}
         cache = (config.num_hidden_layers, 2, num_slots, config.num_key_value_heads, context_length, config.head_dim)
         self._cache = torch.zeros(cache, dtype=self.dtype, device=self.device)
-        self._passing: PassingStates[torch.Tensor] | None = None
-        if PassingStates.fit(config):
-            self._passing = PassingStates(config, num_slots, context_length)
+        fits = PassingStates.fit(config)
+        self._passing = PassingStates[Tensor](config, num_slots, context_length) if fits else None
         ropes = {spec.rope for spec in config.layers if spec.rope}
         self._rotations = {rope: rotation_table(rope, context_length, device) for rope in ropes}
         self._windows = {spec.window for spec in config.layers}
@@ -84,7 +84,7 @@ class TorchBackend:
         self._pool = torch.cuda.graph_pool_handle() if self._use_graphs else None  # memory that all graphs share
         self._fused = self._open_fused() if self._use_graphs else None
 
-    def _convert(self, name: str, weights: torch.Tensor) -> torch.Tensor:
+    def _convert(self, name: str, weights: Tensor) -> Tensor:
         converted = weights.to(self.device, self.dtype)
         if self.dtype == torch.float16 and not converted.isfinite().all():
             value = float(weights[~converted.isfinite().to(weights.device)][0])
@@ -135,18 +135,18 @@ class TorchBackend:
             self._cache[:, :, target, :, first:end] = self._cache[:, :, source, :, first:end]
 
     def close(self) -> None:
-        """Give back its memory; the backend cannot be used afterwards."""
+        """Free its memory; the backend cannot be used afterwards."""
         self._graphs.clear()
         self._adapters.clear()
         self._weights.clear()
         self._fused = self._passing = None
         self._cache = torch.empty(0)
 
-    def _states(self, layer: int, slot: int, positions: np.ndarray) -> torch.Tensor:
+    def _states(self, layer: int, slot: int, positions: np.ndarray) -> Tensor:
         """What a layer's keys hold at these positions of a slot: [n, hidden_size], a copy."""
         return self._cache[layer, 0, slot][:, self._upload(positions)].transpose(0, 1).flatten(1)
 
-    def _write_cells(self, layer: int, slot: int, positions: np.ndarray, states: torch.Tensor) -> None:
+    def _write_cells(self, layer: int, slot: int, positions: np.ndarray, states: Tensor) -> None:
         """Write the keys and values of a layer for the inputs of its attention [n, hidden_size]."""
         places = self._upload(positions)
         for cells, new in zip(
@@ -164,22 +164,20 @@ class TorchBackend:
             skips = 0 in batch.num_active
             key = batch.num_active, batch.adapters if skips else None, batch.fill and skips, count, kv_length
             logits, greedy = self._step(key, batch)(batch)
-            wanted = logits[list(batch.logits_rows)] if batch.logits_rows else logits[:0]
-            return ForwardOutput(wanted.float().cpu().numpy(), greedy.numpy()[list(batch.greedy_rows)])
+            rows = logits[list(batch.logits_rows)] if batch.logits_rows else logits[:0]
+            return ForwardOutput(rows.float().cpu().numpy(), greedy.numpy()[list(batch.greedy_rows)])
         inputs = self._upload(stacked(batch))
         if batch.hidden_states is None:
             x = self.embed(inputs[0])
         else:
             x = torch.tensor(batch.hidden_states).to(self.device, self.dtype)
-        one_each = None if len(runs) == count else runs
-        sharing, adapters = (batch.first_layer, batch.output_hidden_states), self._adapter_weights(batch.adapters)
-        active = batch.num_active, batch.fill
-        hidden_states = self._decode(x, inputs, *active, adapters, one_each, kv_length, *sharing)
-        wanted = len(batch.logits_rows)
+        adapters = self._adapter_weights(batch.adapters)
+        hidden_states = self._decode(x, inputs, batch, adapters, None if len(runs) == count else runs, kv_length)
+        num_logits = len(batch.logits_rows)
         logits = self.logits(x[self._upload(np.array(batch.logits_rows + batch.greedy_rows, np.int32))])
         return ForwardOutput(
-            logits=logits[:wanted].float().cpu().numpy(),
-            greedy_ids=argmax(logits[wanted:]).cpu().numpy(),
+            logits=logits[:num_logits].float().cpu().numpy(),
+            greedy_ids=argmax(logits[num_logits:]).cpu().numpy(),
             hidden_states={layer: states.float().cpu().numpy() for layer, states in hidden_states.items()},
         )
 
@@ -189,25 +187,25 @@ class TorchBackend:
             bucket *= 2
         return min(bucket, self.context_length)
 
-    def _upload(self, values: np.ndarray) -> torch.Tensor:
+    def _upload(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(self.device, non_blocking=True)
 
     def _step(self, key: tuple[Any, ...], batch: TokenBatch) -> Step:
         """A step of one token a row: `key` is what it depends on, (num_active, adapters, fill, count, kv_length).
 
-        `batch` is one of those that it is for.
+        `batch` is an example with this key.
         """
         if key not in self._graphs:
-            num_active, adapters, fill, count, kv_length = key
+            _, adapters, _, count, kv_length = key
             weights = self._adapter_weights(adapters)
 
-            def compute(inputs: torch.Tensor) -> Outputs:
+            def compute(inputs: Tensor) -> Outputs:
                 x = self.embed(inputs[0])
                 if count == 1 and self._fused is not None:
-                    self._decode_token(self._fused, x, inputs, num_active, fill, weights, kv_length)
+                    self._decode_token(self._fused, x, inputs, batch, weights, kv_length)
                     logits = self._fused.logits(x)
                 else:
-                    self._decode(x, inputs, num_active, fill, weights, None, kv_length)
+                    self._decode(x, inputs, batch, weights, None, kv_length)
                     logits = self.logits(x)
                 return logits, argmax(logits)
 
@@ -217,13 +215,13 @@ class TorchBackend:
         self._graphs.move_to_end(key)
         return self._graphs[key]
 
-    def _capture(self, compute: Callable[[torch.Tensor], Outputs], batch: TokenBatch) -> Step:
+    def _capture(self, compute: Callable[[Tensor], Outputs], batch: TokenBatch) -> Step:
         """Capture a computation as a CUDA graph that reads its inputs from the host's memory.
 
-        It runs once before, on `batch`, for libraries set themselves up outside a capture.
+        It first runs once without being captured, on `batch`, because libraries initialise themselves then.
 
         Returns:
-            From a batch to logits on the device and the argmax of each on the host; its next call overwrites both.
+            A function from a batch to logits on the device and their argmax on the host; its next call overwrites both.
         """
         given = torch.from_numpy(stacked(batch)).pin_memory()
         chosen = torch.zeros(len(batch.tokens), dtype=torch.int64, pin_memory=True)
@@ -248,33 +246,24 @@ class TorchBackend:
         return replay
 
     def _decode(
-        self,
-        x: torch.Tensor,
-        inputs: torch.Tensor,
-        num_active: tuple[int, ...],
-        fill: bool,
-        adapters: AdapterWeights,
-        runs: tuple[tuple[int, int, int], ...] | None,
-        kv_length: int,
-        first_layer: int = 0,
-        output_hidden_states: tuple[int, ...] = (),
-    ) -> dict[int, torch.Tensor]:
+        self, x: Tensor, inputs: Tensor, batch: TokenBatch, adapters: AdapterWeights, runs: Runs | None, kv_length: int
+    ) -> dict[int, Tensor]:
         """Run the layers on x [N, hidden_size], in place; copies of it before the layers of `output_hidden_states`.
 
-        `inputs`, int64 [3, N], are tokens, positions and slots. `runs` None promises one token a slot, so that nothing
-        depends on which slots they are.
+        Tokens, positions and slots are read from `inputs`, int64 [3, N], not from `batch`: graphs replay with others.
+        With `runs` None, each slot has one token, and the operations do not depend on which slots these are.
         """
         _, positions, slots = inputs
         rotations = self.rotations(positions)
         visible = {window: visible_cells(positions, kv_length, window) for window in self._windows}
         hidden_states = {}
-        for layer, n in enumerate((*num_active, 0)):
-            if layer in output_hidden_states:
+        for layer, n in enumerate((*batch.num_active, 0)):
+            if layer in batch.output_hidden_states:
                 hidden_states[layer] = x.clone()
-            if not first_layer <= layer < len(num_active):
+            if not batch.first_layer <= layer < len(batch.num_active):
                 continue
             keys, values = self._cache[layer]  # [num_slots, key-value heads, context_length, head_dim]
-            filled = len(x) if fill else n
+            filled = len(x) if batch.fill else n
             written = n if self._passing is not None else filled
             if filled:
                 h = self.attention_input(x[:filled], layer)
@@ -296,53 +285,47 @@ class TorchBackend:
         return hidden_states
 
     def _decode_token(
-        self,
-        kernels: FusedLayers,
-        x: torch.Tensor,
-        inputs: torch.Tensor,
-        num_active: tuple[int, ...],
-        fill: bool,
-        adapters: AdapterWeights,
-        kv_length: int,
+        self, fused: FusedLayers, x: Tensor, inputs: Tensor, batch: TokenBatch, adapters: AdapterWeights, kv_length: int
     ) -> None:
         """`_decode` of one token in kernels: x [1, hidden_size], in place."""
         _, positions, slots = inputs
+        active = batch.num_active
         passed = 0  # the end of the layers that have been passed together
-        for layer, is_active in enumerate(num_active):
+        for layer, is_active in enumerate(active):
             if is_active:
-                kernels.run_layer(x, layer, positions, slots, kv_length)
+                fused.run_layer(x, layer, positions, slots, kv_length)
                 continue
-            if fill and self._passing is None:
-                kernels.write_keys_values(x, layer, positions, slots)
-            elif fill and layer >= passed:
+            if batch.fill and self._passing is None:
+                fused.write_keys_values(x, layer, positions, slots)
+            elif batch.fill and layer >= passed:
                 passed = layer + 1
-                while passed < len(num_active) and not num_active[passed] and passed - 1 not in adapters:
+                while passed < len(active) and not active[passed] and passed - 1 not in adapters:
                     passed += 1
-                kernels.pass_states(x, layer, passed, positions, slots)
+                fused.pass_states(x, layer, passed, positions, slots)
             if layer in adapters:
                 x.copy_(adapt(x, *adapters[layer]))
 
-    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+    def embed(self, tokens: Tensor) -> Tensor:
         """Hidden states [N, hidden_size] before the first layer, of token ids [N]."""
         return _scaled(F.embedding(tokens, self._weights["embed_tokens"]), self.config.embedding_scale)
 
-    def rotations(self, positions: torch.Tensor) -> Rotations:
+    def rotations(self, positions: Tensor) -> Rotations:
         """Cosines and sines at positions [N], for each kind of rotary embedding: [2, N, 1, dim / 2]."""
         return {rope: table[:, positions].unsqueeze(2) for rope, table in self._rotations.items()}
 
-    def attention_input(self, x: torch.Tensor, layer: int) -> torch.Tensor:
-        """What a layer's queries, keys and values are projections of: hidden states x [n, hidden_size], normed."""
+    def attention_input(self, x: Tensor, layer: int) -> Tensor:
+        """The input of a layer's queries, keys and values: hidden states x [n, hidden_size], normed."""
         return self._norm(x, f"layers.{layer}.pre_attention_norm")
 
-    def queries(self, h: torch.Tensor, layer: int, rotations: Rotations) -> torch.Tensor:
-        """Queries [n, heads, head_dim] of h, the `attention_input` of the first n tokens that are rotated."""
+    def queries(self, h: Tensor, layer: int, rotations: Rotations) -> Tensor:
+        """Queries [n, heads, head_dim] of h, the `attention_input` of the first n tokens of `rotations`."""
         return self._rotated(self._heads(h, layer, "q"), layer, rotations)
 
-    def keys_values(self, h: torch.Tensor, layer: int, rotations: Rotations) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys_values(self, h: Tensor, layer: int, rotations: Rotations) -> tuple[Tensor, Tensor]:
         """Keys and values, each [n, key-value heads, head_dim], of the first n tokens as in `queries`."""
         return self._rotated(self._heads(h, layer, "k"), layer, rotations), self._heads(h, layer, "v")
 
-    def _heads(self, h: torch.Tensor, layer: int, name: str) -> torch.Tensor:
+    def _heads(self, h: Tensor, layer: int, name: str) -> Tensor:
         """One of q, k, v, before rotation: [n, heads, head_dim]."""
         bias = self._weights.get(f"layers.{layer}.{name}_bias")
         projected = F.linear(h, self._weights[f"layers.{layer}.{name}_proj"], bias)
@@ -350,36 +333,36 @@ class TorchBackend:
         heads = (self._norm(projected, norm) if whole else projected).unflatten(-1, (-1, self.config.head_dim))
         return heads if whole else self._norm(heads, norm)
 
-    def _rotated(self, x: torch.Tensor, layer: int, rotations: Rotations) -> torch.Tensor:
+    def _rotated(self, x: Tensor, layer: int, rotations: Rotations) -> Tensor:
         rope = self.config.layers[layer].rope
         return x if rope is None else rotate(x, rotations[rope][:, : len(x)], rope.interleaved)
 
-    def finish_layer(self, x: torch.Tensor, attended: torch.Tensor, layer: int) -> torch.Tensor:
+    def finish_layer(self, x: Tensor, attended: Tensor, layer: int) -> Tensor:
         """Hidden states [n, hidden_size] after a layer, from those before it and from attention's outputs."""
         x = self._added(x, self._times(attended, layer, "o_proj"), f"layers.{layer}.post_attention_norm")
         h = self._mlp(self._norm(x, f"layers.{layer}.pre_mlp_norm"), layer)
         return self._added(x, h, f"layers.{layer}.post_mlp_norm")
 
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
+    def logits(self, x: Tensor) -> Tensor:
         """Logits [N, vocab_size] of hidden states [N, hidden_size] after the last layer."""
         head = self._weights.get("lm_head", self._weights["embed_tokens"])
         return _scaled(F.linear(self._norm(x, "norm"), head), self.config.logit_scale)
 
-    def _added(self, x: torch.Tensor, h: torch.Tensor, norm: str) -> torch.Tensor:
+    def _added(self, x: Tensor, h: Tensor, norm: str) -> Tensor:
         """Hidden states and what attention or MLP computed, added."""
         return torch.add(x, self._norm(h, norm), alpha=self.config.residual_scale)
 
-    def _times(self, h: torch.Tensor, layer: int, name: str) -> torch.Tensor:
+    def _times(self, h: Tensor, layer: int, name: str) -> Tensor:
         """Rows h times a matrix of a layer."""
         return F.linear(h, self._weights[f"layers.{layer}.{name}"])
 
-    def _mlp(self, h: torch.Tensor, layer: int) -> torch.Tensor:
+    def _mlp(self, h: Tensor, layer: int) -> Tensor:
         if (experts := self.config.layers[layer].experts) is not None:
             return self._mixture(h, layer, experts)
         gate, up = self._times(h, layer, "gate_proj"), self._times(h, layer, "up_proj")
         return self._times(self._activation(gate) * up, layer, "down_proj")
 
-    def _mixture(self, x: torch.Tensor, layer: int, experts: Experts) -> torch.Tensor:
+    def _mixture(self, x: Tensor, layer: int, experts: Experts) -> Tensor:
         """The MLPs of the experts that the router chooses for each row of x, weighted: [n, hidden_size]."""
         probabilities = self._times(x, layer, "router").float().softmax(-1)
         shares, ids = probabilities.topk(experts.num_experts_per_tok)  # [n, chosen]
@@ -387,7 +370,7 @@ class TorchBackend:
         # [experts, intermediate_size, hidden_size]; down: [experts, hidden_size, intermediate_size]
         gate, up, down = (self._weights[f"layers.{layer}.{part}_experts"] for part in ("gate", "up", "down"))
         if len(x) <= FEW_TOKENS or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-            # For each token a copy of its experts, so that nothing depends on which they are.
+            # Each token gets a copy of its experts, so that the operations do not depend on the router's choice.
             gates, ups = (torch.einsum("nh,nkih->nki", x, matrices[ids]) for matrices in (gate, up))
             outs = torch.einsum("nki,nkhi->nkh", self._activation(gates) * ups, down[ids])
             return (outs * shares.unsqueeze(-1)).sum(1).to(x.dtype)
@@ -398,10 +381,10 @@ class TorchBackend:
             out.index_add_(0, tokens, (F.linear(h, down[expert]) * shares[tokens, place, None]).to(x.dtype))
         return out
 
-    def _activation(self, x: torch.Tensor) -> torch.Tensor:
+    def _activation(self, x: Tensor) -> Tensor:
         return F.silu(x) if self.config.activation == "silu" else F.gelu(x, approximate="tanh")
 
-    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+    def _norm(self, x: Tensor, name: str) -> Tensor:
         """RMS norm along rows, where the model has one of this name; else x itself."""
         weight = self._weights.get(name)
         return x if weight is None else F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
@@ -412,22 +395,22 @@ def stacked(batch: TokenBatch) -> np.ndarray:
     return np.array((batch.tokens, batch.positions, batch.slots), np.int64)
 
 
-def argmax(logits: torch.Tensor) -> torch.Tensor:
+def argmax(logits: Tensor) -> Tensor:
     """The argmax of each row of logits, int64 [N]; -1 where the largest is not a finite number."""
     highest, ids = logits.max(-1)  # a NaN, if there is one
     return torch.where(highest.isfinite(), ids, -1)
 
 
-def adapt(x: torch.Tensor, down: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Hidden states [n, hidden_size] after an adapter (`policy.Adapters`)."""
+def adapt(x: Tensor, down: Tensor, up: Tensor) -> Tensor:
+    """Hidden states [n, hidden_size] after an adapter (`Adapters`)."""
     return x + F.linear(F.silu(F.linear(F.rms_norm(x, (x.shape[-1],), eps=EPS), down)), up)
 
 
-def _scaled(x: torch.Tensor, scale: float) -> torch.Tensor:
+def _scaled(x: Tensor, scale: float) -> Tensor:
     return x if scale == 1.0 else x * scale
 
 
-def rotation_table(rope: Rope, context_length: int, device: str) -> torch.Tensor:
+def rotation_table(rope: Rope, context_length: int, device: str) -> Tensor:
     """Cosines and sines of each position, f32 [2, context_length, dim / 2]."""
     pairs = torch.arange(0, rope.dim, 2, dtype=torch.float32, device=device)
     frequencies = rope.theta ** (-pairs / rope.dim)
@@ -438,14 +421,14 @@ def rotation_table(rope: Rope, context_length: int, device: str) -> torch.Tensor
     return torch.stack((angles.cos(), angles.sin())) * rope.attention_factor
 
 
-def visible_cells(positions: torch.Tensor, kv_length: int, window: int | None) -> torch.Tensor:
+def visible_cells(positions: Tensor, kv_length: int, window: int | None) -> Tensor:
     """Which cells of its slot each token at positions [N] attends to: bool [N, kv_length]."""
     cells, own = torch.arange(kv_length, device=positions.device), positions.unsqueeze(1)
     visible = cells <= own
     return visible if window is None else visible & (cells > own - window)
 
 
-def rotate(x: torch.Tensor, rotation: torch.Tensor, interleaved: bool) -> torch.Tensor:
+def rotate(x: Tensor, rotation: Tensor, interleaved: bool) -> Tensor:
     """Rotary embedding of heads x [n, heads, head_dim] in f32, by cosines and sines [2, n, 1, dim / 2]."""
     pairs, axis = ((-1, 2), -1) if interleaved else ((2, -1), -2)
     cos, sin = rotation
@@ -456,17 +439,11 @@ def rotate(x: torch.Tensor, rotation: torch.Tensor, interleaved: bool) -> torch.
 
 
 def attend(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    visible: torch.Tensor,
-    slots: torch.Tensor,
-    runs: tuple[tuple[int, int, int], ...] | None,
-    scale: float,
-) -> torch.Tensor:
+    q: Tensor, keys: Tensor, values: Tensor, visible: Tensor, slots: Tensor, runs: Runs | None, scale: float
+) -> Tensor:
     """Attention of q [n, heads, head_dim] over caches [slots, kv heads, cells, head_dim]: [n, heads * head_dim]."""
     group = q.shape[1] // keys.shape[1]  # heads that share keys and values
-    # Neither way asks PyTorch for grouped queries: with a mask, only its slowest kernels have them on a GPU.
+    # Neither way asks PyTorch for grouped queries: with a mask, only its slowest kernels support them on a GPU.
     if runs is None:  # one token a row, the heads of a group as its queries: [n, key-value heads, group, head_dim]
         if len(keys) > 1:  # a single slot is read where it is
             keys, values = keys[slots], values[slots]
@@ -485,22 +462,22 @@ def attend(
 
 
 def check_device(device: str) -> None:
-    """Check that PyTorch has a device.
+    """Check that PyTorch can use a device.
 
     Raises:
-        RequestError: it has not.
+        RequestError: it cannot.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise RequestError("PyTorch finds no CUDA device", "use --device cpu, or install a CUDA build of PyTorch")
 
 
-def to_torch(tensor: Tensor | torch.Tensor) -> torch.Tensor:
-    """A tensor of ours on the CPU, dequantised; PyTorch's own as it is.
+def to_torch(tensor: StoredTensor | Tensor) -> Tensor:
+    """One of our tensors, dequantised on the CPU; one of PyTorch's own is returned as it is.
 
     Raises:
         ModelError: it is quantised, and there is nothing to dequantise it with.
     """
-    if isinstance(tensor, torch.Tensor):
+    if isinstance(tensor, Tensor):
         return tensor
     if (stored := DTYPES.get(tensor.dtype.lower())) is not None:
         return torch.from_numpy(tensor.data.copy()).view(stored).reshape(tensor.shape)

@@ -14,7 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def _first_tile(weights, rows, num_rows, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
-    """Pointers to the first columns of some rows of weights [num_rows, SIZE], and what is there."""
+    """Pointers to the first columns of some rows of weights [num_rows, SIZE], and their values."""
     columns = tl.arange(0, COLUMNS)
     pointers = weights + rows[:, None].to(tl.int64) * SIZE + columns[None, :]
     return pointers, tl.load(pointers, (rows < num_rows)[:, None] & (columns < SIZE)[None, :], 0.0)
@@ -190,7 +190,7 @@ def attend(
     INTERLEAVED: tl.constexpr, CONTEXT: tl.constexpr, CELLS: tl.constexpr, PER_SPLIT: tl.constexpr,
     SPLITS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Attention of one head over its share of the cells; whoever ends last adds the shares up: out [HEADS * DIM].
+    """Attention of one head over its share of the cells; the last program adds up the shares: out [HEADS * DIM].
 
     Writes the token's own key and value into the cache. A share leaves the sum of its values [DIM], the largest score
     and the sum of weights in `sums`, `tops` and `weights`; `counts` [HEADS] has how many are done.

@@ -14,7 +14,7 @@ from typing import NoReturn
 import click
 
 from ..errors import Names, TaperError, TaperWarning
-from . import bench, calibrate, chat, eval, generate, heal, models, reproduce, serve
+from . import bench, calibrate, chat, eval, generate, heal, models, serve
 from .common import INTERRUPTED, say
 
 _CLOSED_PIPE, _WRONG = 141, 2
@@ -48,7 +48,7 @@ def _version(context: click.Context, parameter: click.Parameter, wanted: bool) -
         if not built.get(name):
             click.echo(f"without {name}: {advice}")
     if slower := [*(["LLAMAFILE"] if not built.get("LLAMAFILE") else []), *ggml.unused_instructions()]:
-        click.echo(f"without {', '.join(slower)}: prompts are slower than need be; {_NATIVE}")
+        click.echo(f"without {', '.join(slower)}: prompts are slower than necessary; {_NATIVE}")
     context.exit()
 
 
@@ -64,17 +64,9 @@ def cli() -> None:
     Names.are_options = True
 
 
-_COMMANDS = (
-    generate.run,
-    generate.generate,
-    chat.chat,
-    models.pull,
-    models.list_models,
-    models.policy,
-    models.vllm_args,
-    bench.bench,
-)
-for _command in (*_COMMANDS, calibrate.calibrate, heal.heal, eval.evaluate, reproduce.reproduce, serve.serve):
+_OF_MODELS = (models.pull, models.list_models, models.policy, models.vllm_args)
+_OF_THE_LAB = (bench.bench, calibrate.calibrate, heal.heal, eval.evaluate)
+for _command in (chat.run, generate.generate, chat.chat, *_OF_MODELS, *_OF_THE_LAB, serve.serve):
     cli.add_command(_command)
 
 
@@ -101,8 +93,10 @@ def main() -> NoReturn:
         click.echo(error.format_message(), err=True)
         sys.exit(_WRONG)
     except click.exceptions.NoSuchOption as error:
-        hint = 'see --help; a prompt that begins with a dash comes after --: taper generate -- "-1 + 2 = ?"'
-        _fail(TaperError(error.format_message(), hint if "prompt" in _arguments(error.ctx) else "see --help"))
+        hint = "see --help"
+        if error.ctx is not None and any(param.name == "prompt" for param in error.ctx.command.params):
+            hint += '; a prompt that begins with a dash comes after --: taper generate -- "-1 + 2 = ?"'
+        _fail(TaperError(error.format_message(), hint))
     except click.ClickException as error:
         _fail(TaperError(error.format_message(), "see --help"))
     except (KeyboardInterrupt, click.Abort):
@@ -115,22 +109,15 @@ def main() -> NoReturn:
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _arguments(context: click.Context | None) -> set[str | None]:
-    """The names of a command's arguments, which are not options."""
-    return (
-        set() if context is None else {each.name for each in context.command.params if isinstance(each, click.Argument)}
-    )
-
-
 def _open_standard_streams() -> None:
-    """Python has None for a standard stream that was closed before it started."""
+    """Replace each standard stream that was closed before Python started, and is None, by one to nowhere."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  (for the process)
 
 
 class _Diagnostics(io.TextIOWrapper):
-    """Standard error. What cannot be written there, on a full disk or a closed pipe, must not cost the output."""
+    """Standard error. If it cannot be written to (a full disk, a closed pipe), the output must go on all the same."""
 
     def write(self, text: str) -> int:
         """Write, or give up on this and all that follows."""

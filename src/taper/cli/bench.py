@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 Column = tuple[str, str, float, str]  # header, key of a row, factor, format
 
-_FAILED = 1  # exit code: a check of the tokens, or a phase
+_FAILED = 1  # exit code after a check of the tokens or a phase that failed
 _MAX_LENGTH = 1 << 20  # tokens
 _ROUNDS: Column = ("rounds", "rounds", 1, "d")
 _TTFT: Column = ("TTFT\ns", "ttft_s", 1, ".3f")
@@ -102,9 +102,10 @@ def failed_checks(result: Json) -> list[str]:
 
 def show_results(result: Json, screen: Console) -> None:
     """Print the conditions, every phase as a table, and what was left out or failed."""
-    c, phases, failed = result["conditions"], result["phases"], failed_checks(result)
-    screen.print(f"{c['model']}\n{c['gpu'] or c['machine']}, {c['backend']}, {c['date']}, batch {c['batch']}")
-    screen.print(f"{c['kernels']}; {c['layouts']}")
+    about, phases, failed = result["conditions"], result["phases"], failed_checks(result)
+    place = about["gpu"] or about["machine"]
+    screen.print(f"{about['model']}\n{place}, {about['backend']}, {about['date']}, batch {about['batch']}")
+    screen.print(f"{about['kernels']}; {about['layouts']}")
     if failed:
         screen.print(f"\nCHECK FAILED, so the results below are of wrong outputs: {', '.join(failed)}")
     for name, phase in phases.items():
@@ -121,7 +122,7 @@ def show_results(result: Json, screen: Console) -> None:
             screen.print(f"\noutputs of {phase['output_tokens']} tokens", _table(_OUTPUTS, phase["rows"]), sep="\n")
         elif phase.get("rows"):
             screen.print(f"\n{name}: a prompt and an output of that length", _peers(phase["rows"]), sep="\n")
-    unavailable = {peer: why for phase in phases.values() for peer, why in phase.get("unavailable", {}).items()}
+    unavailable = {peer: reason for phase in phases.values() for peer, reason in phase.get("unavailable", {}).items()}
     lines = [f"{peer} was left out: {reason}" for peer, reason in unavailable.items()]
     lines += [f"{name} failed: {reason}" for name, reason in result["failed"].items()]
     lines += [f"{name} was left out for want of time" for name in result["dropped"]]

@@ -25,8 +25,6 @@ _LIMITS = ("max_kl", "min_agreement", "max_nll_increase", "speedup")
 _FOR_TASKS = ("margin", "problems", "split", "data_dir", "fewshot", "chat", "max_tokens", "filter_name")
 _FOR_PROMPTS = (*_LIMITS, "answer_tokens", "quick", "prompts", "report", "heal")
 _TASK_BATCH_SIZE = 32
-
-
 _GROUPS = {
     "Model": ("model", "device", "dtype", "context", "threads", "repack", "offline"),
     "Budget, one at least, or a speed": _LIMITS,
@@ -133,8 +131,8 @@ def _check_options(options: Mapping[str, Any]) -> None:
 
 def _to_prompts(out: Path, as_json: bool, options: dict[str, Any]) -> DepthPolicy | None:
     """The policy for a budget or a speed; None if none keeps it."""
+    from ..lab.calibration.measured_model import batch_size
     from ..lab.calibration.prompts import builtin_prompts, read_prompts
-    from ..lab.calibration.run import batch_size
     from ..lab.calibration.run import calibrate as run
     from ..lab.calibration.summary import Budget
 
@@ -177,7 +175,7 @@ def _to_prompts(out: Path, as_json: bool, options: dict[str, Any]) -> DepthPolic
 def _print(result: Calibration) -> None:
     """The result in a few lines and two tables."""
     from ..lab.calibration.summary import interval, limits, remarks, verdict
-    from .terminal import print_table
+    from .terminal import METRICS, print_table
 
     summary, held_out, own = result.summary, result.summary.held_out, result.summary.free_running
     measured = summary.speedup.measured
@@ -188,13 +186,10 @@ def _print(result: Calibration) -> None:
         f"speed  {measured.median:.2f}x measured ({measured.slowest:.2f} to {measured.fastest:.2f}), "
         f"{summary.speedup.predicted:.2f}x predicted\n"
     )
-    metrics = (
-        ("KL to full depth, nats", "kl", 1),
-        ("top-1 agreement, %", "agreement", 100),
-        ("NLL of full depth's outputs, + %", "nll_increase", 1),
-    )
-    parts = (held_out.tapered_steps, held_out.all_steps)
-    rows = [(title, *(interval(getattr(part, key, None), factor) for part in parts)) for title, key, factor in metrics]
+    losses = (held_out.tapered_steps, held_out.all_steps)
+    rows = [
+        (title, *(interval(getattr(loss, name, None), factor) for loss in losses)) for title, name, factor in METRICS
+    ]
     print_table((f"{summary.prompts.held_out} held-out prompts, 95 % intervals", "tapered steps", "all steps"), rows)
     click.echo()
     pairs = (

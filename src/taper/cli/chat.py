@@ -1,9 +1,10 @@
-"""`taper chat`: a conversation in a terminal, or of the lines that come on standard input."""
+"""`taper chat` and `taper run`: a conversation in a terminal, or of the lines that come on standard input."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,7 +14,16 @@ from ..models import model_name
 from ..models.download import cache_folder
 from ..models.files import without_mark
 from .common import load, say
-from .generate import chosen_policy, follow, generation_options, messages_of, report, sampling_of, thinks
+from .generate import (
+    chosen_policy,
+    follow,
+    generate_text,
+    generation_options,
+    messages_of,
+    report,
+    sampling_of,
+    thoughts_after,
+)
 
 if TYPE_CHECKING:
     from ..llm import LLM
@@ -34,6 +44,21 @@ Alt-Enter begins a new line in a message; pasted text keeps its lines."""
 def chat(**options: Any) -> None:
     """Chat over several turns. /help lists the commands."""
     converse(options)
+
+
+@click.command()
+@click.argument("name", metavar="MODEL")
+@click.argument("prompt", required=False)
+@generation_options
+def run(name: str, prompt: str | None, **options: Any) -> None:
+    """Fetch MODEL if it is not here yet, and chat with it, or answer PROMPT."""
+    if options["model"] is not None:
+        raise click.UsageError("the model is given twice")
+    options["model"] = name
+    if prompt is None and sys.stdin.isatty():
+        converse(options | {"reuse": REUSE[0]})
+    else:
+        generate_text(prompt, compare=False, as_json=False, options=options)
 
 
 def converse(options: dict[str, Any]) -> None:
@@ -63,11 +88,11 @@ class Conversation:
         self._params = llm.sampling_params(**options["sampling"])
 
     def turn(self, text: str) -> None:
-        """Answer a message; if that cannot be done, the conversation is as it was."""
+        """Complete a turn; if that fails, the conversation stays as it was."""
         self._messages.append({"role": "user", "content": text})
         think, reuse = self._options["think"], self._options["reuse"]
         try:
-            thoughts = thinks(self._llm, self._llm.encode(self._messages, think=think))
+            thoughts = thoughts_after(self._llm, self._llm.encode(self._messages, think=think))
             stream = self._llm.stream(self._messages, self._params, policy=self.policy, think=think, reuse=reuse)
             output, chunks = follow(stream, thoughts, self._options["show_depth"] and self.policy)
         except TaperError as error:
@@ -79,7 +104,7 @@ class Conversation:
         self._messages.append({"role": "assistant", "content": output.text})
 
     def command(self, line: str) -> None:
-        """Do what a line asks for that begins with a slash."""
+        """Run a command: a line that begins with a slash."""
         name, _, argument = line.partition(" ")
         commands: dict[str, Callable[[str], None]] = {
             "/help": lambda _: say(_HELP),
@@ -124,7 +149,7 @@ def _plain() -> str:
 
 
 def _editor() -> Callable[[], str]:
-    """Asks for a message on a terminal: with editing, several lines, and a history that is kept."""
+    """A function that asks for a message on a terminal: with editing, several lines, and a history on disk."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.history import FileHistory, History, InMemoryHistory
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
@@ -142,12 +167,10 @@ def _editor() -> Callable[[], str]:
 
     history: History = InMemoryHistory()
     path = cache_folder() / "chat_history"
-    try:
+    with suppress(OSError):  # a folder that cannot be written to must not end a chat
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(mode=0o600)
         history = FileHistory(str(path))
-    except OSError:
-        pass  # a folder that cannot be written to must not end a chat
     session: PromptSession[str] = PromptSession(
         history=history, key_bindings=keys, multiline=True, output=create_output(stdout=sys.stderr)
     )

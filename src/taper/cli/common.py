@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ..llm import LLM
 
 INTERRUPTED = 130
+NOT_HEALED = "the adapters did not help: KL on held-out prompts did not fall"
 _LONG = 2  # seconds of loading
 Command = Callable[..., Any]
 
@@ -36,12 +37,11 @@ REPACK_OPTION = click.option(
     help="Layouts of matrices on a CPU: never uses the file as it is, always repacks it, auto keeps a second layout "
     "where prompts are faster with it and memory is free.",
 )
-
 OFFLINE = click.option("--offline", is_flag=True, help="Do not fetch a model that is not on this machine.")
 
 
 def with_options(options: Sequence[Command], command: Command) -> Command:
-    """A command with these options, listed in their order before those it has."""
+    """A command with these options; help lists them in this order, before the command's own."""
     for option in reversed(options):
         command = option(command)
     return command
@@ -50,8 +50,7 @@ def with_options(options: Sequence[Command], command: Command) -> Command:
 class GroupedCommand(click.Command):
     """A command whose help lists its options under headings.
 
-    Args:
-        groups: the names of the parameters under each heading; what is in none of them comes last.
+    `groups` has the names of the parameters under each heading; the others come last.
     """
 
     def __init__(self, *args: Any, groups: Mapping[str, Sequence[str]], **options: Any) -> None:
@@ -68,23 +67,18 @@ class GroupedCommand(click.Command):
 
 
 def model_options(command: Command) -> Command:
-    """Which model, and how it runs."""
-    return MODEL(run_options(command))
-
-
-def run_options(command: Command) -> Command:
-    """How a model runs."""
+    """Options for which model runs, and how."""
     context = click.option(
         *("-c", "--context", "--ctx-size"),
         "context",
         type=int,
         help="Tokens of prompt and output. Default: 4096 or the model's limit.",
     )
-    return with_options([THREADS, context, DEVICE, DTYPE, REPACK_OPTION, OFFLINE], command)
+    return with_options([MODEL, THREADS, context, DEVICE, DTYPE, REPACK_OPTION, OFFLINE], command)
 
 
 def load(options: dict[str, Any], **more: Any) -> LLM:
-    """The model that the options ask for; a terminal shows which part of it is there when that takes long."""
+    """Load the model that the options name; if that takes long, a terminal shows how far it is."""
     from ..llm import LLM
     from ..models.download import DEFAULT_MODEL
     from .terminal import console
@@ -107,32 +101,20 @@ def say(line: str) -> None:
 
 
 def check_file(option: str, path: Path) -> None:
-    """Reject a file that could not be written, before the work.
-
-    Raises:
-        RequestError: it is a folder or a device, or its folder cannot be written to.
-    """
+    """Before the work, raise RequestError for a file that could not be written: a folder, a device, no permission."""
     if path.exists() and not path.is_file():  # it would be replaced, a device too
         raise RequestError(f"{option} {path} is a folder or a device", "name a file")
     check_writable(path.parent)
 
 
 def check_matplotlib(option: str) -> None:
-    """Reject an option that draws, before the work.
-
-    Raises:
-        RequestError: matplotlib is not installed.
-    """
+    """Before the work, raise RequestError for an option that draws if matplotlib is not installed."""
     if find_spec("matplotlib") is None:
         raise RequestError(f"{option} needs matplotlib", 'pip install "taper-llm[report]"')
 
 
 def check_report(option: str, folder: Path) -> None:
-    """Reject a report that could not be written, before the work.
-
-    Raises:
-        RequestError: it is not a folder, or cannot be written to, or matplotlib is not installed.
-    """
+    """Before the work, raise RequestError for a folder that cannot be written to, or if matplotlib is not installed."""
     check_matplotlib(option)
     if folder.exists() and not folder.is_dir():
         raise RequestError(f"{option} {folder} is not a folder", "name a folder")
@@ -163,15 +145,8 @@ def stages() -> Generator[Callable[[str, float], None], None, None]:
         yield advance
 
 
-NOT_HEALED = "the adapters did not help: KL on held-out prompts did not fall"
-
-
 def import_heal() -> Callable[..., Healing]:
-    """`taper.heal`.
-
-    Raises:
-        RequestError: PyTorch is missing.
-    """
+    """`taper.heal`; raises RequestError if PyTorch is missing."""
     try:
         from ..lab.healing.run import heal
     except ImportError:

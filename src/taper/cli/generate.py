@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from ..errors import MODES, REUSE, TaperError
+from ..errors import MODES, TaperError
 from ..models.files import decode_text, read_text, without_mark
 from ..models.policies import FULL
 from .common import INTERRUPTED, Command, load, model_options, say, with_options
@@ -49,7 +49,7 @@ def generation_options(command: Command) -> Command:
         click.option("--top-p", type=float, help="Keep the likeliest tokens whose probabilities reach this sum."),
         click.option("--top-k", type=int, help="Keep the k likeliest tokens; 0: all."),
         click.option("--min-p", type=float, help="Keep tokens at least this likely, relative to the likeliest."),
-        click.option("--repetition-penalty", type=float, help="Make tokens that were there less likely; 1: not."),
+        click.option("--repetition-penalty", type=float, help="Make tokens that have occurred less likely; 1: off."),
         click.option("--stop", multiple=True, metavar="TEXT", help="End the output before this text; repeatable."),
         click.option("-s", "--seed", type=int, help="Make sampling repeatable."),
         click.option("--think/--no-think", default=None, help="Have a thinking model think first, or not."),
@@ -69,27 +69,28 @@ def generate(prompt: str | None, named_prompt: str | None, compare: bool, as_jso
     """Generate text for PROMPT, after what comes on standard input; without PROMPT, or with -, for that alone."""
     if prompt is not None and named_prompt is not None:
         raise click.UsageError("the prompt is given twice")
-    answer(named_prompt if prompt is None else prompt, compare, as_json, options)
+    generate_text(named_prompt if prompt is None else prompt, compare, as_json, options)
 
 
-def answer(prompt: str | None, compare: bool, as_json: bool, options: dict[str, Any]) -> None:
-    """What `taper generate` does, and `taper run` with a prompt."""
+def generate_text(argument: str | None, compare: bool, as_json: bool, options: dict[str, Any]) -> None:
+    """What `taper generate` does, and `taper run` with a prompt as its argument."""
     if compare and FULL in (options["mode"], options["policy"]):
         raise click.UsageError("--compare shows full depth beside a policy; leave out full")
     if as_json and options["show_depth"]:
         raise click.UsageError("--show-depth draws pictures and --json has none; leave out one of them")
-    sampling, how = sampling_of(options), {"response_format": _schema(options.get("schema")), "think": options["think"]}
-    text = _read_prompt("-" if prompt is None else prompt)
+    sampling = sampling_of(options)
+    more = {"response_format": _schema(options.get("schema")), "think": options["think"]}
+    text = _read_prompt("-" if argument is None else argument)
     llm = load(options)
     params = llm.sampling_params(**sampling)
-    given = _prompt(llm, text, options["system"])
-    # A prompt that does not fit is refused before anything else is said.
-    thoughts = thinks(llm, llm.encode(given, think=options["think"]))
+    prompt = _prompt(llm, text, options["system"])
+    # A prompt that does not fit is rejected before anything else is printed.
+    thoughts = thoughts_after(llm, llm.encode(prompt, think=options["think"]))
     policy = chosen_policy(llm, options)
     if compare:
-        _compare(llm, given, params, policy, how, options["show_depth"], as_json)
+        _compare(llm, prompt, params, policy, more, options["show_depth"], as_json)
         return
-    stream = llm.stream(given, params, policy=policy, **how)
+    stream = llm.stream(prompt, params, policy=policy, **more)
     output, chunks = follow(stream, thoughts, options["show_depth"] and policy, echo=not as_json)
     if as_json:
         click.echo(json.dumps(_as_json(output, llm, params), ensure_ascii=False))
@@ -100,25 +101,8 @@ def answer(prompt: str | None, compare: bool, as_json: bool, options: dict[str, 
         sys.exit(INTERRUPTED)
 
 
-@click.command()
-@click.argument("name", metavar="MODEL")
-@click.argument("prompt", required=False)
-@generation_options
-def run(name: str, prompt: str | None, **options: Any) -> None:
-    """Fetch MODEL if it is not here yet, and chat with it, or answer PROMPT."""
-    if options["model"] is not None:
-        raise click.UsageError("the model is given twice")
-    options["model"] = name
-    if prompt is None and sys.stdin.isatty():
-        from .chat import converse
-
-        converse(options | {"reuse": REUSE[0]})
-    else:
-        answer(prompt, compare=False, as_json=False, options=options)
-
-
 def sampling_of(options: dict[str, Any]) -> dict[str, Any]:
-    """The parameters that are given, checked."""
+    """The sampling parameters that are given, checked."""
     from ..sampling import SamplingParams
 
     names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "seed")
@@ -151,6 +135,7 @@ def chosen_policy(llm: LLM, options: dict[str, Any]) -> DepthPolicy:
 
 
 def messages_of(system: str | None) -> list[Message]:
+    """The messages that a conversation begins with."""
     return [{"role": "system", "content": without_mark(system)}] if system else []
 
 
@@ -170,13 +155,13 @@ def _schema(path: Path | None) -> dict[str, Any] | None:
     try:
         schema = json.loads(read_text(path, MAX_SCHEMA_BYTES))
     except (ValueError, RecursionError) as error:
-        raise TaperError(f"{path} is no JSON: {error}") from None
+        raise TaperError(f"{path} is not JSON: {error}") from None
     if not isinstance(schema, dict):
-        raise TaperError(f"{path} is no JSON schema", 'a schema is an object, such as {"type": "object"}')
+        raise TaperError(f"{path} is not a JSON schema", 'a schema is an object, such as {"type": "object"}')
     return schema
 
 
-def thinks(llm: LLM, prompt_ids: list[int]) -> Thoughts:
+def thoughts_after(llm: LLM, prompt_ids: list[int]) -> Thoughts:
     """Separates the thoughts of an output; some templates end a prompt with the beginning of a thought."""
     from .terminal import Thoughts
 
@@ -226,11 +211,11 @@ def _compare(
     prompt: Any,
     params: SamplingParams,
     policy: DepthPolicy,
-    how: dict[str, Any],
+    more: dict[str, Any],
     show_depth: bool,
     as_json: bool,
 ) -> None:
-    """Complete at full depth and under a policy, a token of each in turn: what slows the machine slows both alike."""
+    """Complete at full depth and under a policy, a token of each in turn: whatever slows the machine slows both."""
     from rich.live import Live
 
     from ..sampling import SamplingParams
@@ -242,7 +227,7 @@ def _compare(
         params = replace(params, seed=secrets.randbelow(1 << 32))  # one for both, so that only depth differs
     picture = SideBySide({"full": f"full depth, {layers} layers", "taper": f"tapered, {policy.label}"})
     policies = {"full": full, "taper": policy}
-    running = {mode: llm.stream(prompt, params, policy=policies[mode], **how) for mode in policies}
+    running = {mode: llm.stream(prompt, params, policy=policies[mode], **more) for mode in policies}
     with nullcontext() if as_json else Live(picture, console=console(), refresh_per_second=8, transient=True):
         try:
             while running:
@@ -288,6 +273,7 @@ def _as_json(output: Output, llm: LLM, params: SamplingParams) -> dict[str, Any]
 
 
 def report(output: Output, chunks: list[Chunk], show_depth: bool) -> None:
+    """Print the figures of an output on standard error, and draw its depths if asked to."""
     from .terminal import DepthColours, console, depth_chart, summary
 
     screen = console()
@@ -302,23 +288,23 @@ def report(output: Output, chunks: list[Chunk], show_depth: bool) -> None:
 
 
 def _has_input() -> bool:
-    """Whether something comes on standard input. Programs may be started with an open pipe into which nobody writes."""
+    """Whether something comes on standard input, which may be an open pipe into which nobody writes."""
     if sys.stdin.isatty():
         return False
     try:
         kind = os.fstat(sys.stdin.fileno()).st_mode
         if not (stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind)):
             return True
-        comes = bool(select.select([sys.stdin], [], [], _PIPE_SECONDS)[0])
-    except (OSError, ValueError):  # no file, as in tests
+        if select.select([sys.stdin], [], [], _PIPE_SECONDS)[0]:
+            return True
+    except (OSError, ValueError):  # not a file, as in tests
         return True
-    if not comes:
-        say("nothing comes on standard input, so it is left out; without a prompt, it is waited for")
-    return comes
+    say("nothing comes on standard input, so it is left out; without a prompt, taper waits for it")
+    return False
 
 
 def _read_prompt(prompt: str) -> str:
-    """What comes on standard input, one line break at its end dropped, and the prompt unless that is "-"."""
+    """What comes on standard input, without the last line break, and then the prompt unless it is "-"."""
     text = ""
     if prompt == "-" and sys.stdin.isatty():
         say("type the prompt; Ctrl-D ends it")

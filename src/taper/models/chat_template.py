@@ -37,10 +37,10 @@ class ChatTemplate:
             return frozenset()
 
     def render(self, values: Mapping[str, Any]) -> str:
-        """The text that the template makes of values, which must be JSON.
+        """The text of the template with these values, which must be JSON.
 
         Raises:
-            RequestError: the template refuses them, fails, or does too much.
+            RequestError: the template rejects them, fails, or exceeds a limit.
         """
         reply = self._run(values)
         if "too_long" in reply:
@@ -53,12 +53,12 @@ class ChatTemplate:
         if len(self.source) > MAX_SOURCE:
             raise _too_much(f"has {len(self.source)} characters; at most {MAX_SOURCE} are run")
         try:
-            given = json.dumps(values, ensure_ascii=False, default=dict)  # other mappings are objects too
+            payload = json.dumps(values, ensure_ascii=False, default=dict)  # other mappings are objects too
         except (TypeError, ValueError, RecursionError) as error:
             raise RequestError(f"messages must be JSON: {error}") from None
-        max_characters = MAX_OUTPUT + OUTPUT_PER_CHARACTER * len(given)
+        max_characters = MAX_OUTPUT + OUTPUT_PER_CHARACTER * len(payload)
         try:
-            reply: dict[str, Any] = _PROCESS.ask(f"[{json.dumps(self.source)}, {given}, {max_characters}]")
+            reply: dict[str, Any] = _PROCESS.ask(f"[{json.dumps(self.source)}, {payload}, {max_characters}]")
         except LimitExceeded as error:
             raise _too_much(str(error)) from None
         except OSError as error:

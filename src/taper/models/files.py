@@ -46,16 +46,12 @@ def read_text(path: Path, max_bytes: int = MAX_JSON_BYTES, error: type[TaperErro
         except OSError as reason:
             raise error(f"cannot read {path}: {reason.strerror}") from None
     if len(raw) > max_bytes:
-        raise error(f"{path} has more than {max_bytes} bytes", "no such file needs that")
+        raise error(f"{path} has more than {max_bytes} bytes", "files of this kind are smaller")
     return decode_text(raw, path, error)
 
 
 def decode_text(raw: bytes, source: object, error: type[TaperError] = RequestError) -> str:
-    """Text from UTF-8, without the byte order mark that some programs put before it.
-
-    Raises:
-        error: it is not UTF-8; the message names the source.
-    """
+    """Text from UTF-8, without a byte order mark; an `error` that names the source if it is not UTF-8."""
     try:
         return without_mark(raw.decode())
     except UnicodeDecodeError as reason:
@@ -68,12 +64,12 @@ def without_mark(text: str) -> str:
 
 
 def text_lines(text: str) -> list[str]:
-    r"""The lines of a text, which end at \n or \r\n and nowhere else: other breaks are part of what is written."""
+    r"""The lines of a text, which end at \n or \r\n and nowhere else; other line breaks are part of the text."""
     return text.replace("\r\n", "\n").removesuffix("\n").split("\n") if text else []
 
 
 def read_json(path: Path, missing: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The JSON object in a file, or `missing`, if given, where there is no such file.
+    """The JSON object in a file, or `missing`, if given, when there is no such file.
 
     Raises:
         ModelError: as `read_text`, or the file is not a JSON object.
@@ -95,22 +91,18 @@ class Settings:
     Args:
         values: by key.
         source: the file's name, for messages.
-        names: the file's own keys, for messages, where they differ.
+        names: the file's own keys, where they differ, for messages.
     """
 
     def __init__(self, values: Mapping[str, Any], source: str, names: Mapping[str, str] | None = None) -> None:
         self.values, self.source, self._names = values, source, names or {}
 
     def get(self, key: str, kind: type, default: Any = None) -> Any:
-        """A value of the type `kind`.
-
-        Raises:
-            ModelError: it is missing and has no default, or has another type.
-        """
+        """A value of type `kind`; a ModelError if it is missing and has no default, or has another type."""
         value = self.values.get(key)
         value = default if value is None else value
         if value is None:
-            raise ModelError(f"{self.source} lacks {self._named(key)}", "the file is damaged or incomplete")
+            raise ModelError(f"{self.source} lacks {self._names.get(key, key)}", "the file is damaged or incomplete")
         if kind is float and type(value) is int and abs(value) < 1 << 53:
             value = float(value)
         if type(value) is not kind:
@@ -119,20 +111,11 @@ class Settings:
 
     def error(self, key: str, rule: str) -> ModelError:
         """The error for a value that breaks a rule."""
-        return ModelError(f"{self.source}: {self._named(key)} is {shown(self.values.get(key))}; {rule}")
-
-    def _named(self, key: str) -> str:
-        return self._names.get(key, key)
-
-
-def first_part(path: Path) -> Path:
-    """The first file of a GGUF model in several parts, named as llama.cpp names them; a file in one part itself."""
-    match = _PART.fullmatch(path.name)
-    return path if match is None else path.with_name(f"{match[1]}-00001-of-{match[2]}.gguf")
+        return ModelError(f"{self.source}: {self._names.get(key, key)} is {shown(self.values.get(key))}; {rule}")
 
 
 def parts_of(path: Path) -> list[Path]:
-    """All files of a GGUF model, by the name of any of them."""
+    """All files of a GGUF model, given any of them: parts are named as llama.cpp names them."""
     match = _PART.fullmatch(path.name)
     if match is None:
         return [path]

@@ -11,14 +11,14 @@ import numpy as np
 
 from ..errors import ModelError, unique_keys
 from .families import MODEL_TYPES, find_family
-from .files import Settings, first_part, open_file, read_json
+from .files import Settings, open_file, parts_of, read_json
 from .gguf import load_gguf
 from .read_config import read_config
 from .tensors import RECOMMENDED, LoadedModel, Tensor, fit_tensors
 from .tokenizer_files import tokenizer_from_folder
 
 _DTYPES = ("F32", "F16", "BF16")
-_BESIDE = ("adapter", "consolidated")  # files of safetensors that are not the model's, or hold it a second time
+_BESIDE = ("adapter", "consolidated")  # safetensors files of something else, or of the same weights again
 MAX_HEADER_BYTES = 16 << 20  # of a safetensors file; a thousand tensors need a hundredth of that
 
 
@@ -30,10 +30,10 @@ def load_folder(path: Path) -> LoadedModel:
     """
     if not os.path.lexists(path / "config.json"):
         files = sorted(path.glob("*.gguf"))
-        if len({first_part(file) for file in files}) == 1:
+        if len({parts_of(file)[0] for file in files}) == 1:
             return load_gguf(files[0])
-        hint = f"name a file, such as {files[0]}" if files else "give a complete Hugging Face model folder"
-        raise ModelError(f"{path} has no config.json", f"{hint}, or a .gguf file" if not files else hint)
+        hint = "give a complete Hugging Face model folder, or a .gguf file"
+        raise ModelError(f"{path} has no config.json", f"name a file, such as {files[0]}" if files else hint)
     settings = Settings(read_json(path / "config.json"), "config.json")
     family = find_family(settings.get("model_type", str), MODEL_TYPES)
     settings = Settings({**family.defaults, **settings.values}, "config.json")
@@ -57,9 +57,9 @@ def _sampling(path: Path) -> dict[str, Any]:
 
 
 def _read_weights(path: Path) -> dict[str, Tensor]:
-    """The weights of a folder: of model.safetensors, else of the files that the index names, else of all files.
+    """The weights in model.safetensors, else in the files that the index names, else in all files.
 
-    Other files may lie beside them: adapters, and the same weights in the format of their authors.
+    Beside them may be other files: adapters, or the same weights in their authors' format.
     """
     index = path / "model.safetensors.index.json"
     if os.path.lexists(path / "model.safetensors"):
@@ -82,8 +82,8 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for name in names:
         shard = _read_safetensors(path / name)
-        if twice := sorted(tensors.keys() & shard.keys()):
-            raise ModelError(f"tensor {twice[0]} is in {name} and in another file too", "keep one model in a folder")
+        if repeated := sorted(tensors.keys() & shard.keys()):
+            raise ModelError(f"tensor {repeated[0]} is in {name} and in another file too", "keep one model in a folder")
         tensors |= shard
     return tensors
 

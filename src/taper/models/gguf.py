@@ -13,7 +13,7 @@ import numpy as np
 
 from ..errors import ModelError
 from .families import ARCHITECTURES, MODEL_TYPES, Family, find_family, head_size
-from .files import Settings, first_part, open_file, parts_of
+from .files import Settings, open_file, parts_of
 from .read_config import read_config
 from .tensors import WEIGHT_TYPES, LoadedModel, Tensor, fit_tensors, row_bytes
 from .tokenizer_files import tokenizer_from_gguf
@@ -50,10 +50,8 @@ _ROPE_KEYS = {
     "rope.scaling.yarn_beta_slow": "beta_slow",
 }
 # Keys that do not change the computation, or that have their own checks.
-_OTHER_KEYS = {
-    *("attention.causal", "attention.value_length", "rope.scaling.finetuned", "tensor_data_layout", "vocab_size")
-}
-# Keys of what the model's authors recommend.
+_OTHER = {"attention.causal", "attention.value_length", "rope.scaling.finetuned", "tensor_data_layout", "vocab_size"}
+# Keys of the sampling parameters that the model's authors recommend.
 _SAMPLING_KEYS = {f"general.sampling.{name}": name for name in ("top_k", "top_p", "min_p")} | {
     "general.sampling.temp": "temperature",
     "general.sampling.penalty_repeat": "repetition_penalty",
@@ -70,7 +68,7 @@ _TYPE_NAMES = {type_id: name for name, (type_id, _, _) in WEIGHT_TYPES.items()}
 MAX_BYTES, MAX_ITEMS, MAX_TENSORS = 64 << 20, 1 << 21, 1 << 16
 _DAMAGED = "the file is damaged or incomplete; download it again"
 
-# Mapped at once where the system can: page by page, the faults would cost more than the first forward.
+# Where the system can, all pages are mapped at once: one by one, their faults would cost more than the first forward.
 _MAPPING: dict[str, Any] = (
     {"flags": mmap.MAP_SHARED | mmap.MAP_POPULATE, "prot": mmap.PROT_READ}
     if hasattr(mmap, "MAP_POPULATE")
@@ -101,9 +99,10 @@ def load_gguf(path: Path) -> LoadedModel:
 
 
 def _read_parts(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The metadata of the first part, which has them all, and the tensors of all parts."""
-    header, tensors = read_gguf(first_part(path))
-    count, paths = header.get("split.count", 1), parts_of(path)
+    """The metadata of the first part, which has all of it, and the tensors of all parts."""
+    paths = parts_of(path)
+    header, tensors = read_gguf(paths[0])
+    count = header.get("split.count", 1)
     if type(count) is not int or count < 2:
         return header, tensors
     if count != len(paths):
@@ -113,8 +112,8 @@ def _read_parts(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         if not part.exists():
             raise ModelError(f"part {part.name} is missing", f"put it beside {paths[0].name}")
         _, more = read_gguf(part)
-        if twice := sorted(tensors.keys() & more.keys()):
-            raise ModelError(f"tensor {twice[0]} is in {part.name} and in an earlier part too", _DAMAGED)
+        if repeated := sorted(tensors.keys() & more.keys()):
+            raise ModelError(f"tensor {repeated[0]} is in {part.name} and in an earlier part too", _DAMAGED)
         tensors |= more
     expected = header.get("split.tensors.count", len(tensors))
     if expected != len(tensors):
@@ -127,7 +126,7 @@ def _settings(metadata: Settings, architecture: str, family: Family, tensors: di
     prefix, source = f"{architecture}.", metadata.source
     header = {key.removeprefix(prefix): value for key, value in metadata.values.items() if key.startswith(prefix)}
     for key, value in header.items():
-        if value and key not in {*_KEYS, *_ROPE_KEYS, *_OTHER_KEYS}:
+        if value and key not in {*_KEYS, *_ROPE_KEYS, *_OTHER}:
             unknown = f"{source} has the metadata key {prefix}{key}, which Taper does not know"
             raise ModelError(unknown, "this variant is not supported")
     values = {ours: header.get(theirs) for theirs, ours in _KEYS.items()}

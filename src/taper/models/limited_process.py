@@ -1,4 +1,4 @@
-"""Runs what comes from outside in a process with limits of memory and time, where no library has such limits itself.
+"""Runs untrusted input in a process with limits of memory and time, for libraries that have no such limits.
 
 A script for it has a function `reply` from one JSON value to another. Run as a script, this file is the process; it
 imports nothing of Taper, so that it starts quickly.
@@ -24,20 +24,20 @@ _Running = tuple[subprocess.Popen[bytes], BufferedRWPair]  # a process, and the 
 
 
 class Limits(NamedTuple):
-    """What a process may take: processor time of one request, and memory of all it holds."""
+    """Limits of a process: processor time for each request, and memory in all."""
 
     seconds: float
     megabytes: int
 
 
 class LimitExceeded(Exception):
-    """A request took too much, which ended its process; the message says what of, as in "takes more than 5 seconds"."""
+    """A request exceeded a limit, which ended its process. The message says which: "takes more than 5 seconds"."""
 
 
 class LimitedProcess:
-    """A process that answers requests by a script: started for the first one, and again after one ended it.
+    """A process that answers requests with a script. It is started for the first request, and again when one ended it.
 
-    Threads take turns; a forked process starts its own. `limits` hold from its next start on.
+    Threads take turns; a forked process starts its own. New `limits` apply from the next start.
     """
 
     def __init__(self, script: Path, limits: Limits) -> None:
@@ -56,7 +56,7 @@ class LimitedProcess:
         """The reply to a request, which is JSON.
 
         Raises:
-            LimitExceeded: it took too much.
+            LimitExceeded: the request exceeded a limit.
             OSError: the process cannot be started.
         """
         with self._lock:
@@ -87,17 +87,17 @@ class LimitedProcess:
             self._idle = None
 
     def _forget(self) -> None:
-        """Leave the process to the one that this one was forked from."""
+        """In a forked process, leave the running process to the parent."""
         if self._idle is not None:
             self._idle[1].close()
         self._lock, self._idle = threading.Lock(), None
 
     def _start(self) -> _Running:
         command = [sys.executable, "-I", "-S", __file__, str(self._script), *map(str, self.limits), *sys.path]
-        ours, its = socket.socketpair()
-        with ours, its:
-            fd, quiet = its.fileno(), subprocess.DEVNULL
-            # In a session of its own: Ctrl-C is for this process.
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            fd, quiet = theirs.fileno(), subprocess.DEVNULL
+            # In a session of its own, it does not receive Ctrl-C.
             process = subprocess.Popen(command, stdin=fd, stdout=fd, stderr=quiet, start_new_session=True)
             return process, ours.makefile("rwb")
 
@@ -105,7 +105,7 @@ class LimitedProcess:
 def _end(process: subprocess.Popen[bytes], channel: BufferedRWPair) -> None:
     process.kill()
     process.wait()
-    with suppress(OSError):  # what was not sent yet
+    with suppress(OSError):  # data that was not sent yet
         channel.close()
 
 

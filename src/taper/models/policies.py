@@ -1,11 +1,13 @@
 """Policies as files, and those that ship with Taper, in a folder for each model.
 
 A policy is a JSON file. With adapters it is a safetensors file, which has this JSON in its metadata as `taper_policy`
-and two tensors for each adapter: `adapters.<layer>.down` and `adapters.<layer>.up`, both f16.
+and two tensors for each adapter: `adapters.<layer>.down` and `adapters.<layer>.up`, both f16. Policies that share
+adapters are JSON files whose key `adapters` names such a file, relative to their folder.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from collections.abc import Iterator
@@ -16,7 +18,7 @@ from importlib import resources
 from pathlib import Path
 
 from ..adapters import Adapters
-from ..errors import PolicyError, TaperWarning, did_you_mean, shown
+from ..errors import PolicyError, TaperWarning, did_you_mean, shown, unique_keys
 from ..policy import DepthPolicy, ModelIdentity
 from .download import DEFAULT_MODEL
 from .files import read_text, write_whole
@@ -26,8 +28,8 @@ MAX_ADAPTER_BYTES = 1 << 30  # those of a model of 70 billion parameters have 0.
 ADAPTERS_SUFFIX = ".safetensors"
 METADATA_KEY = "taper_policy"
 PARTS = ("down", "up")
-# Which shipped policy runs where nobody names one: the fastest that, as research/results has it, neither goes round in
-# circles more often than full depth, with the model's own sampling, nor solves significantly fewer word problems.
+# The shipped policy that a model runs by default: the fastest in research/results that, with the model's own sampling,
+# neither loops more often than full depth nor solves significantly fewer word problems.
 DEFAULT_POLICIES = {"smollm2-135m-instruct": "balanced", "qwen2.5-coder-1.5b-instruct": "gentle"}
 FULL = "full"  # the policy that runs every layer, of any model
 _HINT = "taper policy list shows the shipped policies; or give the path of a policy file"
@@ -35,10 +37,10 @@ _HINT = "taper policy list shows the shipped policies; or give the path of a pol
 
 @cache
 def shipped_policies() -> dict[str, list[DepthPolicy]]:
-    """The calibrated policies that come with Taper, by model, deepest first; one object for each, however often."""
+    """The calibrated policies that come with Taper, by model, deepest first. Every call returns the same objects."""
     shipped: dict[str, list[DepthPolicy]] = {}
     with resources.as_file(resources.files("taper") / "policies") as folders:
-        for file in folders.glob("*/*"):
+        for file in folders.glob("*/*.json"):
             shipped.setdefault(file.parent.name, []).append(load_policy(file))
     return {name: sorted(policies, key=lambda policy: -policy.mean_depth(128)) for name, policies in shipped.items()}
 
@@ -49,13 +51,13 @@ def fitting_policies(num_hidden_layers: int, identity: ModelIdentity) -> dict[st
 
 
 def default_policy(num_hidden_layers: int, identity: ModelIdentity) -> DepthPolicy | None:
-    """The shipped policy that a model runs where nobody names one; None if none fits it."""
+    """The shipped policy that a model runs by default; None if none fits it."""
     fitting = _fitting(num_hidden_layers, identity)
     return next((policy for model, policy in fitting if policy.name == DEFAULT_POLICIES.get(model)), None)
 
 
 def _fitting(num_hidden_layers: int, identity: ModelIdentity) -> Iterator[tuple[str, DepthPolicy]]:
-    """The shipped policies that fit a model, and for which model each was made."""
+    """The shipped policies that fit a model, with the name of the model that each was made for."""
     for model, policies in shipped_policies().items():
         for policy in policies:
             with suppress(PolicyError):
@@ -64,7 +66,7 @@ def _fitting(num_hidden_layers: int, identity: ModelIdentity) -> Iterator[tuple[
 
 
 def resolve_policy(policy: DepthPolicy | str | Path, num_hidden_layers: int, identity: ModelIdentity) -> DepthPolicy:
-    """What runs on a model for a policy, "full", a name or a file; warns if it may have been made for another model.
+    """The policy for a model, given "full", a name, a file or a policy; warns if it may be made for another model.
 
     Raises:
         PolicyError: there is no such policy, or it does not fit the model.
@@ -86,20 +88,18 @@ def find_policy(name: str | Path) -> DepthPolicy:
     Raises:
         PolicyError: there is no such policy, or the file is not a policy.
     """
-    for model, policies in shipped_policies().items():
-        for policy in policies:
-            if str(name) == f"{model}/{policy.name}" or (model == DEFAULT_MODEL and str(name) == policy.name):
-                return policy
+    known = {f"{model}/{policy.name}": policy for model, policies in shipped_policies().items() for policy in policies}
+    known |= {policy.name: policy for policy in shipped_policies().get(DEFAULT_MODEL, [])}
+    if str(name) in known:
+        return known[str(name)]
     try:
         return load_policy(name)
     except PolicyError as error:
-        known = [f"{model}/{policy.name}" for model, policies in shipped_policies().items() for policy in policies]
-        known += [policy.name for policy in shipped_policies().get(DEFAULT_MODEL, [])]
         raise PolicyError(error.message, did_you_mean(name, known) or error.hint) from None
 
 
 def load_policy(path: str | Path) -> DepthPolicy:
-    """Read a policy file, with adapters if its name ends in .safetensors.
+    """Read a policy file, with adapters if its name ends in .safetensors or its JSON names a file that has them.
 
     Raises:
         PolicyError: the file is missing, too large, damaged or not a policy; adapters are not of layers that it skips,
@@ -111,28 +111,50 @@ def load_policy(path: str | Path) -> DepthPolicy:
         if Path(path).suffix == ADAPTERS_SUFFIX:
             file, stat = Path(path).absolute(), os.stat(path)
             return _read_with_adapters(file, (stat.st_ino, stat.st_mtime_ns, stat.st_size))
-        return DepthPolicy.from_json(read_text(Path(path), MAX_FILE_BYTES, PolicyError))
+        return policy_from_json(read_text(Path(path), MAX_FILE_BYTES, PolicyError), Path(path).parent)
     except PolicyError as error:
         raise PolicyError(f"policy {path}: {error.message}", error.hint) from None
+
+
+def policy_from_json(text: str, folder: Path) -> DepthPolicy:
+    """A policy from its JSON, with the adapters of the file that its key `adapters` names, if it has one.
+
+    Args:
+        text: what `DepthPolicy.to_json` wrote, and perhaps `adapters`.
+        folder: where the file with adapters is, unless its path is absolute.
+
+    Raises:
+        PolicyError: the text is not a policy, or the file is not one with adapters for layers that it skips.
+    """
+    try:
+        data = json.loads(text, object_pairs_hook=unique_keys)
+    except (ValueError, RecursionError):
+        data = None
+    file = data.pop("adapters", None) if isinstance(data, dict) else None
+    if file is None:
+        return DepthPolicy.from_json(text)
+    if not isinstance(file, str) or Path(file).suffix != ADAPTERS_SUFFIX:
+        raise PolicyError(f"adapters is {shown(file)}; it must be the path of a {ADAPTERS_SUFFIX} file")
+    return replace(DepthPolicy.from_json(json.dumps(data)), adapters=load_policy(folder / file).adapters)
 
 
 def save_policy(path: str | Path, policy: DepthPolicy) -> None:
     """Write a policy to a file: JSON, or with adapters a .safetensors file. Whole or not at all.
 
     Raises:
-        PolicyError: the name does not go with the format: .safetensors with adapters, another one without.
+        PolicyError: the suffix does not fit: .safetensors is for policies with adapters, and only for these.
         OSError: the file cannot be written.
     """
     path = Path(path)
     if (path.suffix == ADAPTERS_SUFFIX) != (policy.adapters is not None):
-        form = "has adapters, which are" if policy.adapters is not None else "has no adapters, which are alone"
-        raise PolicyError(f"policy {policy.label} {form} written as {ADAPTERS_SUFFIX}; got {path.name}", "rename it")
+        rule = "has adapters and must be" if policy.adapters is not None else "has no adapters and must not be"
+        raise PolicyError(f"policy {policy.label} {rule} written as {ADAPTERS_SUFFIX}; got {path.name}", "rename it")
     content = policy.without_adapters().to_json().encode()
     if policy.adapters is not None:
         from safetensors.numpy import save
 
         pairs = policy.adapters.layers.items()
-        tensors = {_tensor(layer, part): m for layer, pair in pairs for part, m in zip(PARTS, pair, strict=True)}
+        tensors = {f"adapters.{layer}.{part}": m for layer, pair in pairs for part, m in zip(PARTS, pair, strict=True)}
         content = save(tensors, {METADATA_KEY: content.decode()})
     write_whole(path, content)
 
@@ -155,11 +177,11 @@ def _read_with_adapters(path: Path, version: tuple[int, ...]) -> DepthPolicy:
     policy = DepthPolicy.from_json(metadata[METADATA_KEY])
     layers, hidden_size = {}, policy.model.hidden_size if policy.model else None
     for layer in sorted({name.split(".")[1] for name in tensors if name.count(".") == 2}):
-        names = [_tensor(layer, part) for part in PARTS]
+        names = [f"adapters.{layer}.{part}" for part in PARTS]
         if not (layer.isdecimal() and len(layer) < 6 and all(name in tensors for name in names)):
             raise PolicyError(f"adapter {shown(layer)} is not complete", "there must be a down and an up of each layer")
         down, up = (tensors.pop(name) for name in names)
-        hidden_size = down.shape[-1] if hidden_size is None else hidden_size
+        hidden_size = down.shape[-1] if hidden_size is None and down.ndim else hidden_size
         if {down.dtype, up.dtype} != {np.dtype(np.float16)}:
             raise PolicyError(f"the adapter of layer {layer} is of type {down.dtype} and {up.dtype}, not float16")
         if down.ndim != 2 or down.shape[1] != hidden_size or up.shape != down.shape[::-1] or not down.size:
@@ -173,7 +195,3 @@ def _read_with_adapters(path: Path, version: tuple[int, ...]) -> DepthPolicy:
     if not layers:
         raise PolicyError("it has no adapters", "a policy without adapters is a JSON file")
     return replace(policy, adapters=Adapters(layers, str(path)))
-
-
-def _tensor(layer: int | str, part: str) -> str:
-    return f"adapters.{layer}.{part}"

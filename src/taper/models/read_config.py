@@ -51,8 +51,7 @@ def read_config(
 def _read(family: Family, settings: Settings, tensors: dict[str, Tensor], rope: Rope, local_rope: Rope) -> ModelConfig:
     get, head_dim = settings.get, head_size(settings)
     hidden, count = max(get("hidden_size", int), 0), get("num_hidden_layers", int)
-    if not 1 <= count <= MAX_LAYERS:
-        raise _unreal("num_hidden_layers", count)
+    _check_count("num_hidden_layers", count, most=MAX_LAYERS)
     for key in ("hidden_act", "hidden_activation"):
         if settings.values.get(key) not in (None, family.activation):
             raise settings.error(key, f"it must be {family.activation}")
@@ -178,10 +177,8 @@ def _windows(family: Family, settings: Settings, count: int) -> list[int | None]
         raise settings.error("layer_types", "it must be a list")
     if family.slides is None:
         if attention := limited_attention(SimpleNamespace(**{"use_sliding_window": False, **settings.values})):
-            message = (
-                f"{settings.source} asks for {attention} attention, which {family.architecture} models do not have"
-            )
-            raise ModelError(message, "this variant is not supported")
+            unsupported = f"{attention} attention, which {family.architecture} models do not have"
+            raise ModelError(f"{settings.source} asks for {unsupported}", "this variant is not supported")
         return [None] * count
     window = settings.get("sliding_window", int, 0) if settings.get("use_sliding_window", bool, True) else 0
     if not kinds:
@@ -311,13 +308,9 @@ def _check_experts(experts: Experts) -> None:
 
 
 def _check_rope(rope: Rope, head_dim: int) -> None:
-    _check_positive("rope_theta", rope.theta)
-    _check_positive("attention_factor", rope.attention_factor)
-    for name in ("dim", "original_context"):
-        _check_count(name, getattr(rope, name))
+    _check_positive("attention_factor", rope.attention_factor)  # `_rope` has checked theta and the original context
     if rope.dim % 2 or rope.dim > head_dim:
-        rule = f"it must be an even number up to {head_dim}"
-        raise ModelError(f"{rope.dim} dimensions of a head are rotated; {rule}")
+        raise ModelError(f"{rope.dim} dimensions of a head are rotated; it must be an even number up to {head_dim}")
     for factors in (rope.factors, rope.long_factors):
         if factors is not None and not (len(factors) == rope.dim // 2 and all(0 < f < math.inf for f in factors)):
             raise ModelError(f"rope factors must be {rope.dim // 2} positive numbers")
@@ -325,13 +318,9 @@ def _check_rope(rope: Rope, head_dim: int) -> None:
 
 def _check_count(name: str, value: int, most: int = 1 << 30) -> None:
     if not 1 <= value <= most:
-        raise _unreal(name, value)
+        raise ModelError(f"{name} is {value}; no model has that", "the file is damaged or not a model")
 
 
 def _check_positive(name: str, value: float) -> None:
     if not (math.isfinite(value) and 0 < value < 1e12):
         raise ModelError(f"{name} is {value}; it must be a positive number")
-
-
-def _unreal(name: str, value: int) -> ModelError:
-    return ModelError(f"{name} is {value}; no model has that", "the file is damaged or not a model")

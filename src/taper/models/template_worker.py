@@ -16,7 +16,7 @@ _MAX_REASON = 1000  # characters of an error that a template raises
 
 
 def reply(request: tuple[str, dict[str, Any] | None, int]) -> dict[str, Any]:
-    """What a template makes of values, within so many characters; without values the names of those that it reads."""
+    """The text of a template with values, up to `max_characters`; without values, the names of its variables."""
     source, values, max_characters = request
     try:
         if values is None:

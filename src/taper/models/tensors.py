@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -70,7 +70,7 @@ class LoadedModel:
     config: ModelConfig
     tensors: dict[str, Tensor]
     tokenizer: Tokenizer
-    sampling: Mapping[str, Any] = field(default_factory=dict)
+    sampling: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -95,11 +95,7 @@ class TensorNames:
         return self.model.get(name, name)
 
     def rename(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors by our names.
-
-        Raises:
-            ModelError: two tensors get the same name.
-        """
+        """Tensors by our names; a ModelError if two of them get the same name."""
         renamed: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             if self.ours(name) in renamed:
@@ -117,11 +113,7 @@ class TensorNames:
 
 
 def row_bytes(dtype: str, columns: int) -> int:
-    """Bytes of one row of `columns` weights.
-
-    Raises:
-        ModelError: the row is not a whole number of blocks.
-    """
+    """Bytes of one row of `columns` weights; a ModelError if they are not a whole number of blocks."""
     _, block, size = WEIGHT_TYPES[dtype]
     if columns % block:
         raise ModelError(f"rows of {columns} weights do not divide into {dtype} blocks of {block}")
@@ -149,16 +141,15 @@ def fit_tensors(config: ModelConfig, tensors: dict[str, Tensor], names: TensorNa
         if tensors[name].shape != shape:
             raise _wrong_shape(names.theirs(name), tensors[name].shape, shape)
     if unknown := sorted(set(tensors) - set(shapes)):
-        raise ModelError(
-            f"tensor {unknown[0]} is not part of a {config.architecture} model", "this variant is not supported"
-        )
+        message = f"tensor {unknown[0]} is not part of a {config.architecture} model"
+        raise ModelError(message, "this variant is not supported")
     return tensors
 
 
 def _split_fused(
     shapes: dict[str, tuple[int, ...]], tensors: dict[str, Tensor], names: TensorNames
 ) -> dict[str, Tensor]:
-    """Replace each fused tensor by its parts, which are rows of it in the order of its name."""
+    """Split each fused tensor into its parts: consecutive rows, in the order of its name."""
     split = {}
     for fused, tensor in tensors.items():
         prefix, _, parts = fused.rpartition(".")
@@ -177,7 +168,7 @@ def _split_fused(
 
 
 def _stack_experts(config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Stack the tensors of experts, where each expert has its own, in their order."""
+    """Join the tensors of a layer's experts, in their order, where each expert has its own."""
     stacked = dict(tensors)
     for layer, spec in enumerate(config.layers):
         for name in (f"layers.{layer}.{part}_experts" for part in ("gate", "up", "down")):

@@ -19,26 +19,18 @@ from tokenizers import Tokenizer as FastTokenizer
 from ..errors import ModelError, RequestError, TaperError
 from .chat_template import ChatTemplate
 
-Message = dict[str, Any]  # role and content are text; the chat template may take others, as JSON
+Message = dict[str, Any]  # role and content are text; other fields are JSON for the chat template
 
 MAX_NESTING = 32  # of lists and objects in messages and tools
 _THINKING = ("enable_thinking", "thinking")  # the switch in templates of Qwen and SmolLM, and of Granite
 _MARK, _END_MARK = "\ufdd0", "\ufdd1"  # noncharacters of Unicode, which no text contains
-_ONE_OF_BOTH = "leave out add_generation_prompt or continue_final_message"
-_NOT_CONTINUED = "leave out continue_final_message"
 _BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
 _NO_OUTPUTS: Mapping[str, Sequence[int]] = {}
 _CONTEXT = 8  # ids before a text that decide how it begins
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """The characters that stand for bytes in byte-level vocabularies, as in GPT-2's: printable ones for themselves."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
-
-
-_BYTES = _byte_alphabet()
+# The bytes of the characters in byte-level vocabularies, as in GPT-2's: printable ones stand for themselves.
+_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+_BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + index): byte for index, byte in enumerate(_OTHERS)}
 
 
 class Tokenizer:
@@ -94,7 +86,7 @@ class Tokenizer:
         """Token ids of a conversation, ready for the assistant's turn; `options` are those of `render`.
 
         Only the template makes control tokens. Unless `parse_special`, one that a message or a tool spells out is text.
-        `outputs` are texts that the model has generated, with their tokens: in these they come back.
+        `outputs` maps texts that the model has generated to their tokens, which these texts keep.
 
         Raises:
             RequestError: as `render` and `encode`.
@@ -102,8 +94,8 @@ class Tokenizer:
         texts = texts_of([*messages, *tools])
         spelled = any(token in text for token in self.special_tokens.values() for text in texts)
         if parse_special or not (spelled or self._normalises_special):
-            said = [message["content"] for message in messages if message["role"] == "assistant"]
-            known = {text: ids for text in said if (ids := outputs.get(text))}
+            contents = [message["content"] for message in messages if message["role"] == "assistant"]
+            known = {text: ids for text in contents if (ids := outputs.get(text))}
             return self._encode_with(known, self.render(messages, tools, **options))
         # A mark inside a token hides it from the library until a normaliser removes the mark.
         breakable = sorted((token for token in self.special_tokens.values() if len(token) > 1), key=len, reverse=True)
@@ -122,18 +114,18 @@ class Tokenizer:
         return self._unmarking.encode(rendered, add_special_tokens=False)
 
     def _encode_with(self, outputs: Mapping[str, Sequence[int]], rendered: str) -> list[int]:
-        """Token ids of a text in which these outputs stand, one after the other."""
+        """Token ids of a text that contains these outputs, in this order."""
         plain = self.encode(rendered, add_special_tokens=False)
         if not outputs:
             return plain
-        ids, first = [], 0
-        for text, own in outputs.items():
-            place = rendered.find(text, first)
-            if place >= 0:
-                ids += [*self.encode(rendered[first:place], add_special_tokens=False), *own]
-                first = place + len(text)
-        ids += self.encode(rendered[first:], add_special_tokens=False)
-        return ids if first and self.decode(ids) == self.decode(plain) else plain
+        ids, end = [], 0
+        for text, output_ids in outputs.items():
+            start = rendered.find(text, end)
+            if start >= 0:
+                ids += [*self.encode(rendered[end:start], add_special_tokens=False), *output_ids]
+                end = start + len(text)
+        ids += self.encode(rendered[end:], add_special_tokens=False)
+        return ids if end and self.decode(ids) == self.decode(plain) else plain
 
     @property
     def takes_tools(self) -> bool:
@@ -142,7 +134,7 @@ class Tokenizer:
 
     @property
     def thinks(self) -> bool:
-        """Whether the chat template knows thoughts."""
+        """Whether the chat template supports thoughts."""
         return "<think>" in self.chat_template or any(name in self._template.variables for name in _THINKING)
 
     @cached_property
@@ -237,8 +229,7 @@ class Tokenizer:
             messages: the conversation.
             tools: functions that the model may call.
             think: turns the thoughts of a thinking model on or off; None leaves that to the template.
-            add_generation_prompt: end with what begins the assistant's turn; by default, unless the last message goes
-                on.
+            add_generation_prompt: end with the beginning of the assistant's turn; None: unless continue_final_message.
             continue_final_message: end within the last message, so that the completion continues it.
 
         Raises:
@@ -249,30 +240,27 @@ class Tokenizer:
         if not template.source:
             raise RequestError("this model has no chat template", "give plain text instead of messages")
         if continue_final_message and add_generation_prompt:
-            raise RequestError(
-                "a prompt cannot go on with its last message and begin another one",
-                _ONE_OF_BOTH,
-                "add_generation_prompt",
-            )
+            message = "a prompt cannot continue its last message and begin another one"
+            hint = "leave out add_generation_prompt or continue_final_message"
+            raise RequestError(message, hint, "add_generation_prompt")
         begins = not continue_final_message if add_generation_prompt is None else add_generation_prompt
-        # Absent values are none, as in transformers.
-        given: dict[str, Any] = {"tools": list(tools) or None, "documents": None, "add_generation_prompt": begins}
-        given |= {"messages": list(messages), **self.template_tokens}
+        # Missing values are None, as in transformers.
+        values: dict[str, Any] = {"tools": list(tools) or None, "documents": None, "add_generation_prompt": begins}
+        values |= {"messages": list(messages), **self.template_tokens}
         if think is not None:
             switches = {name: think for name in _THINKING if name in template.variables}
             if not switches:
-                raise RequestError(
-                    "this model's chat template has no switch for thinking", "leave it as it is", "think"
-                )
-            given |= switches
+                message = "this model's chat template has no switch for thinking"
+                raise RequestError(message, "leave it as it is", "think")
+            values |= switches
         if not continue_final_message:
-            return template.render(given)
+            return template.render(values)
         *earlier, last = messages
-        given["messages"] = [*earlier, last | {"content": last["content"] + _END_MARK}]
-        text, mark, _ = template.render(given).rpartition(_END_MARK)
+        values["messages"] = [*earlier, last | {"content": last["content"] + _END_MARK}]
+        text, mark, _ = template.render(values).rpartition(_END_MARK)
         if not mark:
             message = "this model's chat template does not write the last message as it is"
-            raise RequestError(message, _NOT_CONTINUED, "continue_final_message")
+            raise RequestError(message, "leave out continue_final_message", "continue_final_message")
         return text
 
 
@@ -290,7 +278,7 @@ class TextStream:
         self._tokenizer = tokenizer
         # Ids of the last pieces of text, and of the text that is held back.
         self._ids = list(before[-_CONTEXT:])
-        self._done = len(self._ids)  # how many of them had their text returned
+        self._done = len(self._ids)  # how many of them were returned as text
         self._prefix = tokenizer.decode(self._ids)  # the text of these
         if tokenizer.ends_within_a_character(self._ids):
             self._prefix = self._prefix.rstrip("\ufffd")  # the first tokens complete it
@@ -304,7 +292,7 @@ class TextStream:
         return self._emit(text)
 
     def flush(self, is_cut: bool = False) -> str:
-        """The text that is held back at the end of an output; of a character that is cut there, nothing is shown."""
+        """The text that is held back at the end of an output, without an incomplete last character if `is_cut`."""
         text = self._tokenizer.decode(self._ids)
         if is_cut and text.endswith("\ufffd") and self._tokenizer.ends_within_a_character(self._ids):
             text = text.removesuffix("\ufffd")
@@ -320,23 +308,19 @@ class TextStream:
 
 
 def texts_of(messages: Sequence[Message]) -> list[str]:
-    """All texts in messages or tools, including the names of fields.
-
-    Raises:
-        RequestError: lists and objects are nested too deeply.
-    """
+    """All texts in messages or tools, including the names of fields; a RequestError if they are nested too deeply."""
     texts: list[str] = []
-    left: list[tuple[Any, int]] = [(message, 0) for message in messages]
-    while left:
-        value, depth = left.pop()
+    stack: list[tuple[Any, int]] = [(message, 0) for message in messages]
+    while stack:
+        value, depth = stack.pop()
         if isinstance(value, str):
             texts.append(value)
         elif depth > MAX_NESTING:
             raise RequestError(f"messages or tools are nested more than {MAX_NESTING} deep", "flatten them")
         elif isinstance(value, Mapping):
-            left += [(item, depth + 1) for pair in value.items() for item in pair]
+            stack += [(item, depth + 1) for pair in value.items() for item in pair]
         elif isinstance(value, list):
-            left += [(item, depth + 1) for item in value]
+            stack += [(item, depth + 1) for item in value]
     return texts
 
 

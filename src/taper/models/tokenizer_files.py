@@ -38,7 +38,7 @@ _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPLIT_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3_SPLIT = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _SPLIT_TAIL
 _QWEN2_SPLIT = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _SPLIT_TAIL
-# Words of small letters, perhaps after capitals, then words of capitals, perhaps with small letters after them.
+# Lowercase words that may begin with capitals, then words in capitals that may end in lowercase letters.
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED = r"[^\r\n\p{L}\p{N}]?" + f"{_UPPER}*{_LOWER}+%s|" + r"[^\r\n\p{L}\p{N}]?" + f"{_UPPER}+{_LOWER}*%s"
 _CASED_TAIL = _SPLIT_TAIL.replace(r"[\r\n]*", r"[\r\n/]*")
@@ -106,9 +106,8 @@ def tokenizer_from_folder(path: Path, vocab_size: int) -> Tokenizer:
         fast.no_padding()
         if (eos := fast.token_to_id(tokens.get("eos_token", ""))) is not None:
             stops.add(eos)
-        tokenizer = Tokenizer(
-            fast, frozenset(stops | _end_of_turn_ids(fast)), template, tokens, frozenset(stops), tool_use
-        )
+        declared = frozenset(stops)
+        tokenizer = Tokenizer(fast, declared | _end_of_turn_ids(fast), template, tokens, declared, tool_use)
         _check(tokenizer, file, vocab_size)
     return tokenizer
 
@@ -172,12 +171,12 @@ def _rebuild(settings: Settings, vocab_size: int) -> Tokenizer:
     bos, *ends = (_special_id(settings, name, len(pieces)) for name in ("bos", *_ENDS))
     if get("tokenizer.ggml.add_bos_token", bool, leads) and bos is not None:
         token = pieces[bos]
-        if any(character in token for character in " $:"):  # which TemplateProcessing would read as its own
+        if any(character in token for character in " $:"):  # these have a meaning in TemplateProcessing
             raise ModelError(f"BOS token {token!r} cannot be put before a prompt")
         tokens_before = {"single": f"{token} $A", "pair": None, "special_tokens": [(token, bos)]}
         fast.post_processor = processors.TemplateProcessing(**tokens_before)
-    given = {ours: settings.values.get(f"tokenizer.ggml.{name}_token_id") for ours, name in _TEMPLATE_TOKENS.items()}
-    tokens = {name: pieces[i] for name, i in given.items() if type(i) is int and 0 <= i < len(pieces)}
+    ids = {ours: settings.values.get(f"tokenizer.ggml.{name}_token_id") for ours, name in _TEMPLATE_TOKENS.items()}
+    tokens = {name: pieces[i] for name, i in ids.items() if type(i) is int and 0 <= i < len(pieces)}
     declared = frozenset(i for i in ends if i is not None)
     template, tool_use = (get(f"tokenizer.chat_template{name}", str, "") for name in ("", f".{_TOOL_USE}"))
     return Tokenizer(fast, declared | _end_of_turn_ids(fast), template, tokens, declared, tool_use)
@@ -187,8 +186,7 @@ def _byte_level_bpe(settings: Settings, pre: str, vocab: dict[str, int]) -> Fast
     gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     pipelines: dict[str, list[Any]] = {"gpt-2": [gpt2], "olmo": [gpt2]}
-    for name in _DIGITS_APART:
-        pipelines[name] = [pre_tokenizers.Digits(individual_digits=True), gpt2]
+    pipelines |= {name: [pre_tokenizers.Digits(individual_digits=True), gpt2] for name in _DIGITS_APART}
     for name, pattern in _SPLITS.items():
         pipelines[name] = [pre_tokenizers.Split(Regex(pattern), "isolated"), byte_level]
     if pre not in pipelines:

@@ -1,6 +1,6 @@
 """An OpenAI-compatible HTTP server on one engine, and a page to try it.
 
-The way in is `create_app` in app.py. A request passes the gate (limits.py), is checked as a body (protocol.py), becomes
-the engine's requests (served.py), runs in the engine's thread (engine_loop.py), and goes back to its
-client as events or as the JSON that they add up to (completions.py). metrics.py counts all of it.
+The entry point is `create_app` in app.py. A request passes the gate (limits.py), its body is checked (protocol.py) and
+turned into requests for the engine (served.py), these run in the engine's thread (engine_loop.py), and the outputs go
+back to the client as events or as JSON (completions.py). metrics.py counts all of it.
 """

@@ -1,4 +1,4 @@
-"""The application: OpenAI's routes, those that operators need, and the page; and how uvicorn runs it."""
+"""The application: OpenAI's routes, the operators' routes and the page; and how uvicorn runs it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ..errors import TaperError, printable
 from . import protocol
 from .completions import ChatEvents, CompletionResponse, Events, TextEvents
 from .engine_loop import EngineLoop
-from .limits import Gate, Limits, TimedConnection
+from .limits import Gate, Limits
 from .metrics import Metrics
 from .reference import reference_page
 from .served import ServedModel
@@ -40,9 +40,10 @@ from .served import ServedModel
 log = logging.getLogger("taper.server")
 MAX_CONNECTIONS = 1 << 14
 MAX_WAITING_SCHEMAS = 8  # each may take two seconds, and SIGTERM waits for them
-SMALL_BODY = 1 << 16  # bytes; read in milliseconds
-_PUBLIC_PATHS = ("/health", "/ready")  # and the page's files: they hold no secrets and show no data
+SMALL_BODY = 1 << 16  # bytes; checked in milliseconds
+_PUBLIC_PATHS = ("/health", "/ready")  # need no key, like the page's files: they hold no secrets and show no data
 _CONTENT_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+_FilterFactory = Callable[[], engine.TokenFilter]
 # The page may load its own files and talk to its own server, and nothing else.
 _PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -54,7 +55,7 @@ _PAGE_HEADERS = {
 
 
 def serve(served: ServedModel, limits: Limits, listener: socket.socket) -> None:
-    """Serve a model on a socket until SIGTERM or Ctrl-C; requests that were accepted are answered first."""
+    """Serve a model on a socket until SIGTERM or Ctrl-C; requests accepted before are still completed."""
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(message)s")
     log.setLevel(logging.INFO)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -70,7 +71,7 @@ def uvicorn_config(served: ServedModel, limits: Limits) -> uvicorn.Config:
     """How uvicorn runs the server."""
     return uvicorn.Config(
         create_app(served, limits),
-        http=TimedConnection,
+        http="h11",
         ws="none",
         lifespan="on",
         log_config=None,
@@ -84,7 +85,7 @@ def uvicorn_config(served: ServedModel, limits: Limits) -> uvicorn.Config:
 
 def create_app(served: ServedModel, limits: Limits) -> types.ASGIApp:
     """The server of a model, as an ASGI application."""
-    metrics = Metrics()
+    metrics = Metrics(served.llm.engine)
     engine_loop = EngineLoop(served.llm, metrics, limits.max_waiting)
 
     @asynccontextmanager
@@ -97,14 +98,13 @@ def create_app(served: ServedModel, limits: Limits) -> types.ASGIApp:
         title="Taper", version=metadata.version("taper-llm"), lifespan=lifespan, docs_url=None, redoc_url=None
     )
     app.router.route_class = _Route
-    app.state.one_large_body = CapacityLimiter(1)  # at a time: reading it takes a fraction of a second and 200 MB
+    app.state.one_large_body = CapacityLimiter(1)  # at a time: checking it takes a fraction of a second and 200 MB
     for kind in (HTTPException, RequestValidationError, TaperError, Exception):
         app.add_exception_handler(kind, _error_response)
-    _add_openai_routes(app, served, limits, engine_loop, metrics)
-    _add_operator_routes(app, served, engine_loop, metrics)
-    page = _page_routes()
-    reference = reference_page(app.openapi())
-    page.append(Route("/docs", Response(reference, headers=_PAGE_HEADERS, media_type="text/html"), methods=["GET"]))
+    _add_openai_routes(app, served, limits, engine_loop)
+    _add_operator_routes(app, served, engine_loop)
+    reference = Response(reference_page(app.openapi()), headers=_PAGE_HEADERS, media_type="text/html")
+    page = [*_page_routes(), Route("/docs", reference, methods=["GET"])]
     app.router.routes += page
     gate: types.ASGIApp = Gate(app, limits, [*_PUBLIC_PATHS, *(route.path for route in page)])
     if limits.cors_origins:
@@ -112,13 +112,10 @@ def create_app(served: ServedModel, limits: Limits) -> types.ASGIApp:
     return _RequestLog(gate, metrics, [getattr(route, "path", "") for route in app.routes])
 
 
-def _add_openai_routes(
-    app: FastAPI, served: ServedModel, limits: Limits, engine_loop: EngineLoop, metrics: Metrics
-) -> None:
+def _add_openai_routes(app: FastAPI, served: ServedModel, limits: Limits, engine_loop: EngineLoop) -> None:
     errors: dict[int | str, dict[str, Any]] = {"4XX": {"model": protocol.ErrorReply}}
     stream: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
-
-    one_schema = CapacityLimiter(1)  # at a time, in a thread that nothing else waits for
+    one_schema = CapacityLimiter(1)  # at a time; requests without a schema do not wait for it
 
     def complete(
         body: protocol.CompletionFields, events: Events, prepare: Callable[[], Awaitable[list[engine.Request]]]
@@ -126,11 +123,9 @@ def _add_openai_routes(
         if limits.log_prompts:
             log.info("request: %s", body.model_dump_json(exclude_unset=True))
         engine_loop.check_room(1)  # before the prompt is encoded
-        return CompletionResponse(engine_loop, body, events, prepare, limits.max_seconds, metrics)
+        return CompletionResponse(engine_loop, body, events, prepare, limits.max_seconds)
 
-    async def compiled(
-        compile_: Callable[[], Callable[[], engine.TokenFilter]], param: str
-    ) -> Callable[[], engine.TokenFilter]:
+    async def compiled(compile_: Callable[[], _FilterFactory], param: str) -> _FilterFactory:
         if one_schema.statistics().tasks_waiting >= MAX_WAITING_SCHEMAS:
             raise protocol.queue_full()
         with protocol.errors_at(param):
@@ -147,19 +142,18 @@ def _add_openai_routes(
                 token_filter = await compiled(compile_, "response_format.json_schema.schema")
             elif body.required_tools:
                 only_one = body.parallel_tool_calls is False
-                token_filter = await compiled(
-                    partial(served.llm.grammars.compile_calls, body.required_tools, only_one), "tools"
-                )
+                compile_ = partial(served.llm.grammars.compile_calls, body.required_tools, only_one)
+                token_filter = await compiled(compile_, "tools")
             return await run_sync(served.chat, body, token_filter)
 
-        tools, goes_on = bool(body.usable_tools), bool(body.continue_final_message)
-        events = ChatEvents(served.name, served.llm.tokenizer, body.num_choices, tools, goes_on)
+        goes_on, tools = bool(body.continue_final_message), bool(body.usable_tools)
+        events = ChatEvents(served.name, served.llm.tokenizer, body.num_choices, goes_on, tools)
         return complete(body, events, prepare)
 
     @app.post("/v1/completions", response_model=protocol.TextCompletion, responses=errors | stream)
     async def completions(body: protocol.CompletionRequest) -> Response:
         """Complete texts."""
-        events = TextEvents(served.name, served.llm.tokenizer, body.num_choices)
+        events = TextEvents(served.name, served.llm.tokenizer, body.num_choices, goes_on=True)
         return complete(body, events, partial(run_sync, served.complete, body))
 
     @app.get("/v1/models", response_model_exclude_none=True)
@@ -181,7 +175,7 @@ def _add_openai_routes(
         return protocol.Tokens(tokens=ids, count=len(ids), max_model_len=served.llm.engine.backend.context_length)
 
 
-def _add_operator_routes(app: FastAPI, served: ServedModel, engine_loop: EngineLoop, metrics: Metrics) -> None:
+def _add_operator_routes(app: FastAPI, served: ServedModel, engine_loop: EngineLoop) -> None:
     @app.get("/health")
     async def health() -> dict[str, str]:
         """Whether the engine runs."""
@@ -197,7 +191,7 @@ def _add_operator_routes(app: FastAPI, served: ServedModel, engine_loop: EngineL
     @app.get("/metrics", response_class=Response)
     async def show_metrics() -> Response:
         """Metrics for Prometheus."""
-        return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(engine_loop.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def _page_routes() -> list[Route]:
@@ -211,17 +205,6 @@ def _page_routes() -> list[Route]:
     return routes
 
 
-class _JsonRequest(Request):
-    model: type[protocol.Strict]  # the route's
-
-    async def json(self) -> protocol.Strict:
-        """The body as the route's model, checked here so that a large one does not block the event loop."""
-        body = await self.body()
-        if len(body) <= SMALL_BODY:
-            return protocol.read_body(body, self.model)
-        return await run_sync(protocol.read_body, body, self.model, limiter=self.app.state.one_large_body)
-
-
 class _Route(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -229,10 +212,16 @@ class _Route(APIRoute):
             return handle
         model: Any = self.body_field.field_info.annotation
 
+        class JsonRequest(Request):
+            async def json(self) -> Any:
+                """The body as the route's model, checked here so that a large one does not block the event loop."""
+                body = await self.body()
+                if len(body) <= SMALL_BODY:
+                    return protocol.read_body(body, model)
+                return await run_sync(protocol.read_body, body, model, limiter=self.app.state.one_large_body)
+
         async def handle_json(request: Request) -> Response:
-            json_request = _JsonRequest(request.scope, request.receive)
-            json_request.model = model
-            return await handle(json_request)
+            return await handle(JsonRequest(request.scope, request.receive))
 
         return handle_json
 

@@ -1,4 +1,4 @@
-"""How completions reach their client: chunks become OpenAI's events, and events are streamed or folded into JSON."""
+"""How completions reach the client: chunks become OpenAI's events, which are streamed or folded into the JSON reply."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import uuid
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any
 
 import anyio
 from pydantic_core import to_json
@@ -20,13 +19,10 @@ from ..engine import Request
 from ..llm import Chunk, Output
 from ..models.tokenizer import Tokenizer
 from .engine_loop import EngineLoop, Job
-from .metrics import Metrics
 from .protocol import ApiError, CompletionFields, to_api_error
-from .tool_calls import ToolCallParser, join_calls
+from .tool_calls import Json, ToolCallParser, join_calls
 
-Json = dict[str, Any]
-
-_OF_TOKENS = ("depth", "seconds")  # statistics of a token, which events have, not replies
+_TOKEN_STATS = ("depth", "seconds")  # statistics of a token, which events have and replies have not
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-store"),
@@ -39,11 +35,10 @@ class CompletionResponse(Response):
 
     Args:
         engine_loop: completes the requests.
-        body: says whether to stream, and whether with the usage.
+        body: says whether to stream, and whether to send the usage too.
         events: turns chunks into events.
         prepare: makes the engine's requests.
-        max_seconds: how long it may take from now on.
-        metrics: counts clients that leave, and streams that fail.
+        max_seconds: how long the reply may take from now on.
     """
 
     def __init__(
@@ -53,34 +48,30 @@ class CompletionResponse(Response):
         events: Events,
         prepare: Callable[[], Awaitable[list[Request]]],
         max_seconds: float,
-        metrics: Metrics,
     ) -> None:
         super().__init__()
-        self._engine_loop, self._events, self._prepare = engine_loop, events, prepare
-        self._stream = bool(body.stream)
-        self._include_usage, self._in_turn = body.includes_usage, body.compares
-        self._arrived, self._max_seconds, self._metrics = time.perf_counter(), max_seconds, metrics
+        self._engine_loop, self._body, self._events, self._prepare = engine_loop, body, events, prepare
+        self._arrived, self._max_seconds = time.perf_counter(), max_seconds
         self._started = self._disconnected = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Complete the requests and send the reply. Raises only while nothing was sent."""
+        """Complete the requests and send the reply. Raises errors only as long as nothing was sent."""
         left = self._max_seconds - (time.perf_counter() - self._arrived)
         with anyio.move_on_after(left) as deadline:
             watch = asyncio.ensure_future(self._watch_for_disconnect(receive, deadline))
             try:
                 requests = await self._prepare()
-                with self._engine_loop.submit(requests, self._arrived, self._in_turn) as job:
-                    if self._stream:
+                with self._engine_loop.submit(requests, self._arrived, self._body.compares) as job:
+                    if self._body.stream:
                         await self._send_stream(job, send)
                     else:
-                        reply = self._events.fold(
-                            [self._events.event(chunk) async for chunks in job for chunk in chunks]
-                        )
-                        await Response(_json_bytes(reply), media_type="application/json")(scope, receive, send)
+                        events = [self._events.event(chunk) async for chunks in job for chunk in chunks]
+                        content = _json_bytes(self._events.fold(events))
+                        await Response(content, media_type="application/json")(scope, receive, send)
             finally:
                 watch.cancel()
         if deadline.cancelled_caught and self._disconnected:
-            self._metrics.count_disconnect()
+            self._engine_loop.metrics.count_disconnect()
         elif deadline.cancelled_caught:
             with anyio.move_on_after(1):  # the client may have stopped reading
                 message = f"the request took more than {self._max_seconds:g} seconds"
@@ -94,31 +85,27 @@ class CompletionResponse(Response):
 
     async def _send_stream(self, job: Job, send: Send) -> None:
         """Send events as they come."""
+        # As in OpenAI's streams, only the last event has the usage; in the others it is null.
+        no_usage: Json = {"usage": None} if self._body.includes_usage else {}
         try:
             async for chunks in job:
                 if not self._started:
                     self._started = True
                     await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
-                body = b"".join(map(self._encoded, chunks))
+                body = b"".join(_server_sent(self._events.event(chunk) | no_usage) for chunk in chunks)
                 await send({"type": "http.response.body", "body": body, "more_body": True})
         except Exception as error:
             await self._fail(error, send)
         else:
-            usage = _server_sent(self._events.usage_event()) if self._include_usage else b""
+            usage = _server_sent(self._events.usage_event()) if self._body.includes_usage else b""
             await send({"type": "http.response.body", "body": usage + b"data: [DONE]\n\n", "more_body": False})
 
-    def _encoded(self, chunk: Chunk) -> bytes:
-        event = self._events.event(chunk)
-        if self._include_usage:
-            event["usage"] = None  # as in OpenAI's streams, until the last event
-        return _server_sent(event)
-
     async def _fail(self, error: Exception, send: Send) -> None:
-        """Raise an error as the reply, or end a stream with it. That began with status 200, so it is counted here."""
+        """Raise an error as the reply, or end a stream with it: its status was 200, so the error is counted here."""
         if not self._started:
             raise error
         reply = to_api_error(error)
-        self._metrics.count_error(reply.status_code)
+        self._engine_loop.metrics.count_error(reply.status_code)
         await send({"type": "http.response.body", "body": _server_sent(reply.reply().model_dump()), "more_body": False})
 
 
@@ -137,17 +124,20 @@ class Events(ABC):
         model: the name that clients know.
         tokenizer: the model's.
         n: outputs of each prompt.
+        goes_on: whether the text of an output goes on from that of its prompt.
     """
 
     id_prefix: str
     event_object: str
     reply_object: str
 
-    def __init__(self, model: str, tokenizer: Tokenizer, n: int) -> None:
-        self._tokenizer, self._n = tokenizer, n
+    def __init__(self, model: str, tokenizer: Tokenizer, n: int, goes_on: bool) -> None:
+        self._n = n
         self._shared = {"id": f"{self.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-        self._outputs: dict[int, Output] = {}  # those that have finished, by index
+        # By the index of the output; `_outputs` has those that have finished.
+        self._outputs: dict[int, Output] = {}
         self._num_chunks = Counter[int]()
+        self._texts = defaultdict[int, _TokenTexts](lambda: _TokenTexts(tokenizer, goes_on))
 
     def event(self, chunk: Chunk) -> Json:
         """The event of a chunk."""
@@ -162,7 +152,7 @@ class Events(ABC):
         return self._shared | {"object": self.event_object, "choices": [], "usage": self._usage()}
 
     def fold(self, events: Iterable[Json]) -> Json:
-        """The reply that all events of the request add up to."""
+        """The JSON reply that has the contents of all events of the request."""
         parts: dict[int, list[Json]] = {index: [] for index in sorted(self._outputs)}
         for event in events:
             (choice,) = event["choices"]
@@ -170,7 +160,7 @@ class Events(ABC):
         choices = []
         for index, choice_parts in parts.items():
             last = choice_parts[-1]
-            stats = {name: value for name, value in last["taper"].items() if name not in _OF_TOKENS}
+            stats = {name: value for name, value in last["taper"].items() if name not in _TOKEN_STATS}
             joined = self._join(choice_parts)
             choices.append({"index": index, **joined, "finish_reason": last["finish_reason"], "taper": stats})
         return self._shared | {"object": self.reply_object, "choices": choices, "usage": self._usage()}
@@ -181,7 +171,7 @@ class Events(ABC):
 
     @abstractmethod
     def _join(self, parts: Sequence[Json]) -> Json:
-        """The text and the log-probabilities of one output's events."""
+        """The text and the log-probabilities of one output, from its parts of all events."""
 
     def _usage(self) -> Json:
         prompts = [output for index, output in self._outputs.items() if index % self._n == 0]  # each counts once
@@ -195,7 +185,7 @@ class Events(ABC):
         }
 
     def _stats(self, chunk: Chunk) -> Json:
-        """The depth of a chunk's token, unless that is a stop token; in the last chunk, the output's statistics too."""
+        """Depth and time of a token, unless it is a stop token; in the last chunk, the statistics of the output too."""
         output, stats = chunk.output, Json()
         if output is None or self._num_chunks[chunk.index] == output.completion_tokens:
             stats |= {"depth": chunk.depth, "seconds": chunk.seconds}
@@ -216,15 +206,14 @@ class ChatEvents(Events):
 
     id_prefix, event_object, reply_object = "chatcmpl", "chat.completion.chunk", "chat.completion"
 
-    def __init__(self, model: str, tokenizer: Tokenizer, n: int, tools: bool, goes_on: bool = False) -> None:
-        super().__init__(model, tokenizer, n)
+    def __init__(self, model: str, tokenizer: Tokenizer, n: int, goes_on: bool, tools: bool) -> None:
+        super().__init__(model, tokenizer, n, goes_on)
         self._tools = tools
-        self._texts = defaultdict[int, _TokenTexts](lambda: _TokenTexts(tokenizer, goes_on))
-        self._parsers: defaultdict[int, ToolCallParser] = defaultdict(ToolCallParser)  # by index
+        self._parsers = defaultdict[int, ToolCallParser](ToolCallParser)  # by index
 
     def _part(self, chunk: Chunk) -> Json:
         delta: Json = {"role": "assistant"} if self._num_chunks[chunk.index] == 1 else {}
-        delta["content"], finish_reason = chunk.text, _finish_reason(chunk)
+        delta["content"], finish_reason = chunk.text, chunk.output.finish_reason if chunk.output else None
         if self._tools:
             parser = self._parsers[chunk.index]
             delta["content"], calls = parser.push(chunk.text, last=chunk.output is not None)
@@ -234,10 +223,10 @@ class ChatEvents(Events):
                 finish_reason = "tool_calls"
         part: Json = {"delta": delta, "finish_reason": finish_reason}
         if chunk.logprobs is not None:
-            begins = not self._texts[chunk.index].has_begun
-            top = [self._logprob(*pair, begins) for pair in chunk.logprobs.top.items()]
-            token = self._logprob(chunk.token_id, chunk.logprobs.logprob, begins) | {"top_logprobs": top}
-            self._texts[chunk.index].add(chunk.token_id)
+            texts = self._texts[chunk.index]
+            top = [_logprob(texts, *pair) for pair in chunk.logprobs.top.items()]
+            token = _logprob(texts, chunk.token_id, chunk.logprobs.logprob) | {"top_logprobs": top}
+            texts.add(chunk.token_id)
             part["logprobs"] = {"content": [token], "refusal": None}
         return part
 
@@ -250,22 +239,15 @@ class ChatEvents(Events):
             message["tool_calls"] = calls
         return {"message": message, "logprobs": {"content": logprobs, "refusal": None} if logprobs else None}
 
-    def _logprob(self, token_id: int, logprob: float, begins: bool) -> Json:
-        own = self._tokenizer.token_bytes(token_id, begins)
-        return {"token": token_name(own), "logprob": logprob, "bytes": list(own)}
-
 
 class TextEvents(Events):
     """Events of a text completion."""
 
     id_prefix, event_object, reply_object = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, model: str, tokenizer: Tokenizer, n: int) -> None:
-        super().__init__(model, tokenizer, n)
-        self._texts = defaultdict[int, _TokenTexts](lambda: _TokenTexts(tokenizer, goes_on=True))  # by index
-
     def _part(self, chunk: Chunk) -> Json:
-        part: Json = {"text": chunk.text, "logprobs": None, "finish_reason": _finish_reason(chunk)}
+        finish_reason = chunk.output.finish_reason if chunk.output else None
+        part: Json = {"text": chunk.text, "logprobs": None, "finish_reason": finish_reason}
         if chunk.logprobs is not None:
             texts, top = self._texts[chunk.index], chunk.logprobs.top
             names = texts.names([chunk.token_id, *(token_id for token_id in top if token_id != chunk.token_id)])
@@ -281,54 +263,58 @@ class TextEvents(Events):
 
     def _join(self, parts: Sequence[Json]) -> Json:
         logprobs = [part["logprobs"] for part in parts if part["logprobs"] is not None]
-        joined = {name: [item for one in logprobs for item in one[name]] for name in logprobs[0]} if logprobs else None
         text = "".join(part["text"] for part in parts)
-        if joined is not None:  # a stop string may have taken the text of the last tokens
-            joined["text_offset"] = [min(offset, len(text)) for offset in joined["text_offset"]]
+        if not logprobs:
+            return {"text": text, "logprobs": None}
+        joined = {name: [item for lists in logprobs for item in lists[name]] for name in logprobs[0]}
+        # A stop string may have taken the text of the last tokens.
+        joined["text_offset"] = [min(offset, len(text)) for offset in joined["text_offset"]]
         return {"text": text, "logprobs": joined}
 
 
 class _TokenTexts:
-    """The tokens of an output as its log-probabilities show them: their names, and where they are in its text.
+    """The tokens of an output as its log-probabilities show them: their bytes and names, and their places in its text.
 
-    Args:
-        tokenizer: the model's.
-        goes_on: whether the text goes on from that of the prompt.
+    `goes_on` says whether the text goes on from that of the prompt.
     """
 
     def __init__(self, tokenizer: Tokenizer, goes_on: bool) -> None:
-        self._tokenizer, self.has_begun = tokenizer, goes_on
+        self._tokenizer, self._has_begun = tokenizer, goes_on
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.num_characters = 0  # that are complete
 
+    def bytes_of(self, token_id: int) -> bytes:
+        """The bytes that a token would add next."""
+        return self._tokenizer.token_bytes(token_id, begins=not self._has_begun)
+
     def add(self, token_id: int) -> None:
-        """Take note of a token; control tokens are no part of the text."""
+        """Add a token; control tokens are no part of the text."""
         if token_id not in self._tokenizer.special_tokens:
-            text = self._decoder.decode(self._tokenizer.token_bytes(token_id, begins=not self.has_begun))
-            self.num_characters += len(text)
-            self.has_begun = True
+            self.num_characters += len(self._decoder.decode(self.bytes_of(token_id)))
+            self._has_begun = True
 
     def names(self, token_ids: Iterable[int]) -> dict[int, str]:
-        """A name for each of the tokens that could come next; of two with the same text, the later one is its bytes."""
+        """A different name for each token that could come next: its text, else its bytes, else its id."""
         names: dict[int, str] = {}
         for token_id in token_ids:
-            own = self._tokenizer.token_bytes(token_id, begins=not self.has_begun)
-            different = (token_name(own), _escaped(own), f"token_id:{token_id}")
-            names[token_id] = next(name for name in different if name not in names.values())
+            data = self.bytes_of(token_id)
+            candidates = (_token_name(data), _escaped(data), f"token_id:{token_id}")
+            names[token_id] = next(name for name in candidates if name not in names.values())
         return names
 
 
-def token_name(own: bytes) -> str:
-    """The text of a token's bytes or, if they are no text, the bytes as OpenAI writes them."""
+def _logprob(texts: _TokenTexts, token_id: int, logprob: float) -> Json:
+    data = texts.bytes_of(token_id)
+    return {"token": _token_name(data), "logprob": logprob, "bytes": list(data)}
+
+
+def _token_name(data: bytes) -> str:
+    """The text of a token's bytes; if they are not UTF-8, the bytes as OpenAI writes them."""
     try:
-        return own.decode()
+        return data.decode()
     except UnicodeDecodeError:
-        return _escaped(own)
+        return _escaped(data)
 
 
-def _escaped(own: bytes) -> str:
-    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own)
-
-
-def _finish_reason(chunk: Chunk) -> str | None:
-    return chunk.output.finish_reason if chunk.output else None
+def _escaped(data: bytes) -> str:
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)

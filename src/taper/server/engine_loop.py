@@ -1,8 +1,8 @@
 """The engine's thread: it alone uses the engine, and runs commands between two steps.
 
-asyncio sends it commands through a queue and receives chunks through `call_soon_threadsafe`, which costs a small model
-a thirtieth of a step: those of steps shorter than `HAND_OVER_SECONDS` are handed over together. The chunks of a client
-that reads slowly wait in its job, at most `max_tokens` for each output; the engine does not wait for it.
+asyncio sends it commands through a queue and receives chunks through `call_soon_threadsafe`. As a call of that takes a
+thirtieth of a small model's step, the chunks of steps shorter than `HAND_OVER_SECONDS` are handed over together. The
+chunks of a client that reads slowly wait in its job, at most `max_tokens` of an output; the engine does not wait.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from queue import SimpleQueue
 
 from ..engine import Request
-from ..engine import Sequence as EngineSequence
 from ..errors import TaperError
 from ..llm import LLM, Chunk, Stream
 from ..policy import DepthPolicy
@@ -31,7 +30,7 @@ _Result = Chunk | Exception
 
 
 class Job:
-    """The outputs of one HTTP request: an asynchronous iterator over their chunks, those together that are there.
+    """The outputs of one HTTP request: an asynchronous iterator over lists of the chunks that have come meanwhile.
 
     Raises:
         TaperError: the engine cannot complete the request.
@@ -40,7 +39,6 @@ class Job:
 
     def __init__(self, requests: Sequence[Request], arrived: float, in_turn: bool) -> None:
         self.requests, self.arrived, self.in_turn = requests, arrived, in_turn
-        self.cancelled = False  # set by asyncio, read by the engine thread
         self.results: asyncio.Queue[_Result] = asyncio.Queue()  # filled and read in asyncio's thread
         self._unfinished = len(requests)
 
@@ -52,9 +50,8 @@ class Job:
             chunks = [result for result in results if isinstance(result, Chunk)]
             if chunks:
                 yield chunks
-            for result in results:
-                if isinstance(result, Exception):
-                    raise result
+            if isinstance(error := results[-1], Exception):  # nothing comes after an error
+                raise error
             self._unfinished -= sum(chunk.output is not None for chunk in chunks)
 
 
@@ -63,25 +60,24 @@ class EngineLoop:
 
     Args:
         llm: its engine is used by this thread alone from `start` on.
-        metrics: counts what the engine does.
+        metrics: counts what the engine and the server do.
         max_waiting: sequences that may wait for a slot; more are rejected.
     """
 
     def __init__(self, llm: LLM, metrics: Metrics, max_waiting: int) -> None:
-        self._llm, self._engine, self._metrics = llm, llm.engine, metrics
-        self._max_in_flight = llm.engine.backend.num_slots + max_waiting
+        self._llm, self._engine, self.metrics = llm, llm.engine, metrics
+        self._max_in_flight = self._engine.backend.num_slots + max_waiting
         self._in_flight = 0  # sequences; used by asyncio's thread alone
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._jobs: dict[Job, list[Stream]] = {}  # those that have not ended; in turn, one stream for each request
+        self._jobs: dict[Job, list[Stream]] = {}  # jobs that have not ended; in turn, one stream for each request
         self._unsent: list[tuple[Job, _Result]] = []
         self._stepped_at = self._sent_at = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._warm: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="taper-engine", daemon=True)
-        metrics.watch(self._engine)
 
     async def start(self) -> None:
-        """Start the thread, and wait until it has run a few tokens. Chunks go to the event loop that runs now."""
+        """Start the thread, and wait until it has run a few tokens. Chunks go to the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
         await asyncio.wrap_future(self._warm)
@@ -101,7 +97,7 @@ class EngineLoop:
             raise ApiError(503, "the engine has ended; restart the server", code="engine_ended")
 
     def check_room(self, count: int) -> None:
-        """Check that so many more sequences may run or wait.
+        """Check that `count` more sequences may run or wait.
 
         Raises:
             ApiError: that would be too many, or the engine has ended.
@@ -111,7 +107,7 @@ class EngineLoop:
             raise queue_full()
 
     @contextmanager
-    def submit(self, requests: Sequence[Request], arrived: float, in_turn: bool = False) -> Iterator[Job]:
+    def submit(self, requests: Sequence[Request], arrived: float, in_turn: bool) -> Iterator[Job]:
         """Let the engine complete requests. On leaving, those that have not finished end before the next step.
 
         Args:
@@ -120,7 +116,7 @@ class EngineLoop:
             in_turn: advance them by a token in turn, not together, and count the time of each alone.
 
         Raises:
-            ApiError: too many are waiting already.
+            ApiError: too many sequences would wait, or the engine has ended.
         """
         self.check_room(len(requests))
         job = Job(requests, arrived, in_turn)
@@ -129,15 +125,15 @@ class EngineLoop:
         try:
             yield job
         finally:
-            job.cancelled = True
             self._in_flight -= len(requests)
             self._commands.put(lambda: self._abort(job))
 
-    # All that follows runs in the engine's thread.
+    # Everything below runs in the engine's thread, but for `_deliver`.
 
     def _run(self) -> None:
-        try:
-            self._warm_up()
+        try:  # run a few tokens, so that the first client does not wait for what is set up once
+            policy = DepthPolicy.full(self._llm.config.num_hidden_layers)
+            self._engine.complete([Request([0], SamplingParams(max_tokens=2, ignore_eos=True), policy)])
         except BaseException as error:
             self._warm.set_exception(error)
             return
@@ -145,18 +141,13 @@ class EngineLoop:
         while self._run_commands():
             try:
                 self._step()
-            except Exception as error:  # a bug: what ran is lost, later requests are served
+            except Exception as error:  # a bug: the jobs that ran are lost, later requests are served
                 log.exception("a step of the engine failed")
                 self._end_all(RuntimeError(f"the engine failed: {type(error).__name__}"))
         self._end_all(RuntimeError("the server stopped"))
 
-    def _warm_up(self) -> None:
-        """Run a few tokens, so that the first client does not wait for what is set up once."""
-        policy = DepthPolicy.full(self._llm.config.num_hidden_layers)
-        self._engine.complete([Request([0], SamplingParams(max_tokens=2, ignore_eos=True), policy)])
-
     def _run_commands(self) -> bool:
-        """Run the commands that are queued, and wait for one if there are no jobs; False to stop."""
+        """Run the commands that are queued, and wait for one while there are no jobs; False to stop."""
         while not self._jobs or not self._commands.empty():
             self._send()  # a command may begin a long prompt
             command = self._commands.get()
@@ -166,10 +157,7 @@ class EngineLoop:
         return True
 
     def _begin(self, job: Job) -> None:
-        if job.cancelled:
-            return
-        streams: list[Stream] = []
-        self._jobs[job] = streams
+        streams = self._jobs[job] = list[Stream]()
         try:
             for requests in [[request] for request in job.requests] if job.in_turn else [job.requests]:
                 streams.append(Stream(self._llm, requests, job.arrived, len(streams)))
@@ -190,9 +178,11 @@ class EngineLoop:
             self._end(job, error)
 
     def _step(self) -> None:
-        """Run one step of the engine, and send the chunks to their jobs unless the next step will soon be over too."""
+        """Run one step of the engine, and send the chunks to their jobs, or keep them until a next, short step."""
         started, waiting = time.perf_counter(), self._waiting()
-        self._engine.step(self._advancing(waiting) if waiting else None)
+        all_streams = [stream for streams in self._jobs.values() for stream in streams]
+        advancing = [stream for stream in all_streams if stream not in waiting]
+        self._engine.step([sequence for stream in advancing for sequence in stream.unfinished] if waiting else None)
         now = time.perf_counter()
         for stream, job in waiting.items():
             stream.leave_out(now - max(self._stepped_at, job.arrived))
@@ -208,23 +198,19 @@ class EngineLoop:
             chunks += received
             self._unsent += [(job, chunk) for chunk in received]
         # Counted before they are sent, so that a client with a reply finds it in the metrics.
-        self._metrics.count_step(chunks, now - started)
-        all_decode = len(chunks) == sum(len(stream.unfinished) for streams in self._jobs.values() for stream in streams)
+        self.metrics.count_step(chunks, now - started)
+        all_decode = len(chunks) == sum(len(stream.unfinished) for stream in all_streams)
         if not all_decode or now - self._sent_at >= HAND_OVER_SECONDS:
             self._send()
 
     def _waiting(self) -> dict[Stream, Job]:
-        """The streams that wait in this step for their turn: of each job, all but the one with the fewest tokens."""
+        """The streams that wait for their turn in this step: all of a job but the one with the fewest tokens."""
         waiting: dict[Stream, Job] = {}
         for job, streams in self._jobs.items():
             if job.in_turn and (unfinished := [stream for stream in streams if stream.unfinished]):
                 turn = min(unfinished, key=lambda stream: stream.unfinished[0].step)
                 waiting |= {stream: job for stream in unfinished if stream is not turn}
         return waiting
-
-    def _advancing(self, waiting: Collection[Stream]) -> list[EngineSequence]:
-        streams = (stream for streams in self._jobs.values() for stream in streams if stream not in waiting)
-        return [sequence for stream in streams for sequence in stream.unfinished]
 
     def _send(self) -> None:
         """Send results to their jobs in asyncio's thread, unless its loop has ended."""

@@ -1,29 +1,27 @@
 """What the server lets in: where it listens, who may use it, how much they may send and how long they may take.
 
-`Limits` are the options of `taper serve`. The socket, the connection and the gate enforce them before the app has read
-a request's body; `EngineLoop` limits how many requests wait, and `CompletionResponse` how long one takes.
+`Limits` are the options of `taper serve`. The socket and the gate enforce them before the app has read a body;
+`EngineLoop` limits how many requests wait, and `CompletionResponse` how long one takes.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import ipaddress
 import re
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import h11
+import anyio
 from starlette import types
 from starlette.datastructures import Headers
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..errors import RequestError, number, shown, whole_number
 from .protocol import ApiError, queue_full
 
-REQUEST_SECONDS = 30  # for a whole request to arrive
-STALLED_SECONDS = 60  # during which a client reads nothing of what was sent
+BODY_SECONDS = 30  # for a whole body to arrive
 MAX_BODIES = 64  # of the largest size; as many bytes may be in memory for all requests together
 
 
@@ -130,46 +128,8 @@ def listen(limits: Limits) -> socket.socket:
     return listener
 
 
-class TimedConnection(H11Protocol):
-    """uvicorn's connection; it ends if a request does not arrive, or its reply is not read, in time."""
-
-    _arriving: asyncio.TimerHandle | None = None
-    _stalled: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._time_arrival()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        for timer in (self._arriving, self._stalled):
-            if timer is not None:
-                timer.cancel()
-        super().connection_lost(exc)
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._time_arrival()
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._stalled = self.loop.call_later(STALLED_SECONDS, self.transport.abort)
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        if self._stalled is not None:
-            self._stalled.cancel()
-
-    def _time_arrival(self) -> None:
-        """Limit the time until a request has arrived; from then on `max_seconds` counts."""
-        if self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
-            self._arriving = self._arriving or self.loop.call_later(REQUEST_SECONDS, self.transport.abort)
-        elif self._arriving is not None:
-            self._arriving.cancel()
-            self._arriving = None
-
-
 class Gate:
-    """Passes a request on to the app, or rejects it for its key, its host or its size.
+    """Passes a request on to the app, or rejects it for its key, its host, its size, or a body that is slow to arrive.
 
     Args:
         app: the application behind it.
@@ -193,11 +153,18 @@ class Gate:
         except ApiError as error:
             await error.response()(scope, receive, send)
             return
-        num_bytes, max_bytes = 0, self._limits.max_body_bytes
+        num_bytes, max_bytes, is_arriving = 0, self._limits.max_body_bytes, True
+        deadline = time.monotonic() + BODY_SECONDS
 
         async def measured() -> types.Message:
-            nonlocal num_bytes
-            message = await receive()
+            nonlocal num_bytes, is_arriving
+            try:
+                with anyio.fail_after(deadline - time.monotonic() if is_arriving else None):
+                    message = await receive()
+            except TimeoutError:
+                reason = f"the body did not arrive within {BODY_SECONDS:g} seconds"
+                raise ApiError(408, reason, code="slow_body", headers={"Connection": "close"}) from None
+            is_arriving = message.get("more_body", False)
             part = len(message.get("body", b""))
             num_bytes, self._held_bytes = num_bytes + part, self._held_bytes + part
             if num_bytes > max_bytes:

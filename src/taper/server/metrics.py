@@ -14,9 +14,12 @@ _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 
 
 class Metrics:
-    """Counters and gauges of one server, in a registry of its own; the library adds `_total` to counters' names."""
+    """Counters and gauges of one server, in a registry of its own; the library adds `_total` to counters' names.
 
-    def __init__(self) -> None:
+    The gauges show what the engine does when they are read.
+    """
+
+    def __init__(self, engine: Engine) -> None:
         self._registry = registry = prometheus.CollectorRegistry()
         histogram = partial(prometheus.Histogram, buckets=_SECONDS, registry=registry)
         counter = partial(prometheus.Counter, registry=registry)
@@ -38,8 +41,6 @@ class Metrics:
         self._errors = counter("taper_errors", "HTTP requests that failed", ["status"])
         self._disconnects = counter("taper_disconnects", "Clients that left before the end")
 
-    def watch(self, engine: Engine) -> None:
-        """Show what an engine does at the moment."""
         slots, context = engine.slots, engine.backend.context_length
         self._num_hidden_layers = engine.backend.config.num_hidden_layers
 
@@ -52,10 +53,10 @@ class Metrics:
             "taper_running_sequences": ("Sequences that run", lambda: len(slots.sequences) - slots.num_free),
             "taper_slots": ("Sequences that can run at a time", lambda: len(slots.sequences)),
             "taper_kv_cache_tokens": ("Tokens in the key-value cache, kept prompts included", tokens),
-            "taper_kv_cache_capacity_tokens": ("Its size", lambda: len(slots.sequences) * context),
+            "taper_kv_cache_capacity_tokens": ("Tokens that fit the cache", lambda: len(slots.sequences) * context),
         }
         for name, (text, value) in gauges.items():
-            prometheus.Gauge(name, text, registry=self._registry).set_function(value)
+            prometheus.Gauge(name, text, registry=registry).set_function(value)
 
     def count_step(self, chunks: Sequence[Chunk], seconds: float) -> None:
         """Count a step of the engine and the chunks it made, stop tokens included."""
@@ -80,7 +81,7 @@ class Metrics:
             self.count_error(status)
 
     def count_error(self, status: int) -> None:
-        """Count a request that failed, or a stream that had begun with status 200 and ended with an error."""
+        """Count a request that failed, or a stream that began with status 200 and ended with an error."""
         self._errors.labels(str(status)).inc()
 
     def count_disconnect(self) -> None:
@@ -88,6 +89,6 @@ class Metrics:
         self._disconnects.inc()
 
     def text(self) -> bytes:
-        """All of it, in Prometheus' text format."""
+        """All metrics, in Prometheus' text format."""
         text: bytes = prometheus.generate_latest(self._registry)
         return text

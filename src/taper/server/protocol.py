@@ -1,7 +1,7 @@
 """OpenAI's API as Taper speaks it: the requests that it accepts, its replies and its errors.
 
-Whatever is wrong with a request's body alone is rejected here: unknown fields, wrong types, lists that are too long,
-fields that contradict each other. `ServedModel` rejects what needs the model to be judged, `SamplingParams` values
+Mistakes that can be seen in a request's body alone are rejected here: unknown fields, wrong types, lists that are too
+long, fields that contradict each other. `ServedModel` rejects what does not fit the model, and `SamplingParams` values
 out of their ranges.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import Annotated, Any, Literal
 
@@ -35,6 +35,8 @@ StopText = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
 TokenIds = Annotated[list[int], Field(fail_fast=True, max_length=MAX_PROMPT_TOKENS)]
 FinishReason = Literal["stop", "length", "tool_calls"]
 
+_SURROGATE = re.compile("[\ud800-\udfff]")  # a lone one: json.loads joins the two halves of a pair
+
 # Requests
 
 
@@ -42,12 +44,12 @@ def read_body(body: bytes, model: type[Strict]) -> Strict:
     """A request from its body.
 
     Raises:
-        ApiError: it is not JSON, does not fit the model, or a text in it has half of a surrogate pair, which no
-            tokenizer takes.
+        ApiError: the body is not JSON, does not fit the model, or has a text with half of a surrogate pair, which no
+            tokenizer accepts.
     """
     try:
         value = json.loads(without_mark(body.decode()))
-        path = _surrogate(value) if re.search(rb"\\u[dD][89a-fA-F]", body) else None
+        path = _find_surrogate(value) if re.search(rb"\\u[dD][89a-fA-F]", body) else None
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body is not UTF-8 (byte {error.start})", code="invalid_json") from None
     except json.JSONDecodeError as error:
@@ -65,32 +67,25 @@ def read_body(body: bytes, model: type[Strict]) -> Strict:
         raise to_api_error(error) from None
 
 
-def _surrogate(value: Any, path: tuple[str, ...] = ()) -> tuple[str, ...] | None:
-    """Where the first text with a lone surrogate is, as names and indices; None if there is none."""
+def _find_surrogate(value: Any, path: tuple[str, ...] = ()) -> tuple[str, ...] | None:
+    """The path to the first text with a lone surrogate, as names and indices; None if there is none."""
     if isinstance(value, str):
-        return path if _is_broken(value) else None
+        return path if _SURROGATE.search(value) else None
     items: Iterable[tuple[str | int, Any]] = ()
     if isinstance(value, dict):
-        if any(map(_is_broken, value)):
+        if any(map(_SURROGATE.search, value)):
             return path
         items = value.items()
     elif isinstance(value, list):
         items = enumerate(value)
-    return next((inside for name, item in items if (inside := _surrogate(item, (*path, str(name)))) is not None), None)
-
-
-def _is_broken(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return True
-    return False
+    inner_paths = (_find_surrogate(item, (*path, str(name))) for name, item in items)
+    return next((inner for inner in inner_paths if inner is not None), None)
 
 
 class Strict(BaseModel):
     """Rejects unknown fields, and values whose type would have to be converted. Null means that a field is not given.
 
-    A body of a few megabytes has room for a million mistakes, so each object and each list stops at its first one.
+    A body of a few megabytes has room for a million mistakes, so checking an object or a list ends at its first one.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -109,12 +104,14 @@ class Strict(BaseModel):
 
 
 def _at_most(count: int) -> BeforeValidator:
-    """Rejects an object of more keys before its values are looked at."""
+    """Rejects an object of more keys before its values are checked, and leaves out keys whose value is null."""
 
     def check(value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > count:
+        if not isinstance(value, dict):
+            return value
+        if len(value) > count:
             raise ValueError(f"an object of {len(value)} keys; it may have {count}")
-        return {name: item for name, item in value.items() if item is not None} if isinstance(value, dict) else value
+        return {name: item for name, item in value.items() if item is not None}
 
     return BeforeValidator(check)
 
@@ -122,7 +119,7 @@ def _at_most(count: int) -> BeforeValidator:
 class TaperFields(Strict):
     """Taper's own fields of a request: depth, and sampling parameters that OpenAI lacks.
 
-    `top_k`, `min_p` and `repetition_penalty` may also stand beside OpenAI's own, as in vLLM.
+    `top_k`, `min_p` and `repetition_penalty` may also stand beside OpenAI's own fields, as in vLLM.
     """
 
     policy: str | None = None
@@ -137,7 +134,7 @@ class TaperFields(Strict):
 
 
 class StreamOptions(Strict):
-    """What else an event stream carries."""
+    """What an event stream has besides the tokens."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # no effect: events are not padded
@@ -162,7 +159,7 @@ class CompletionFields(Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     taper: TaperFields | None = None
-    # No effect: there are no accounts, tiers or stored data, and prompts share the computation of a common prefix.
+    # No effect: there are no accounts, tiers or stored data, and prompts always share the computation of a prefix.
     user: str | None = None
     safety_identifier: str | None = None
     metadata: Annotated[dict[str, str] | None, _at_most(MAX_METADATA)] = None
@@ -186,7 +183,7 @@ class CompletionFields(Strict):
 
     @property
     def compares(self) -> bool:
-        """Whether the prompt is completed at full depth and tapered, a token in turn: two choices."""
+        """Whether there are two choices, full depth and tapered, that advance by a token in turn."""
         return self.own.mode == "compare"
 
     @property
@@ -206,7 +203,7 @@ class CompletionFields(Strict):
 
     @property
     def stops(self) -> list[str]:
-        """The texts that end an output; an empty one asks for nothing."""
+        """The texts that end an output, without empty ones."""
         return [text for text in ([self.stop] if isinstance(self.stop, str) else self.stop or []) if text]
 
 
@@ -234,7 +231,7 @@ class CompletionRequest(CompletionFields):
 
 
 class TextPart(Strict):
-    """A part of a message's content. Where others cache a prompt is nothing to us."""
+    """A part of a message's content. `cache_control` and `annotations` have no effect."""
 
     type: Literal["text"]
     text: str
@@ -243,14 +240,14 @@ class TextPart(Strict):
 
 
 class FunctionCall(Strict):
-    """The function of a tool call; `arguments` is JSON text. Clients also send back none, or an object."""
+    """The function of a tool call; `arguments` is JSON text. Some clients send no arguments, or an object."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
 
 
 class ToolCall(Strict):
-    """A tool call of the model's, sent back as part of an earlier turn; `index` is that of a stream."""
+    """A tool call of the model, sent back as part of an earlier turn. `index` comes from streams and has no effect."""
 
     id: str | None = None
     type: Literal["function"] | None = None
@@ -261,7 +258,8 @@ class ToolCall(Strict):
 class RequestMessage(Strict):
     """A message of a conversation.
 
-    The fields from `refusal` on are there as clients send replies back; of them, only what the model said counts.
+    Clients that send replies back include the fields from `refusal` on. Of these, the prompt holds `refusal`, where
+    there is no content, and `reasoning_content`.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -279,10 +277,10 @@ class RequestMessage(Strict):
     status: str | None = None
     cache_control: dict[str, Any] | None = None
 
-    def for_template(self, place: str) -> dict[str, Any]:
+    def for_template(self, path: str) -> dict[str, Any]:
         """The message as chat templates take it: content is text, arguments of tool calls are objects.
 
-        `place` is that of the message in the body.
+        `path` says where the message is in the body, for errors.
 
         Raises:
             RequestError: the arguments of a tool call are not a JSON object.
@@ -296,7 +294,7 @@ class RequestMessage(Strict):
         if self.tool_calls:
             message["tool_calls"] = calls = []
             for number, call in enumerate(self.tool_calls):
-                arguments = _read_arguments(call.function.arguments, f"{place}.tool_calls.{number}.function.arguments")
+                arguments = _read_arguments(call.function.arguments, f"{path}.tool_calls.{number}.function.arguments")
                 function = {"name": call.function.name, "arguments": arguments}
                 calls.append({"id": call.id or "", "type": "function", "function": function})
         return message
@@ -305,18 +303,15 @@ class RequestMessage(Strict):
 Messages = Annotated[list[RequestMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
 
 
-def _read_arguments(given: str | dict[str, Any] | None, place: str) -> dict[str, Any]:
-    arguments: Any = given
-    if isinstance(given, str):
-        try:
-            arguments = json.loads(given) if given.strip() else None
-        except (ValueError, RecursionError):
-            arguments = given
-    if arguments is None:  # of a function that takes none
+def _read_arguments(arguments: str | dict[str, Any] | None, path: str) -> dict[str, Any]:
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments) if arguments.strip() else None
+    if arguments is None:  # the function takes none
         return {}
     if not isinstance(arguments, dict):
         message = "the arguments of a tool call are not a JSON object"
-        raise RequestError(message, "send back what the model called", place)
+        raise RequestError(message, "send them back as the model wrote them", path)
     return arguments
 
 
@@ -359,7 +354,7 @@ class PlainFormat(Strict):
 
 
 class NamedSchema(Strict):
-    """A JSON schema. Every output keeps it, whether `strict` or not."""
+    """A JSON schema. Every output keeps it; `strict` changes nothing."""
 
     name: str
     description: str | None = None
@@ -388,7 +383,7 @@ class ChatRequest(CompletionFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    # Of these, only values that ask for nothing.
+    # Accepted only with values that ask for nothing.
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
     functions: Annotated[list[Any], Field(max_length=0)] | None = None
     function_call: Literal["auto", "none"] | None = None
@@ -404,7 +399,7 @@ class ChatRequest(CompletionFields):
 
     @property
     def required_tools(self) -> dict[str, dict[str, Any]]:
-        """The schemas of their parameters by the names of the tools of which the model must call one; often none."""
+        """The tools of which the model must call one: the schemas of their parameters by name. Empty if it need not."""
         if self.tool_choice in (None, "auto", "none"):
             return {}
         name = self.tool_choice.function.name if isinstance(self.tool_choice, ToolChoice) else None
@@ -413,7 +408,7 @@ class ChatRequest(CompletionFields):
 
     @property
     def stops(self) -> list[str]:
-        """The texts that end an output: the end of a call too, if the model may call one tool only."""
+        """The texts that end an output: also the end of a call, if the model may make only one."""
         return super().stops + ([CLOSE] if self.usable_tools and self.parallel_tool_calls is False else [])
 
     @property
@@ -432,7 +427,7 @@ class ChatRequest(CompletionFields):
             message = "max_tokens and max_completion_tokens are two names of one limit"
             raise RequestError(message, "give one of the two", "max_tokens")
         if self.tool_choice not in (None, "auto", "none") and not self.required_tools:
-            raise RequestError("tool_choice asks for a tool that is not there", "add it to tools", "tool_choice")
+            raise RequestError("tool_choice asks for a tool that is not in tools", "add it", "tool_choice")
         if self.required_tools and self.own.ignore_eos:
             message = "with ignore_eos, a call would never end"
             raise RequestError(message, "leave out ignore_eos or tool_choice", "taper.ignore_eos")
@@ -460,11 +455,11 @@ class TokenizeRequest(Strict):
         return self
 
 
-# Replies, as the OpenAPI document describes them. `Events` makes those of completions.
+# Replies, as the OpenAPI document describes them. `Events` makes the replies of completions.
 
 
 class TaperStats(BaseModel):
-    """What Taper says of an output."""
+    """Depth and speed of an output."""
 
     policy: str
     num_hidden_layers: int
@@ -475,7 +470,7 @@ class TaperStats(BaseModel):
 
 
 class PromptTokensDetails(BaseModel):
-    """How many tokens of the prompt an earlier one had in common with it, so that they were not computed again."""
+    """How many tokens of the prompt were not computed again, because an earlier prompt begins with them too."""
 
     cached_tokens: int
 
@@ -490,7 +485,7 @@ class Usage(BaseModel):
 
 
 class TopLogprob(BaseModel):
-    """A token and its log-probability; one that is only a part of a character is called by its `bytes`."""
+    """A token and its log-probability. A token that is only a part of a character is named by its `bytes`."""
 
     token: str
     logprob: float
@@ -498,7 +493,7 @@ class TopLogprob(BaseModel):
 
 
 class TokenLogprob(TopLogprob):
-    """The sampled token, and the most probable ones."""
+    """The sampled token and its log-probability, and those of the most probable tokens."""
 
     top_logprobs: list[TopLogprob]
 
@@ -527,7 +522,7 @@ class ReplyFunction(BaseModel):
 
 
 class ReplyCall(BaseModel):
-    """A tool call of the model's."""
+    """A tool call of the model."""
 
     id: str
     type: Literal["function"]
@@ -535,7 +530,7 @@ class ReplyCall(BaseModel):
 
 
 class ReplyMessage(BaseModel):
-    """A message of the model's."""
+    """A message of the model."""
 
     role: Literal["assistant"]
     content: str | None
@@ -591,8 +586,8 @@ class TextCompletion(Completion):
 class PolicyInfo(BaseModel):
     """A policy that requests may name. Lists are an estimate and the ends of its interval.
 
-    `repetition`: the part of four-grams in greedy outputs that occurred in them before; `full_repetition`: that of full
-    depth.
+    `repetition` is the part of the four-grams of greedy outputs that occurred earlier in the same output;
+    `full_repetition` is the same at full depth.
     """
 
     min_depth: int
@@ -606,7 +601,7 @@ class PolicyInfo(BaseModel):
 
 
 class ModelInfo(BaseModel):
-    """What Taper says of its model; `sampling` is what counts where a request says nothing."""
+    """Taper's description of the model; `sampling` holds the parameters of requests that give none."""
 
     num_hidden_layers: int
     context_length: int
@@ -644,7 +639,7 @@ class Tokens(BaseModel):
 
 
 class ErrorFields(BaseModel):
-    """What is wrong, and with which field."""
+    """The mistake, and the field that has it."""
 
     message: str
     type: str
@@ -653,7 +648,7 @@ class ErrorFields(BaseModel):
 
 
 class ErrorReply(BaseModel):
-    """The reply to a request that is rejected, or that fails."""
+    """The reply to a request that is rejected or has failed."""
 
     error: ErrorFields
 
@@ -686,13 +681,13 @@ class ApiError(HTTPException):
 
 
 def queue_full() -> ApiError:
-    """The error for a request that would have too many before it; after a step or two there may be room."""
+    """The error for a request that finds the queue full. There may be room again after a step or two."""
     message, headers = "too many requests are waiting; try again later", {"Retry-After": "1"}
     return ApiError(429, message, code="queue_full", headers=headers)
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """An error as clients see it; of a bug of ours they learn only that there was one."""
+    """An error as clients see it. Of a bug in the server they learn only that there was one."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, HTTPException):
@@ -709,19 +704,19 @@ def to_api_error(error: Exception) -> ApiError:
 
 
 @contextmanager
-def errors_at(param: str, written: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Let the errors of a block name the field of the body that they are about, in their text too.
+def errors_at(param: str, fields: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Make the errors of a block name the body's field that they are about, in their text too.
 
     Args:
         param: the field of errors that name no parameter.
-        written: what the body calls the parameters that errors name, where it calls them otherwise.
+        fields: the field of each parameter that has another name in the body.
     """
     try:
         yield
     except ModelError:
         raise
     except TaperError as error:
-        name = (written or {}).get(error.param, error.param or param)
+        name = (fields or {}).get(error.param, error.param or param)
         message = error.message
         if error.param and message.startswith(f"{error.param} is "):
             message = name + message.removeprefix(error.param)
@@ -731,10 +726,9 @@ def errors_at(param: str, written: Mapping[str, str] | None = None) -> Iterator[
 def _validation_error(error: ValidationError, body: Any) -> ApiError:
     """The first mistake in a body: where it is, what is wrong, and the value."""
     problems = error.errors(include_url=False)
-    first = problems[0]
-    # A value of a union has a problem for each type. Of the type it has is the one that is not about the type, or
-    # that lies deeper inside it.
-    same_field = [problem for problem in problems if problem["loc"][:1] == first["loc"][:1]]
+    # pydantic reports a problem for each type of a union. The type that was meant is the one with a problem other than
+    # a wrong type, or else with the deepest one.
+    same_field = [problem for problem in problems if problem["loc"][:1] == problems[0]["loc"][:1]]
     other = [problem for problem in same_field if not problem["type"].endswith("_type")]
     problem = max(other[:1] or same_field, key=lambda problem: _param(problem, body).count("."))
     param = _param(problem, body)
@@ -751,7 +745,7 @@ def _invalid(param: str, rule: str) -> ApiError:
 
 
 def _param(problem: Mapping[str, Any], value: Any) -> str:
-    """Where a problem is in a body, as names and indices, without the names of types that pydantic puts in between."""
+    """The path to a problem in a body, as names and indices, without the names of types that pydantic adds."""
     names: list[str] = []
     for part in problem["loc"]:
         if part in value if isinstance(value, dict) else isinstance(value, list) and isinstance(part, int):

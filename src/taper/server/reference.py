@@ -48,14 +48,14 @@ def _fields(schema: Mapping[str, Any], document: Mapping[str, Any]) -> Iterator[
 
 
 def _type(field: Mapping[str, Any], document: Mapping[str, Any]) -> str:
-    """What a field may hold, in words."""
+    """The type of a field, in words."""
     if "$ref" in field:
         inner = _resolved(field, document)
         names = ", ".join(inner.get("properties", {}))
         return f"object with {names}" if names else _type(inner, document)
     for keyword in ("anyOf", "oneOf"):
         if keyword in field:
-            kinds = [_type(one, document) for one in field[keyword] if one.get("type") != "null"]
+            kinds = [_type(schema, document) for schema in field[keyword] if schema.get("type") != "null"]
             return " or ".join(dict.fromkeys(kinds)) or "null"
     if "const" in field:
         return repr(field["const"])
@@ -67,7 +67,7 @@ def _type(field: Mapping[str, Any], document: Mapping[str, Any]) -> str:
 
 
 def _resolved(schema: Mapping[str, Any], document: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A schema that may be a reference into the document."""
+    """The schema, or the one in the document that it refers to."""
     if "$ref" not in schema:
         return schema
     resolved: Mapping[str, Any] = document["components"]["schemas"][schema["$ref"].rpartition("/")[2]]

@@ -1,4 +1,4 @@
-"""The model that is served: turns requests of clients into the engine's. Runs in any thread; computes no tokens."""
+"""The model that is served: turns requests of clients into the engine's. Works in any thread; computes no tokens."""
 
 from __future__ import annotations
 
@@ -18,6 +18,17 @@ from . import protocol
 from .tool_calls import check_tools
 
 DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI documents
+# Fields of a body that are parameters of sampling, or of chat templates, under the same name.
+_SAMPLING_FIELDS = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed"}
+_SAMPLING_FIELDS |= {"presence_penalty", "frequency_penalty"}
+_ENDING_FIELDS = {"add_generation_prompt", "continue_final_message"}
+_NO_SAMPLING_FIELDS = {"policy", "mode", "think", "reuse"}  # of Taper's own fields
+# The fields of parameters that have another name in errors than in a body.
+_FIELDS = {name: f"taper.{name}" for name in protocol.TaperFields.model_fields} | {
+    "a token id of logit_bias": "logit_bias",
+    "a value of logit_bias": "logit_bias",
+    "a stop token id": "taper.stop_token_ids",
+}
 
 
 @dataclass
@@ -28,9 +39,9 @@ class ServedModel:
         name: what clients call the model.
         llm: the model.
         policies: by name; "full" runs every layer.
-        default_policy: the name of the one for requests that choose none.
+        default_policy: the name of the policy for requests that choose none.
         max_n: completions of a request, all prompts together.
-        reuse: what requests that do not say it take from earlier ones, one of `REUSE`.
+        reuse: what requests take from earlier ones unless they say so themselves, one of `REUSE`.
     """
 
     name: str
@@ -50,12 +61,12 @@ class ServedModel:
         """
         self.check_name(body.model)
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        written = {"logprobs": "top_logprobs"}
+        fields = {"logprobs": "top_logprobs"}
         if body.max_completion_tokens is not None:
-            written["max_tokens"] = "max_completion_tokens"
+            fields["max_tokens"] = "max_completion_tokens"
         params = self._sampling_params(
             body,
-            written,
+            fields,
             max_tokens=self.llm.engine.backend.context_length if max_tokens is None else max_tokens,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )
@@ -63,16 +74,16 @@ class ServedModel:
             with protocol.errors_at("tools"):
                 check_tools(self.llm.tokenizer)
         tools = [tool.model_dump(exclude_none=True) for tool in body.usable_tools]
-        with protocol.errors_at("taper.policy", _WRITTEN):
-            filled = not body.compares and takes_filled(self._policy(body.own), self._reuse(body))
-        with protocol.errors_at("messages", _WRITTEN):
+        with protocol.errors_at("taper.policy", _FIELDS):
+            filled = not body.compares and takes_filled(self._policy(body.own), body.own.reuse or self.reuse)
+        ending = body.model_dump(include=_ENDING_FIELDS)
+        with protocol.errors_at("messages", _FIELDS):
             messages, think = _messages(body.messages), self._think(body)
-            prompt = self.llm.encode(messages, tools=tools, think=think, as_generated=filled, **_ending(body))
-        goes_on = bool(body.continue_final_message)
-        return self._requests(body, [prompt], params, token_filter, goes_on)
+            prompt = self.llm.encode(messages, tools=tools, think=think, as_generated=filled, **ending)
+        return self._requests(body, [prompt], params, token_filter, goes_on=bool(body.continue_final_message))
 
     def complete(self, body: protocol.CompletionRequest) -> list[Request]:
-        """The engine's requests for a text completion: each prompt `n` times; raises what `chat` raises."""
+        """The engine's requests for a text completion: each prompt `n` times. Raises what `chat` raises."""
         self.check_name(body.model)
         prompts: Any = body.prompt
         is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
@@ -88,7 +99,8 @@ class ServedModel:
                 encoded.append(ids)
         max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
         logprobs = None if body.logprobs is False else body.logprobs
-        return self._requests(body, encoded, self._sampling_params(body, {}, max_tokens, logprobs), goes_on=True)
+        params = self._sampling_params(body, {}, max_tokens, logprobs)
+        return self._requests(body, encoded, params, token_filter=None, goes_on=True)
 
     def tokenize(self, body: protocol.TokenizeRequest) -> list[int]:
         """Token ids of a text or a conversation.
@@ -100,8 +112,8 @@ class ServedModel:
         if body.model is not None:
             self.check_name(body.model)
         if body.messages is not None:
-            with protocol.errors_at("messages", _WRITTEN):
-                return self.llm.tokenize(_messages(body.messages), **_ending(body))
+            with protocol.errors_at("messages", _FIELDS):
+                return self.llm.tokenize(_messages(body.messages), **body.model_dump(include=_ENDING_FIELDS))
         with protocol.errors_at("prompt"):
             return self.llm.tokenize(body.prompt or "", raw=True)
 
@@ -128,11 +140,9 @@ class ServedModel:
         return protocol.ModelReply(id=self.name, object="model", created=self.created, owned_by="taper", taper=info)
 
     def _describe_policy(self, name: str) -> protocol.PolicyInfo:
-        policy = self.policies[name]
-        info = protocol.PolicyInfo(min_depth=policy.min_depth, default=name == self.default_policy)
-        provenance = policy.provenance
+        policy, provenance = self.policies[name], self.policies[name].provenance
         try:
-            measured = {
+            measured: dict[str, Any] = {
                 "speedup": [float(value) for value in provenance["speedup"]["measured"]],
                 "agreement": [float(value) for value in provenance["held_out"]["all steps"]["agreement"]],
                 "repetition": [float(value) for value in provenance["free_running"]["repetition"]["policy"]],
@@ -141,51 +151,48 @@ class ServedModel:
                 "measured_tokens": int(provenance["answer_tokens"]),
             }
         except (KeyError, TypeError, ValueError):  # a user's own policy may have any provenance
-            return info
-        return info.model_copy(update=measured)
+            measured = {}
+        return protocol.PolicyInfo(min_depth=policy.min_depth, default=name == self.default_policy, **measured)
 
     def _requests(
         self,
         body: protocol.CompletionFields,
         prompts: Sequence[list[int]],
         params: SamplingParams,
-        token_filter: Callable[[], TokenFilter] | None = None,
-        goes_on: bool = False,
+        token_filter: Callable[[], TokenFilter] | None,
+        goes_on: bool,
     ) -> list[Request]:
         n = whole_number("n", 1 if body.n is None else body.n, 1, self.max_n)
-        with protocol.errors_at("taper.policy", _WRITTEN):
+        with protocol.errors_at("taper.policy", _FIELDS):
             policies = self._policies(body.own)
         if body.compares and params.seed is None:
             params = replace(params, seed=secrets.randbelow(1 << 32))  # one for both, so that only depth differs
-        rest = self.llm.tokenizer.eos_token_ids, token_filter, self._reuse(body), goes_on
+        rest = self.llm.tokenizer.eos_token_ids, token_filter, body.own.reuse or self.reuse, goes_on
         requests = []
         for prompt, choice, policy in product(prompts, range(n), policies):
             seed = None if params.seed is None else params.seed + choice  # the same would give the same text n times
             requests.append(Request(prompt, replace(params, seed=seed), policy, *rest))
         return requests
 
-    def _reuse(self, body: protocol.CompletionFields) -> str:
-        return body.own.reuse or self.reuse
-
     def _think(self, body: protocol.ChatRequest) -> bool | None:
-        """Whether to think first. Of a model without thoughts, no effort asks for anything."""
+        """Whether to think first. With a model that cannot think, `reasoning_effort` has no effect."""
         effort, think = body.reasoning_effort, body.own.think
         if effort is None or not self.llm.tokenizer.thinks:
             return think
         if effort != "none" or think:
-            message = f"reasoning_effort is {effort}; this model thinks, or does not"
+            message = f"reasoning_effort is {effort}; this model's thoughts can only be on or off"
             raise RequestError(message, "leave it out, and set taper.think", "reasoning_effort")
         return False
 
     def _policies(self, fields: protocol.TaperFields) -> list[DepthPolicy]:
-        """The policies of a prompt's outputs; two of them to compare."""
+        """The policies of a prompt's outputs: two to compare, else one."""
+        policy = self._policy(fields)
         if fields.mode != "compare":
-            return [self._policy(fields)]
-        tapered = self._policy(fields.model_copy(update={"mode": None if fields.policy else "taper"}))
-        if not tapered.tapers:
+            return [policy]
+        if not policy.tapers:
             message = "mode compare shows full depth beside a policy that tapers"
             raise RequestError(message, "name such a policy", "policy")
-        return [self.policies["full"], tapered]
+        return [self.policies["full"], policy]
 
     def _policy(self, fields: protocol.TaperFields) -> DepthPolicy:
         if fields.mode == "full":
@@ -195,48 +202,23 @@ class ServedModel:
             return self.policies["full"]
         if fields.policy is not None:
             return self.policies[one_of("policy", fields.policy, self.policies)]
-        if fields.mode == "taper" and self.default_policy == "full":
+        if fields.mode is not None and self.default_policy == "full":
             message = "this server runs every layer by default"
             raise RequestError(message, "name a policy; /v1/models lists them", "mode")
         return self.policies[self.default_policy]
 
     def _sampling_params(
-        self, body: protocol.CompletionFields, written: dict[str, str], max_tokens: int, logprobs: int | None
+        self, body: protocol.CompletionFields, fields: dict[str, str], max_tokens: int, logprobs: int | None
     ) -> SamplingParams:
-        """How to sample, with what the model recommends where nothing is given; errors use names that are `written`."""
-        beside = body.model_dump(include=_OWN_NAMES, exclude_none=True)
-        given = body.own.model_dump(exclude=_NO_SAMPLING, exclude_none=True) | beside
+        """How to sample; the model's recommendation where the body has no value. `fields` is as in `errors_at`."""
+        beside = body.model_dump(include=_SAMPLING_FIELDS, exclude_none=True)
+        given = body.own.model_dump(exclude=_NO_SAMPLING_FIELDS, exclude_none=True) | beside
+        given |= {"max_tokens": max_tokens, "stop": body.stops, "logprobs": logprobs}
         bias = {int(token_id): value for token_id, value in (body.logit_bias or {}).items()}
-        with protocol.errors_at("logit_bias", _WRITTEN | {name: name for name in beside} | written):
+        with protocol.errors_at("logit_bias", _FIELDS | {name: name for name in beside} | fields):
             check_token_ids(bias, self.llm.config.vocab_size)
-            return self.llm.sampling_params(
-                **given,
-                max_tokens=max_tokens,
-                logit_bias=bias,
-                stop=body.stops,
-                logprobs=logprobs,
-            )
-
-
-# Parameters that a body has under the same name.
-_OWN_NAMES = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed"}
-_OWN_NAMES |= {"presence_penalty", "frequency_penalty"}
-_NO_SAMPLING = {"policy", "mode", "think", "reuse"}  # of Taper's own fields
-# Where a body has the parameters that errors name, if not under their own name.
-_WRITTEN = {name: f"taper.{name}" for name in protocol.TaperFields.model_fields} | {
-    "a token id of logit_bias": "logit_bias",
-    "a value of logit_bias": "logit_bias",
-    "a stop token id": "taper.stop_token_ids",
-}
+            return self.llm.sampling_params(**given, logit_bias=bias)
 
 
 def _messages(messages: Sequence[protocol.RequestMessage]) -> list[dict[str, Any]]:
     return [message.for_template(f"messages.{number}") for number, message in enumerate(messages)]
-
-
-def _ending(body: protocol.ChatRequest | protocol.TokenizeRequest) -> dict[str, Any]:
-    """How a conversation's prompt ends."""
-    return {
-        "add_generation_prompt": body.add_generation_prompt,
-        "continue_final_message": body.continue_final_message,
-    }

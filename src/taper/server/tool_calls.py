@@ -1,4 +1,4 @@
-"""Tool calls in the growing text of an output: found, taken out of it, and streamed as OpenAI does."""
+"""Tool calls: taken out of the growing text of an output, and streamed as OpenAI does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..models.tokenizer import Tokenizer
 Json = dict[str, Any]
 
 _OPEN, CLOSE = "<tool_call>", "</tool_call>"
-# Up to the object of the arguments, in the order in which templates ask for it.
+# A call up to the object of its arguments, with the keys in the order in which templates ask for them.
 _HEAD = re.compile(_OPEN + r'\s*{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"arguments"\s*:\s*(?={)')
 
 
@@ -22,7 +22,7 @@ def check_tools(tokenizer: Tokenizer) -> None:
     """Check that a model's chat template takes tools, and asks for calls in the form that `ToolCallParser` reads.
 
     Raises:
-        RequestError: it does not.
+        RequestError: the template does not.
     """
     if not tokenizer.takes_tools:
         raise RequestError("this model's chat template takes no tools", "leave out tools, or serve another model")
@@ -34,19 +34,19 @@ class ToolCallParser:
     """Separates the growing text of one output into content and tool calls.
 
     Once a call's name has come, its arguments follow piece by piece, as the model writes them: as with OpenAI, whoever
-    executes them checks them. What turns out not to be a call before that is content.
+    executes the call checks them. Text that turns out not to be a call before its name has come is content.
     """
 
     def __init__(self) -> None:
         self._held = ""  # text that may belong to a call
         self._arguments: _Arguments | None = None  # of a call whose name has come
-        self._after_call = False  # without content since
+        self._after_call = False  # a call has ended, and no content has come since
         self.num_calls = 0
 
     def push(self, text: str, last: bool) -> tuple[str, list[Json]]:
-        """The content that is certain to be no part of a call, and what calls grow by: entries of a `tool_calls` delta.
+        """The content that is certain to be no part of a call, and the entries of a `tool_calls` delta.
 
-        With the `last` text, what is not yet a call becomes content.
+        With the `last` text, an incomplete call whose name has not come becomes content.
         """
         self._held += text
         content, deltas = "", list[Json]()
@@ -59,7 +59,7 @@ class ToolCallParser:
             start = self._held.find(_OPEN)
             if head := _HEAD.match(self._held, start):
                 content += self._held[:start].rstrip("\n")
-                self._begin(head[1], deltas)
+                self._begin(head[1], "", deltas)
                 self._arguments, self._held = _Arguments(), self._held[head.end() :]
             elif last or CLOSE in self._held[start:]:
                 text, close, rest = self._held[start + len(_OPEN) :].partition(CLOSE)
@@ -68,7 +68,7 @@ class ToolCallParser:
                     content += f"{self._held[:start]}{_OPEN}{text}{close}"
                 else:
                     content += self._held[:start].rstrip("\n")
-                    self._begin(call["name"], deltas, call["arguments"])
+                    self._begin(*call, deltas)
                 self._held, self._after_call = rest, call is not None
             else:
                 break
@@ -76,15 +76,14 @@ class ToolCallParser:
             content += self._certain(last)
         return content, deltas
 
-    def _begin(self, name: str, deltas: list[Json], arguments: str = "") -> None:
-        """Begin a call."""
+    def _begin(self, name: str, arguments: str, deltas: list[Json]) -> None:
         function = {"name": name, "arguments": arguments}
         identity = {"index": self.num_calls, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
         deltas.append(identity | {"function": function})
         self.num_calls += 1
 
     def _continue(self, deltas: list[Json], last: bool) -> bool:
-        """Go on with the arguments of a call; whether it has ended, and what is held is the text after it."""
+        """Go on with the arguments of a call. Returns whether it has ended: then only text after it is held."""
         assert self._arguments is not None
         size = self._arguments.length(self._held)
         piece, self._held = self._held[:size], self._held[size:]
@@ -104,7 +103,7 @@ class ToolCallParser:
         return True
 
     def _certain(self, last: bool) -> str:
-        """Take from what is held the content that is certain to be no part of a call."""
+        """Take the content that is certain to be no part of a call from the text that is held."""
         if self._after_call:
             self._held = self._held.lstrip("\n")
         text, start = self._held, self._held.find(_OPEN)
@@ -122,15 +121,15 @@ class _Arguments:
 
     def __init__(self) -> None:
         self._depth = 0
-        self._in_text = False  # or after its backslash
-        self._escaped = False
+        self._in_text = False  # between quotes
+        self._escaped = False  # after a backslash in a text
         self.have_ended = False
 
     def length(self, text: str) -> int:
         """How many characters of the next piece belong to the object."""
         if self.have_ended:
             return 0
-        for place, character in enumerate(text):
+        for index, character in enumerate(text):
             if self._in_text:
                 self._in_text = self._escaped or character != '"'
                 self._escaped = not self._escaped and character == "\\"
@@ -140,7 +139,7 @@ class _Arguments:
                 self._depth += 1 if character == "{" else -1
                 if not self._depth:
                     self.have_ended = True
-                    return place + 1
+                    return index + 1
         return len(text)
 
 
@@ -155,8 +154,8 @@ def join_calls(deltas: Iterable[Json]) -> list[Json]:
     return list(calls.values())
 
 
-def _read_call(text: str) -> Json | None:
-    """A function call from its JSON, with `arguments` as text; None if it is not one."""
+def _read_call(text: str) -> tuple[str, str] | None:
+    """The name and the arguments, as JSON text, of a function call in JSON; None if it is no call."""
     try:
         call = json.loads(text)
         name, arguments = call["name"], call.get("arguments", {})
@@ -166,4 +165,4 @@ def _read_call(text: str) -> Json | None:
         (name + arguments).encode()  # fails for half of a surrogate pair, which no reply can hold
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
-    return {"name": name, "arguments": arguments}
+    return name, arguments

@@ -41,11 +41,7 @@ def register() -> None:
 
 
 def check_vllm_version() -> None:
-    """Reject a vLLM that this plug-in was not tested with.
-
-    Raises:
-        ModelError: the version is not 0.32.x.
-    """
+    """Raise a ModelError if vLLM has a version that this plug-in was not tested with."""
     from vllm import __version__
 
     if not __version__.startswith(TESTED):

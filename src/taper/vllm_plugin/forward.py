@@ -16,7 +16,7 @@ from ..errors import ModelError
 from .options import RequestOptions
 from .plan import ActiveTokens, PassingTokens, Plan
 
-# In these backends, building metadata leaves metadata built earlier valid: read in their source.
+# In these backends, building metadata leaves metadata built earlier valid, as their source shows.
 BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
 
 

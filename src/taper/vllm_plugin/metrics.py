@@ -51,22 +51,19 @@ class _Collector:
         from prometheus_client.core import CounterMetricFamily as Counter
         from prometheus_client.core import GaugeMetricFamily as Gauge
 
-        engines = []
-        for rows, num_hidden_layers in self.engines:
+        metrics = [
+            Counter("taper_completion_tokens", "Completion tokens after a request's first", labels=["engine"]),
+            Counter("taper_layers_run", "Layers run for these tokens, summed", labels=["engine"]),
+            Counter("taper_layers_skipped", "Layers skipped for these tokens, summed", labels=["engine"]),
+            Gauge("taper_mean_depth", "Mean layers run for these tokens since the start", labels=["engine"]),
+        ]
+        for engine, (rows, num_hidden_layers) in enumerate(self.engines):
             tokens, run = (int(total) for total in rows.sum(axis=0))
-            skipped, mean = num_hidden_layers * tokens - run, run / tokens if tokens else num_hidden_layers
-            engines.append((tokens, run, skipped, mean))
-        metrics = (
-            (Counter, "taper_completion_tokens", "Completion tokens after a request's first"),
-            (Counter, "taper_layers_run", "Layers run for these tokens, summed"),
-            (Counter, "taper_layers_skipped", "Layers skipped for these tokens, summed"),
-            (Gauge, "taper_mean_depth", "Mean layers run for these tokens since the start"),
-        )
-        for (kind, name, text), values in zip(metrics, zip(*engines, strict=True), strict=True):
-            metric = kind(name, text, labels=["engine"])
-            for engine, value in enumerate(values):
+            mean_depth = run / tokens if tokens else num_hidden_layers
+            values = (tokens, run, num_hidden_layers * tokens - run, mean_depth)
+            for metric, value in zip(metrics, values, strict=True):
                 metric.add_metric([str(engine)], value)
-            yield metric
+        yield from metrics
 
 
 _collector = _Collector()

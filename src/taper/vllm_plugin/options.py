@@ -14,10 +14,11 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import REUSE, PolicyError, RequestError, TaperError, number
-from ..models.policies import load_policy
+from ..models.policies import load_policy, policy_from_json
 from ..policy import DepthPolicy
 from . import ARCHITECTURES
 
@@ -86,7 +87,7 @@ class PluginOptions:
         return cls(default, named)
 
     def to_config(self) -> dict[str, Any]:
-        """Plain data from which `read` makes the same options, without provenance; names files with adapters only."""
+        """Plain data from which `read` makes the same options, without provenance; it names the files of adapters."""
         policies = {name: _plain(policy) for name, policy in self.named.items() if name != FULL}
         return {"policy": _plain(self.default), "policies": policies}
 
@@ -110,11 +111,7 @@ class PluginOptions:
             return RequestOptions(self.named[FULL], EXACT)
 
     def policy(self, extra_args: Mapping[str, Any] | None) -> DepthPolicy:
-        """The policy that a request asks for: the same object each time.
-
-        Raises:
-            RequestError: an unknown name or key, or an alpha that is out of range or does nothing.
-        """
+        """The policy that a request asks for: the same object each time; raises what `request` raises."""
         if not extra_args:
             return self.default
         for key in extra_args:
@@ -137,7 +134,7 @@ class PluginOptions:
 def _policy(source: object) -> DepthPolicy:
     """A policy from its JSON object or its file."""
     if isinstance(source, dict):
-        return DepthPolicy.from_json(json.dumps(source))
+        return policy_from_json(json.dumps(source), Path())
     if isinstance(source, str):
         return load_policy(source)
     raise PolicyError(f"a policy is {source!r}", "give the path of a policy file, or its JSON object")
@@ -146,7 +143,7 @@ def _policy(source: object) -> DepthPolicy:
 def vllm_args(
     policy: DepthPolicy, policies: Mapping[str, DepthPolicy] | None = None, architecture: str | None = None
 ) -> list[str]:
-    """Flags for `vllm serve`. They contain the policies themselves, or with adapters the paths of their files.
+    """Flags for `vllm serve`. They contain the policies themselves, and the paths of the files with their adapters.
 
     Args:
         policy: the policy of requests that name none.
@@ -164,22 +161,16 @@ def vllm_args(
     config: dict[str, Any] = {"policy": _plain(policy)}
     if policies:
         config["policies"] = {name: _plain(named) for name, named in policies.items()}
-    settings = {
-        "--hf-overrides": {"architectures": [known[architecture]]},
-        "--additional-config": {"taper": config},
-    }
+    settings = {"--hf-overrides": {"architectures": [known[architecture]]}, "--additional-config": {"taper": config}}
     words = [word for flag, data in settings.items() for word in (flag, json.dumps(data, separators=(",", ":")))]
     return [*words, "--enforce-eager"]
 
 
 def _plain(policy: DepthPolicy) -> Any:
-    """A policy as plain data without its provenance, or the path of its file if it has adapters.
-
-    Raises:
-        PolicyError: it has adapters that no file holds.
-    """
+    """A policy as plain data without its provenance, and the path of its adapters' file; a PolicyError without one."""
+    plain: dict[str, Any] = json.loads(replace(policy, provenance={}, adapters=None).to_json())
     if policy.adapters is None:
-        return json.loads(replace(policy, provenance={}, adapters=None).to_json())
+        return plain
     if not policy.adapters.file:
         raise PolicyError(f"the adapters of policy {policy.label} are in no file", "write them with save_policy")
-    return policy.adapters.file
+    return plain | {"adapters": policy.adapters.file}

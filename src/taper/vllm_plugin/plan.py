@@ -81,7 +81,7 @@ class Planner:
     def plan(self, requests: Sequence[RequestTokens]) -> Plan:
         """Plan a forward over these requests, whose tokens are in the batch in this order."""
         depths = [request.depths() for request in requests]
-        key = [(each.policy.skip_order, each.policy.adapters, each.num_tokens, each.fills) for each in requests], depths
+        key = [(part.policy.skip_order, part.policy.adapters, part.num_tokens, part.fills) for part in requests], depths
         if key != self._key:
             self._key, self._layer_ranges = key, self._find_layer_ranges(requests, depths)
         completion_tokens, layers_run = sum(map(len, depths)), sum(map(sum, depths))

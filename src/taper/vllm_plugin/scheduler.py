@@ -51,22 +51,14 @@ class SeparateReuse:
                 request.block_hashes.clear()
                 request.update_block_hashes()
             else:
-                request._block_hasher = _Unshared(request._block_hasher)
+                hash_blocks = request._block_hasher
+                # New hashes each time, so that only this request has the blocks after its prompt.
+                request._block_hasher = lambda request: [secrets.token_bytes(32) for _ in hash_blocks(request)]
         super().add_request(request)  # type: ignore[misc]
 
 
-class _Unshared:
-    """A block hasher for the blocks after a prompt; its hashes are new each time, so only the request has them."""
-
-    def __init__(self, block_hasher: Any) -> None:
-        self._block_hasher = block_hasher
-
-    def __call__(self, request: Any) -> list[bytes]:
-        return [secrets.token_bytes(32) for _ in self._block_hasher(request)]
-
-
 def _run_every_layer(request: Any) -> None:
-    """Streamed input makes a completion part of the prompt, so steps would be counted wrongly."""
+    """Make a request run at full depth: streamed input makes its completion part of the prompt, which moves steps."""
     if request.sampling_params is not None:
         logger.error("Request %s runs at full depth, because its input is streamed", request.request_id)
         request.sampling_params = request.sampling_params.clone()

@@ -7,7 +7,6 @@ kept; a forward then sets its inputs and computes. Knows neither policies nor te
 from __future__ import annotations
 
 import ctypes
-import math
 import mmap
 import os
 import signal
@@ -36,7 +35,7 @@ from .tensors import TensorContext
 from .weights import AdapterTensors, LoadProgress, Weights
 
 MAX_GRAPHS = 64
-_NONE = -1  # what Python calls no file to write to
+_NONE = -1  # the file descriptor that stands for no file
 
 
 class GgmlBackend:
@@ -44,7 +43,7 @@ class GgmlBackend:
 
     Args:
         dtype: None uses the weights as they are, but bf16 as f16 if all values fit.
-        kv_dtype: of the cache, "f16" or "f32"; f32 in any case for weights that do not fit f16.
+        kv_dtype: of the cache, "f16" or "f32"; always f32 for weights that do not fit f16.
     """
 
     def __init__(
@@ -69,10 +68,8 @@ class GgmlBackend:
         self.config = replace(config, quantization=weights.quantization) if dtype in QUANTISED_DTYPES else config
         self.weight_bytes, self.layouts = weights.num_bytes, weights.layouts
         cache = KeyValueCache(config, num_slots, context_length, "f32" if weights.beyond_f16 else kv_dtype)
-        self._passing: PassingStates[np.ndarray] | None = None
-        if PassingStates.fit(config):
-            self._passing = PassingStates(config, num_slots, context_length)
-        exact, keeps_states = weights.quantization == "F32", self._passing is not None
+        exact, keeps_states = weights.quantization == "F32", PassingStates.fit(config)
+        self._passing = PassingStates[np.ndarray](config, num_slots, context_length) if keeps_states else None
         self._model = Model(config, weights, cache, rope_factors, exact, keeps_states)
         self._graphs: OrderedDict[GraphKey, Graph] = OrderedDict()
         self._adapters: WeakKeyDictionary[Adapters, AdapterTensors] = WeakKeyDictionary()  # those in use
@@ -86,11 +83,11 @@ class GgmlBackend:
         self._allocator = ggml.gallocr_new(ggml.backend_get_default_buffer_type(self._backend))
 
     def _rope_factors(self, layers: tuple[LayerSpec, ...]) -> tuple[Any, ...]:
-        """A tensor of divisors of rotary frequencies for each layer, or None; equal ones are one."""
+        """A tensor of divisors of rotary frequencies for each layer, or None; layers with equal ones share it."""
         factors = [spec.rope.factors_for(self.context_length) if spec.rope else None for spec in layers]
         over = self._constants.over
-        tables = {each: None if each is None else over(np.array(each, np.float32)) for each in set(factors)}
-        return tuple(tables[each] for each in factors)
+        tables = {row: None if row is None else over(np.array(row, np.float32)) for row in set(factors)}
+        return tuple(tables[row] for row in factors)
 
     def forward(self, batch: TokenBatch) -> ForwardOutput:
         """Run the batch and write its keys and values."""
@@ -114,10 +111,10 @@ class GgmlBackend:
             self._compute.compute(graph.pointer, interruptible=False)
         if self._passing is not None:
             self._passing.note(batch)
-        wanted = len(batch.logits_rows)
+        num_logits = len(batch.logits_rows)
         return ForwardOutput(
-            logits=graph.logits[:wanted].copy(),
-            greedy_ids=_greedy(graph.logits[wanted:]),
+            logits=graph.logits[:num_logits].copy(),
+            greedy_ids=_greedy(graph.logits[num_logits:]),
             hidden_states={layer: states.copy() for layer, states in graph.hidden_states.items()},
         )
 
@@ -129,7 +126,7 @@ class GgmlBackend:
         self._model.cache.copy(source, target, first, end)
 
     def close(self) -> None:
-        """Give back ggml's memory; the backend cannot be used afterwards."""
+        """Free ggml's memory; the backend cannot be used afterwards."""
         self._graphs.clear()
         if self._backend is not None and os.getpid() == self._pid:
             self._compute.close()
@@ -186,27 +183,25 @@ class GgmlBackend:
         """Adapters as tensors, made when a forward first needs them."""
         if adapters is None:
             return {}
-        tensors = self._adapters.get(adapters)
-        if tensors is None:
-            tensors = self._adapters[adapters] = AdapterTensors(adapters, exact=self._model.exact)
-        return tensors
+        if adapters not in self._adapters:
+            self._adapters[adapters] = AdapterTensors(adapters, exact=self._model.exact)
+        return self._adapters[adapters]
 
 
 def _greedy(logits: np.ndarray) -> np.ndarray:
     """The argmax of each row, -1 where its logit is not a finite number: int64 [rows]."""
-    ids = [int(row.argmax()) for row in logits]  # the first NaN, if there is one
-    finite = [math.isfinite(row[token_id]) for row, token_id in zip(logits, ids, strict=True)]
-    return np.where(finite, np.array(ids, np.int64), -1)
+    ids = logits.argmax(-1)  # the first NaN, if there is one
+    return np.where(np.isfinite(logits[np.arange(len(ids)), ids]), ids, -1)
 
 
 class InterruptibleCompute:
     """Computes graphs on a backend so that a signal such as Ctrl-C ends a long one at once; `close` comes last.
 
     Python runs signal handlers between calls only, and computing a long prompt is one call. While a graph is computed,
-    Python therefore writes the numbers of signals into a file, which is mapped where ggml looks whether to go on. ggml
-    asks an abort callback between the nodes of a graph. It is C's `strlen` of the mapped file: unlike a function
-    of Python's it needs no lock of the interpreter. A thread of its own for computing would do without the file, but
-    handing a graph over costs half a millisecond, a twentieth of a step of a small model.
+    Python therefore writes the numbers of signals into a file. ggml asks an abort callback between the nodes of a
+    graph, and this is C's `strlen` of the mapped file: unlike a Python function, it does not need the interpreter's
+    lock. With a thread of its own for computing, there would be no need for the file, but handing a graph over costs
+    half a millisecond, a twentieth of a step of a small model.
     """
 
     def __init__(self, backend: Any) -> None:
@@ -249,7 +244,7 @@ class InterruptibleCompute:
         self._file.close()
 
     def _pass_on(self, fd: int) -> None:
-        """Clear the file; whoever else waits for signals, as asyncio does, gets those that came."""
+        """Clear the file; the signals that came go to whoever else waits for them, as asyncio does."""
         count = self._signals.find(b"\0")
         if count:
             numbers, self._signals[:count] = self._signals[:count], bytes(count)

@@ -16,6 +16,7 @@ import numpy as np
 from ...adapters import EPS, Adapters
 from ...errors import ModelError
 from ...models.config import Experts, ModelConfig
+from .. import Runs
 from .cache import KeyValueCache
 from .library import ggml
 from .tensors import TensorContext, new_input, view
@@ -28,20 +29,17 @@ _GELU_B = 0.044715 * _GELU_A
 
 
 class GraphKey(NamedTuple):
-    """What a prepared graph depends on; `runs` are (slot, first token, end) of tokens in a row of one slot.
-
-    With `only_cells` it writes the keys and values of `first_layer`, from the inputs of its attention, and no more.
-    """
+    """What a prepared graph depends on."""
 
     num_active: tuple[int, ...]
-    runs: tuple[tuple[int, int, int], ...]
+    runs: Runs
     num_outputs: int
     kv_length: int
     first_layer: int
     output_hidden_states: tuple[int, ...]
     adapters: Adapters | None
     fill: bool
-    only_cells: bool = False
+    only_cells: bool = False  # only write keys and values of `first_layer`, from the inputs of its attention
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ class Model:
 class Graph:
     """A prepared forward. Set `inputs`, compute, then read `logits` and `hidden_states`: all numpy views.
 
-    `windows`: the windows of its layers, and the names of the inputs that say what a token attends to with each.
+    `windows`: the windows of its layers, and the names of their masks among the inputs.
 
     Raises:
         ModelError: there is not enough memory for its intermediate results.
@@ -69,16 +67,16 @@ class Graph:
         self._model, self._key, self._adapters = model, key, adapters
         config, count = model.config, key.runs[-1][2]
         shapes: dict[str, tuple[tuple[int, ...], type]] = {
-            "tokens": ((count,), np.int32),
             "positions": ((count,), np.int32),
             "cells": ((count,), np.int64),
         }
+        if key.first_layer:
+            shapes["hidden_states"] = ((count, config.hidden_size), np.float32)
+        else:
+            shapes["tokens"] = ((count,), np.int32)
         active = zip(config.layers, key.num_active, strict=True)
         self.windows = {spec.window: f"mask of {spec.window}" for spec, n in active if n}
         shapes |= dict.fromkeys(self.windows.values(), ((count, key.kv_length), np.float16))
-        if key.first_layer:
-            shapes["hidden_states"] = ((count, config.hidden_size), np.float32)
-            del shapes["tokens"]
         if key.num_outputs:
             shapes["rows"] = ((key.num_outputs,), np.int32)
         chosen = max(spec.experts.num_experts_per_tok if spec.experts else 0 for spec in config.layers)

@@ -1,4 +1,4 @@
-"""Which layout of weights multiplies many tokens fastest, where it is not the one that is best for few.
+"""Which layout of weights multiplies many tokens fastest, where another one is best for few.
 
 Few tokens wait for memory: the smallest weights are best, repacked where ggml can. Many wait for arithmetic, and then a
 library may be faster with weights as they lie in the file (Q4_K, whose tiles newer ones multiply) or with bf16.
@@ -7,9 +7,9 @@ library may be faster with weights as they lie in the file (Q4_K, whose tiles ne
 from __future__ import annotations
 
 import math
-import time
+import timeit
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,9 +20,9 @@ from .library import TYPE_F32, ggml
 from .tensors import TensorContext
 
 _SHAPE, _TOKENS, _TRIES = (512, 512), 128, 3
-_GAIN = 1.4  # less is not worth the memory; and of two that are about as fast, noise shall not choose
-# From how many tokens on, as `research/layouts.py` measures. A copy in bf16 has up to four times the bytes, which take
-# longer to read than it saves until there are so many tokens for each core, by how many times it computes faster.
+_GAIN = 1.4  # a smaller gain is not worth the memory, and noise should not choose between two that are about as fast
+# From how many tokens on, as `research/layouts.py` measures. A copy in bf16 has up to four times the bytes. Reading it
+# pays only with enough tokens for each core; how many depends on how many times faster bf16 computes.
 _IN_TILES = 16
 _IN_BF16, _IN_BF16_PER_CORE = 4, ((4.0, 2), (2.5, 4), (_GAIN, 6))
 
@@ -47,7 +47,7 @@ def layout_for_many(dtype: str, threads: int) -> Layout | None:
     try:
         plain = ggml.backend_get_default_buffer_type(backend)
         mapped, bf16 = seconds(backend, plain, dtype), seconds(backend, plain, "BF16")
-        repacked = min((seconds(backend, each, dtype) for each in ggml.repacking_buffer_types()), default=math.inf)
+        repacked = min((seconds(backend, place, dtype) for place in ggml.repacking_buffer_types()), default=math.inf)
     finally:
         ggml.backend_free(backend)
     used = mapped if math.isinf(repacked) else repacked
@@ -61,15 +61,15 @@ def layout_for_many(dtype: str, threads: int) -> Layout | None:
 def layouts_for_many(
     shapes: Mapping[str, tuple[int, ...]], types: Mapping[str, str], threads: int
 ) -> tuple[dict[str, Layout], str]:
-    """The second layouts of matrices of these shapes and types, by name, and what to say of them.
+    """The second layouts of matrices of these shapes and types, by name, and all layouts in words.
 
     There are none if they would take more than half of the memory that is free once the first layouts are there.
     """
     chosen = {name: layout for name in shapes if (layout := layout_for_many(types[name], threads)) is not None}
     if not chosen:
         return {}, "one layout for any number of tokens"
-    needed = sum(_bytes(layout.dtype, shapes[name]) for name, layout in chosen.items())
-    free = (available_memory() or 0) - sum(_bytes(types[name], shape) for name, shape in shapes.items())
+    needed = sum(num_bytes(layout.dtype, shapes[name]) for name, layout in chosen.items())
+    free = (available_memory() or 0) - sum(num_bytes(types[name], shape) for name, shape in shapes.items())
     if needed > free / 2:
         return {}, f"one layout: a second takes {needed / 1e9:.1f} GB, more than half of the memory that is free"
     return chosen, f"{in_words({types[name]: layout for name, layout in chosen.items()})}, {needed / 1e6:.0f} MB more"
@@ -86,7 +86,8 @@ def in_words(layouts: Mapping[str, Layout]) -> str:
     )
 
 
-def _bytes(dtype: str, shape: tuple[int, ...]) -> int:
+def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """The size of weights of this type and shape."""
     return math.prod(shape[:-1]) * row_bytes(dtype, shape[-1])
 
 
@@ -111,12 +112,7 @@ def seconds(
         for tensor in (matrix, vectors):
             zeros = np.zeros(ggml.nbytes(tensor), np.uint8)
             ggml.backend_tensor_set(tensor, zeros.ctypes.data, 0, zeros.nbytes)
-        times = []
-        for _ in range(_TRIES):
-            started = time.perf_counter()
-            ggml.backend_graph_compute(backend, graph)
-            times.append(time.perf_counter() - started)
-        return min(times)
+        return min(timeit.repeat(partial(ggml.backend_graph_compute, backend, graph), number=1, repeat=_TRIES))
     finally:
         for buffer in buffers:
             ggml.backend_buffer_free(buffer)

@@ -1,8 +1,8 @@
-"""ggml's shared library: which one is used, and the functions and structures of it that Taper uses.
+"""ggml's shared library: which one is used, and those of its functions and structures that Taper needs.
 
 `ggml` has the functions without their prefix: `ggml.mul_mat` is `ggml_mul_mat`. They are declared here from ggml's
-public headers, which say the same in all tested versions, so that any library of these versions serves. Several Python
-packages bring one. Those that pip compiled for this processor come first, as prebuilt ones know no newer kernels.
+public headers, which are the same in all tested versions, so that any library of these versions works. Several Python
+packages bring one. Those that pip compiled for this processor come first, as prebuilt ones lack newer kernels.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ import _ctypes
 import ctypes
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from ctypes import c_bool, c_char, c_char_p, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_void_p
 from dataclasses import dataclass
-from functools import cached_property
 from importlib import metadata
 from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.util import find_spec
@@ -90,10 +89,10 @@ class TypeTraits(ctypes.Structure):
     )
 
 
-# What a library may be built with, in ggml's names and in those of Linux.
+# The instructions that a library may be built with, in ggml's names, and Linux's names for them.
 _SAME_NAMES = ("ssse3", "avx", "avx2", "f16c", "fma", "bmi2", "avx_vnni", "avx512_vnni", "avx512_bf16")
 _OTHER_NAMES = {"sse3": "pni", "avx512": "avx512f", "avx512_vbmi": "avx512vbmi"}
-_INSTRUCTIONS = dict(zip(_SAME_NAMES, _SAME_NAMES, strict=True)) | _OTHER_NAMES
+_INSTRUCTIONS = {name: name for name in _SAME_NAMES} | _OTHER_NAMES
 
 AbortCallback = ctypes.CFUNCTYPE(c_bool, c_void_p)
 LogCallback = ctypes.CFUNCTYPE(None, c_int, c_char_p, c_void_p)
@@ -188,9 +187,9 @@ class Library:
         ModelError: it cannot be loaded, or is not what is declared here.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, rejected: Sequence[str] = ()) -> None:
         self.place = place
-        self.rejected: list[str] = []  # libraries before this one, and what is wrong with each
+        self.rejected = rejected  # the libraries before this one, and what is wrong with them
         self._handles: list[ctypes.CDLL] = []
         try:
             # Each needs those before it; loaded by their paths, they find one another without a search path.
@@ -211,37 +210,30 @@ class Library:
     def __str__(self) -> str:
         return f"ggml {self.version().decode()} of {self.place}"
 
-    @cached_property
-    def version_numbers(self) -> tuple[int, ...]:
-        """Such as (0, 25, 3)."""
-        return tuple(int(part) for part in self.version().decode().split("-")[0].split(".") if part.isdigit())
-
     def unused_instructions(self) -> list[str]:
-        """What this processor has and the library was not built with, by ggml's names."""
+        """The instructions that this processor has but the library was not built with, by ggml's names."""
         return [name.upper() for name, has in self._instructions().items() if has and not self._built_with(name)]
 
     def features(self) -> dict[str, bool]:
         """What it was built with, by ggml's names, such as AVX2, REPACK and LLAMAFILE."""
-        registry = self.backend_cpu_reg()
-        pointers = self.extension(registry, b"ggml_backend_get_features", registry, Feature)
+        pointers = self._extension(b"ggml_backend_get_features", self.backend_cpu_reg(), Feature)
         features: dict[str, bool] = {}
         while pointers and (feature := pointers[len(features)]).name:
             features[feature.name.decode()] = feature.value == b"1"
         return features
 
     def repacking_buffer_types(self) -> list[Any]:
-        """The buffer types that repack what is put into them; none on a processor without such."""
-        registry = self.backend_cpu_reg()
-        device = self.backend_reg_dev_get(registry, 0)
-        pointers = self.extension(registry, b"ggml_backend_dev_get_extra_bufts", device, c_void_p)
+        """The buffer types that repack the matrices put into them; a processor may have none."""
+        device = self.backend_reg_dev_get(self.backend_cpu_reg(), 0)
+        pointers = self._extension(b"ggml_backend_dev_get_extra_bufts", device, c_void_p)
         types: list[Any] = []
         while pointers and pointers[len(types)]:
             types.append(pointers[len(types)])
         return types
 
-    def extension(self, registry: Any, name: bytes, argument: Any, kind: Any) -> Any:
-        """What a function of a pointer returns, a pointer to `kind`; None if this library has no such function."""
-        address = self.backend_reg_get_proc_address(registry, name)
+    def _extension(self, name: bytes, argument: Any, kind: Any) -> Any:
+        """Call a function that takes a pointer and returns one to `kind`; None if the library has no such function."""
+        address = self.backend_reg_get_proc_address(self.backend_cpu_reg(), name)
         return ctypes.CFUNCTYPE(ctypes.POINTER(kind), c_void_p)(address)(argument) if address else None
 
     def _instructions(self) -> dict[str, bool]:
@@ -265,9 +257,11 @@ class Library:
         """Check version and layout of structures, the sizes of the types that we use, and two products."""
         if missing := [name for name, has in self._instructions().items() if not has and self._built_with(name)]:
             raise ModelError(f"it was built for processors with {', '.join(missing)}, which this one has not")
-        if not FIRST_TESTED <= self.version_numbers[:2] < FIRST_UNTESTED:
-            first, last = (".".join(map(str, version)) for version in (FIRST_TESTED, FIRST_UNTESTED))
-            raise ModelError(f"it is ggml {self.version().decode()}; tested are {first} up to, not including, {last}")
+        version = self.version().decode()  # such as 0.25.3
+        numbers = tuple(int(part) for part in version.split("-")[0].split(".") if part.isdigit())
+        if not FIRST_TESTED <= numbers[:2] < FIRST_UNTESTED:
+            first, last = (".".join(map(str, limit)) for limit in (FIRST_TESTED, FIRST_UNTESTED))
+            raise ModelError(f"it is ggml {version}; tested are {first} up to, not including, {last}")
         if self.tensor_overhead() != ctypes.sizeof(Tensor) + _OBJECT_SIZE:
             raise ModelError("its tensors are not laid out as in the tested versions")
         for dtype, (type_id, block, size) in WEIGHT_TYPES.items():
@@ -275,7 +269,7 @@ class Library:
                 raise ModelError(f"its {dtype} has other blocks than the tested versions")
         self.log_set(_SILENT, None)  # it logs a line for each matrix that it repacks
         backend = self.backend_cpu_init()
-        # Further threads would stay, and OpenMP, with more than cores, would let the engine's sleep at barriers.
+        # More threads would stay alive. With more threads than cores, OpenMP would let the engine sleep at barriers.
         self.backend_cpu_set_n_threads(backend, 1)
         try:
             plain = self.backend_get_default_buffer_type(backend)
@@ -318,7 +312,7 @@ class Library:
                 self.free(context)
 
     def _close(self) -> None:
-        """Unload it: a loader takes one library of a name for another, and the next one has the same names."""
+        """Unload it: loaders tell libraries apart by name only, and the next one has the same names."""
         if os.name == "posix":
             for handle in reversed(self._handles):
                 _ctypes.dlclose(handle._handle)
@@ -350,20 +344,17 @@ def _places() -> Iterator[Place]:
 
 
 def _load() -> Library:
-    """The first library that passes its checks; those before it are named with what is wrong.
+    """The first library that passes its checks; `rejected` names those before it and what is wrong with them.
 
     Raises:
         ModelError: there is none.
     """
-    reasons = []
+    reasons: list[str] = []
     for place in _places():
         try:
-            library = Library(place)
+            return Library(place, reasons)
         except ModelError as error:
             reasons.append(error.message)
-        else:
-            library.rejected = reasons
-            return library
     raise ModelError("; ".join(reasons) or "there is no ggml library", 'pip install "taper-llm"')
 
 

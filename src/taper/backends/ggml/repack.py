@@ -1,4 +1,4 @@
-"""Matrices in the layout that this processor multiplies fastest, for the types that ggml has such a layout for."""
+"""Matrices in the layout that this processor multiplies fastest, for the types with such a layout in ggml."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RepackedMatrices:
         read: the bytes of one in that type; called on several threads.
         on_repacked: called with the name of each matrix that has been repacked.
         threads: matrices to repack at a time.
-        kept: names of those whose bytes are needed afterwards too.
+        kept: names of those whose original bytes are still needed afterwards.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class RepackedMatrices:
         read: Callable[[str], np.ndarray],
         on_repacked: Callable[[str], None],
         threads: int,
-        kept: Container[str] = (),
+        kept: Container[str],
     ) -> None:
         self.tensors: dict[str, Any] = {}
         self._contexts: list[TensorContext] = []
@@ -52,8 +52,14 @@ class RepackedMatrices:
             kinds = {name: (types[name], matrix.shape) for name, matrix in matrices.items()}
             taken = {kind for kind in set(kinds.values()) if _takes(buffer_type, *kind)}
             names = [name for name, kind in kinds.items() if kind in taken]
-            if not self._allocate(buffer_type, {name: kinds[name] for name in names}):
+            context = TensorContext(len(names))
+            tensors = {name: context.new(WEIGHT_TYPES[types[name]][0], matrices[name].shape) for name in names}
+            buffer = ggml.backend_alloc_ctx_tensors_from_buft(context.pointer, buffer_type)
+            if not buffer:
                 continue  # there is no memory for a copy: they stay where they are
+            weakref.finalize(self, ggml.backend_buffer_free, buffer).atexit = False
+            self._contexts.append(context)
+            self.tensors |= tensors
             for name in names:
                 release_pages(matrices[name].data)  # not needed until it is read
             # The largest first, while there are few copies: so the peak of memory is little above the size of the file.
@@ -62,20 +68,9 @@ class RepackedMatrices:
                 for name in pool.map(repack, names):
                     on_repacked(name)
 
-    def _allocate(self, buffer_type: Any, kinds: dict[str, tuple[str, tuple[int, ...]]]) -> bool:
-        """Make tensors of these types and shapes; False if there is no memory for them."""
-        context = TensorContext(len(kinds))
-        tensors = {name: context.new(WEIGHT_TYPES[dtype][0], shape) for name, (dtype, shape) in kinds.items()}
-        buffer = ggml.backend_alloc_ctx_tensors_from_buft(context.pointer, buffer_type)
-        if buffer:
-            weakref.finalize(self, ggml.backend_buffer_free, buffer).atexit = False
-            self._contexts.append(context)
-            self.tensors |= tensors
-        return bool(buffer)
-
 
 def _takes(buffer_type: Any, dtype: str, shape: tuple[int, ...]) -> bool:
-    """Whether a buffer type has a layout for matrices of this type and shape, as a trial shows."""
+    """Whether a buffer type has a layout for matrices of this type and shape, found out by allocating one."""
     context = TensorContext(1)
     trial = context.new(WEIGHT_TYPES[dtype][0], shape)
     buffer = ggml.backend_alloc_ctx_tensors_from_buft(context.pointer, buffer_type)

@@ -38,7 +38,7 @@ class TensorContext:
         return ggml.new_tensor(self.pointer, type_id, len(shape), sizes)
 
     def over(self, data: np.ndarray, type_id: int | None = None, shape: tuple[int, ...] | None = None) -> Any:
-        """A tensor over an array's memory: the array's own type and shape, or bytes of another."""
+        """A tensor over an array's memory, of the array's own type and shape or of those given."""
         type_id = _TYPES[data.dtype] if type_id is None else type_id
         tensor = self.new(type_id, data.shape if shape is None else shape)
         tensor.contents.data = data.ctypes.data

@@ -15,7 +15,7 @@ import numpy as np
 from ...adapters import Adapters
 from ...errors import QUANTISED_DTYPES, ModelError, RequestError, TaperWarning
 from ...models.tensors import WEIGHT_TYPES, Tensor, row_bytes
-from .layouts import layouts_for_many
+from .layouts import layouts_for_many, num_bytes
 from .library import ggml
 from .repack import RepackedMatrices, release_pages
 from .tensors import ALIGNMENT, TensorContext, aligned
@@ -40,16 +40,14 @@ class Weights:
     """Tensors by our names.
 
     `quantization`: type of most matrices. `num_bytes`: of each tensor, as stored. `beyond_f16`: bf16 weights have
-    values outside the range of f16, so activations may have such values too. `head`: the name of the matrix that makes
-    logits. `layouts`: how matrices lie in memory, in words.
+    values outside the range of f16, so activations may have such values too. `head`: the name of the output head's
+    matrix. `layouts`: how matrices lie in memory, in words.
 
     Args:
         tensors: the model's weights.
         dtype: the type to convert matrices to, one of `DTYPES`; None uses them as they are, but bf16 as f16, which is
             faster, if all values fit.
-        repack: one of `REPACK`. "never" leaves matrices as they are. "always" copies them into the layout that this
-            processor multiplies few tokens fastest with, if their type has one. "auto" also keeps a second layout where
-            many tokens are faster with it, if that takes at most half of the memory that is free.
+        repack: one of `REPACK`, as `LLM` explains; a second layout takes at most half of the memory that is free.
         threads: those that compute; they also convert and copy.
         progress: called with the part that is loaded.
 
@@ -79,8 +77,7 @@ class Weights:
             self._load(tensors, types, repack, threads, progress)
         matrices = {name: types[name] for name, tensor in tensors.items() if not _is_vector(name, tensor)}
         self.quantization = Counter(matrices.values()).most_common(1)[0][0]
-        shapes = {name: tensor.shape for name, tensor in tensors.items()}
-        self.num_bytes = {name: math.prod(s[:-1]) * row_bytes(types[name], s[-1]) for name, s in shapes.items()}
+        self.num_bytes = {name: num_bytes(types[name], tensor.shape) for name, tensor in tensors.items()}
         if dtype in QUANTISED_DTYPES:
             _warn_of_fallbacks(dtype, matrices)
 
@@ -171,12 +168,9 @@ def _is_vector(name: str, tensor: Tensor) -> bool:
 
 
 def stored_types(tensors: dict[str, Tensor], dtype: str | None, bf16: str = "F16") -> dict[str, str]:
-    """The type each tensor is used in.
+    """The type in which each tensor is used, by our names.
 
-    Args:
-        tensors: the model's weights, by our names.
-        dtype: the type of matrices; None leaves them as they are, except for bf16.
-        bf16: the type that replaces bf16 if `dtype` is None.
+    `dtype` is that of matrices; None leaves them as they are, except that those in BF16 are used as `bf16`.
 
     Raises:
         RequestError: `dtype` would quantise weights that are quantised already.
@@ -192,7 +186,7 @@ def stored_types(tensors: dict[str, Tensor], dtype: str | None, bf16: str = "F16
         else:
             asked = _llama_quantize_type(name, tensors, dtype)
             candidates = (asked, _FALLBACKS.get(asked, "F16"), "F16")
-            types[name] = next(each for each in candidates if tensor.shape[-1] % WEIGHT_TYPES[each][1] == 0)
+            types[name] = next(fit for fit in candidates if tensor.shape[-1] % WEIGHT_TYPES[fit][1] == 0)
             if tensor.dtype not in ("F32", "F16", "BF16", types[name]):
                 raise RequestError(
                     f"dtype {dtype} is for f32, f16 and bf16 weights; {name} is {tensor.dtype.lower()} already, and "
@@ -208,7 +202,7 @@ def _llama_quantize_type(name: str, names: Collection[str], dtype: str) -> str:
 
 
 def _head(names: Collection[str]) -> str:
-    """The name of the matrix that makes logits."""
+    """The name of the output head's matrix."""
     return "lm_head" if "lm_head" in names else "embed_tokens"
 
 
@@ -240,12 +234,9 @@ class AdapterTensors(dict[int, tuple[Any, Any]]):
 
 
 def convert(tensor: Tensor, dtype: str, pool: Executor | None = None) -> np.ndarray:
-    """The bytes of a tensor as another of ggml's types; uint8 [bytes], aligned.
+    """The bytes of a tensor as another of ggml's types, whose blocks must fit the rows: uint8 [bytes], aligned.
 
-    Args:
-        tensor: the tensor.
-        dtype: a name in `WEIGHT_TYPES` whose blocks fit the rows.
-        pool: threads that share the rows; None converts on this one.
+    The threads of `pool` share the rows; None converts on this one.
 
     Raises:
         OverflowError: a value, which is its argument, is outside the range of the type.

@@ -66,21 +66,12 @@ def measure(
     temperature: float = 0.0,
     clock: Clock = UNLIMITED,
 ) -> Speeds:
-    """Time the completion of `batch` random prompts side by side: until all have their first token, and a step.
+    """Complete `batch` random prompts side by side, and time when all have their first token, and the steps after it.
 
-    To measure decoding after some context, give a prompt of that length. The same seed gives the same prompts, which a
-    second run finds in the key-value cache, so that only its decoding is timed. To time prompts, give each run its own
-    seed.
-
-    Args:
-        engine: its backend has at least `batch` slots, of `prompt_tokens` + `max_tokens` each.
-        policy: layers by step.
-        prompt_tokens: of each sequence.
-        max_tokens: of each sequence; 1 measures the prompt alone.
-        batch: the number of sequences.
-        seed: of the prompts.
-        temperature: 0 for greedy.
-        clock: the time budget.
+    To measure decoding after some context, give a prompt of that length; with `max_tokens` 1, only prompts are
+    measured. The same seed gives the same prompts, which a second run finds in the key-value cache, so that only its
+    decoding is timed. To time prompts, give each run its own seed. The engine's backend needs `batch` slots of
+    `prompt_tokens` + `max_tokens` each.
 
     Raises:
         OutOfTimeError: the budget ended first.
@@ -123,7 +114,7 @@ def step_ms_by_depth(
 ) -> dict[int, float]:
     """The median milliseconds of a forward of one token at each depth; the depths take turns.
 
-    Positions rise from `first_position`, up to the end of the context.
+    Positions rise from `first_position` up to the end of the context.
 
     Raises:
         OutOfTimeError: the time budget ended first.
@@ -137,7 +128,7 @@ def step_ms_by_depth(
             tokens, positions, slots = (np.array([value], np.int32) for value in (1, position, 0))
             active = active_prefixes(tuple(skip_order), layers, [depth])
             batch = TokenBatch(tokens, positions, slots, active, greedy_rows=(0,), fill=True)
-            backend.forward(batch)  # makes keys of what a shallower step has left, which no policy asks for
+            backend.forward(batch)  # computes the keys that shallower steps left out, which no policy asks for
             started = time.perf_counter()
             backend.forward(batch)
             times[depth].append((time.perf_counter() - started) * 1e3)
@@ -145,18 +136,18 @@ def step_ms_by_depth(
 
 
 def alternate(runs: Mapping[K, Callable[[], T]], rounds: int) -> dict[K, list[T]]:
-    """The results of each run, after a warm-up; runs take turns, so whatever slows the machine slows all alike.
+    """The results of each run after a warm-up; runs take turns, so whatever slows the machine slows all alike.
 
-    When a run is out of time, the complete rounds before it count.
+    When a run is out of time, only the complete rounds before it count.
 
     Raises:
         OutOfTimeError: there is no complete round.
     """
     results: dict[K, list[T]] = {name: [] for name in runs}
     try:
-        for number in range(rounds + 1):
+        for round_number in range(rounds + 1):
             round_results = {name: run() for name, run in runs.items()}
-            if number:
+            if round_number:
                 for name, result in round_results.items():
                     results[name].append(result)
     except OutOfTimeError:
@@ -166,14 +157,14 @@ def alternate(runs: Mapping[K, Callable[[], T]], rounds: int) -> dict[K, list[T]
 
 
 def step_bytes(weight_bytes: Mapping[str, int], layers: Collection[int]) -> int:
-    """Bytes of weights that a step of these layers reads: theirs, and lm_head once, tied or not."""
+    """Bytes of weights that a step reads: those of its layers and the norm, and lm_head once, tied or not."""
     head = weight_bytes.get("lm_head", weight_bytes["embed_tokens"])
     prefixes = tuple(f"layers.{layer}." for layer in layers)
     return head + weight_bytes["norm"] + sum(size for name, size in weight_bytes.items() if name.startswith(prefixes))
 
 
 def mean_step_bytes(weight_bytes: Mapping[str, int], policy: DepthPolicy, max_tokens: int) -> float:
-    """Mean bytes of a step after the first, in an output of `max_tokens` tokens, at least 2; adapters in f16."""
+    """Mean bytes of a step after the first, in an output of at least 2 `max_tokens`; adapters are in f16."""
     depths = [policy.depth(step) for step in range(1, max_tokens)]
     by_depth = {depth: step_bytes(weight_bytes, policy.retained_at(depth)) for depth in set(depths)}
     for layer, (down, up) in policy.adapters.layers.items() if policy.adapters else ():
@@ -183,7 +174,7 @@ def mean_step_bytes(weight_bytes: Mapping[str, int], policy: DepthPolicy, max_to
 
 
 def read_bandwidth(threads: int, num_bytes: int = 1 << 29) -> float:
-    """Bytes per second that this many threads of the CPU read together."""
+    """Bytes per second that so many threads of the CPU read together."""
     values = np.ones(num_bytes // 8, np.int64)
     parts = np.array_split(values, threads * _PARTS)
     with ThreadPoolExecutor(threads) as pool:

@@ -1,4 +1,4 @@
-"""Other programs that run the same model, each behind one function: what a user would have without Taper."""
+"""Other programs that run the same model, each behind one function: what a user would use without Taper."""
 
 from __future__ import annotations
 
@@ -53,13 +53,9 @@ def llama_cpp(target: Target, options: BenchOptions) -> Peer:
 
 
 def _random_file(target: Target) -> Path:
-    """The random weights of a CPU as a GGUF file without a vocabulary, which goes when the program ends.
-
-    Raises:
-        RequestError: the gguf package is not installed.
-    """
+    """The random weights of a CPU in a GGUF file without a vocabulary, which is removed when this process ends."""
     if find_spec("gguf") is None:
-        raise RequestError("writing it a file needs the gguf package", 'pip install "taper-llm[torch]"')
+        raise RequestError("writing a GGUF file needs the gguf package", 'pip install "taper-llm[torch]"')
     from gguf import GGMLQuantizationType, GGUFWriter
 
     folder, config = Path(tempfile.mkdtemp(prefix="taper-")), target.config
@@ -89,10 +85,10 @@ def _random_file(target: Target) -> Path:
 
 
 def transformers(target: Target, options: BenchOptions) -> Peer:
-    """transformers' `generate` with a static cache, which it compiles on a GPU.
+    """transformers' `generate` with a static cache, which it compiles on a GPU; it shares Taper's random weights.
 
     Raises:
-        RequestError: it is not installed, or cannot share Taper's weights.
+        RequestError: it is not installed, or there are no such weights.
     """
     if find_spec("transformers") is None:
         raise RequestError("it is not installed")
@@ -137,17 +133,9 @@ class LlamaBench:
     def measure(
         self, *, prompt_tokens: int = 0, max_tokens: int = 0, context: int = 0, timeout_s: float | None = None
     ) -> float:
-        """Tokens per second of a prompt, or of decoding: one repetition after a warm-up.
+        """Tokens per second of a prompt (`-p`) or, if that is 0, of decoding (`-n`): one repetition after a warm-up.
 
-        Args:
-            prompt_tokens: of the prompt (`-p`); 0 to measure decoding.
-            max_tokens: to decode (`-n`); 0 to measure a prompt.
-            context: tokens before either (`-d`), which are not timed.
-            timeout_s: seconds until it is stopped.
-
-        Raises:
-            RequestError: as `run`.
-            subprocess.TimeoutExpired: it took too long.
+        Tokens of `context` come before (`-d`) and are not timed. Errors are those of `run`.
         """
         assert (prompt_tokens == 0) != (max_tokens == 0), "measure a prompt or decoding"
         arguments: list[str | int] = ["-p", prompt_tokens, "-n", max_tokens, "-fa", 1, "-r", 1, "-o", "json"]
@@ -159,8 +147,8 @@ class LlamaBench:
         """What one of the programs prints on standard output.
 
         Raises:
-            RequestError: the program failed, or does not know an option.
-            subprocess.TimeoutExpired: it took too long.
+            RequestError: the program cannot be run or failed.
+            subprocess.TimeoutExpired: it took longer than `timeout_s` seconds.
         """
         layers = _ALL_LAYERS if self.on_gpu else 0
         command = [self.folder / program, "-m", self.model, "-t", self.threads, "-ngl", layers, *arguments]
@@ -176,7 +164,7 @@ class LlamaBench:
 
 
 def find_llama_bench(given: Path | None = None) -> Path | None:
-    """The folder of llama-bench: the one given, or that of the program on PATH; None if it is not installed.
+    """The folder of llama-bench: the given one, or that of the program on PATH; None if it is not installed.
 
     Raises:
         RequestError: the given folder does not have it.

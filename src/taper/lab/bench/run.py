@@ -50,12 +50,9 @@ Json = dict[str, Any]
 
 
 def run(options: BenchOptions, show: Callable[[str], None], torch_device: str = "cuda") -> Json:
-    """Measure what the options ask for.
+    """Measure what the options ask for; `show` is called with each line of progress.
 
-    Args:
-        options: what to measure, and where to write it.
-        show: called with each line of progress.
-        torch_device: where PyTorch runs; "cpu" in tests.
+    PyTorch runs on `torch_device`, which is "cpu" in tests.
 
     Raises:
         TaperError: a model, policy or option that does not work.
@@ -205,7 +202,7 @@ class Phases:
         return {"output_tokens": length, "rows": rows}
 
     def compare(self, length: int) -> Json:
-        """Taper and other programs in turn: a prompt of one length, and an output of it from a prompt of one token."""
+        """Taper and other programs in turn: a prompt of this length, and an output of it from a prompt of one token."""
         if self._peers is None:
             self._peers = self._open_peers()
         ours: dict[str, Callable[[], Any]] = {
@@ -249,7 +246,7 @@ class Phases:
             return self._peers[name](length, self._clock)
         except OutOfTimeError:
             raise
-        except Exception as error:  # as above
+        except Exception as error:  # as in `_open_peers`
             self._unavailable[name] = _one_line(error)
             return None
 
@@ -257,7 +254,7 @@ class Phases:
         return Speeds(self._ttft_s(policy, length), self._tpot_s(policy, length))
 
     def _ttft_s(self, policy: DepthPolicy, length: int) -> float:
-        """Time a prompt; every one is new, as the cache would hold a known one."""
+        """Time a prompt; each is new, as the cache would hold one that was seen before."""
         seed = next(self._seeds)
         return measure(self._engine, policy, prompt_tokens=length, seed=seed, clock=self._clock).ttft_s
 
@@ -266,7 +263,7 @@ class Phases:
         return measure(self._engine, policy, max_tokens=length, temperature=temperature, clock=self._clock).tpot_s
 
     def _memory(self, num_bytes: float, seconds: float) -> Json:
-        """Bytes of weights that a token reads, and the bandwidth that follows from its time."""
+        """Bytes of weights that a token reads, and the bandwidth that its time implies."""
         rate = num_bytes / seconds
         share = None if self._bandwidth is None else rate / self._bandwidth
         return {"mb_per_token": num_bytes / 1e6, "gb_per_s": rate / 1e9, "bandwidth_used": share}

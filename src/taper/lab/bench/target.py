@@ -26,7 +26,7 @@ from .shapes import SHAPES
 
 LENGTHS = (128, 512, 2048)
 RANDOM_DTYPE = "Q4_0"  # of random weights on a CPU
-_SCALE = 0.02 / 4.6  # of its blocks; the values of four bits are spread by 4.6
+_SCALE = 0.02 / 4.6  # of its blocks; four-bit values have a standard deviation of 4.6
 _ALPHA, _MIN_DEPTH = 0.998, 5 / 8  # of D3 by default: about the mean depth of the paper's 7B at 512 tokens
 
 
@@ -85,11 +85,7 @@ class Target:
 
 
 def open_target(options: BenchOptions, torch_device: str = "cuda") -> Target:
-    """Load the model, or make the random weights.
-
-    Args:
-        options: what to measure.
-        torch_device: where PyTorch runs what is asked to run on "cuda"; "cpu" in tests.
+    """Load the model, or make the random weights. PyTorch runs on `torch_device`, which is "cpu" in tests.
 
     Raises:
         RequestError: a device or type that does not work here, a length beyond the model's context, too little memory.
@@ -99,15 +95,15 @@ def open_target(options: BenchOptions, torch_device: str = "cuda") -> Target:
     on_torch = choose_device(options.device) == "cuda"
     if on_torch and (options.threads is not None or options.repack != REPACK[0]):
         raise RequestError("threads and repack are for CPUs; they do nothing on cuda", "leave out the option")
-    threads = options.threads or available_threads()
+    device, threads = torch_device if on_torch else "cpu", options.threads or available_threads()
     if options.shape is not None:
         config = SHAPES[options.shape]
         length, policies = _context_length(options, config), _policies(options, config)
         if on_torch:
-            name, backend, weights = _random_weights(options, config, length, torch_device)
-            return Target(name, backend, on_torch, torch_device, threads, policies, weights=weights)
-        name, backend, weights = _random_weights_on_cpu(options, config, length)
-        return Target(name, backend, on_torch, "cpu", threads, policies, weights=weights)
+            name, backend, weights = _random_weights(options, config, length, device)
+        else:
+            name, backend, weights = _random_weights_on_cpu(options, config, length)
+        return Target(name, backend, on_torch, device, threads, policies, weights=weights)
     model = options.model or DEFAULT_MODEL
     path = find_or_fetch(model, options.offline)
     loaded = load_model(path)
@@ -120,13 +116,13 @@ def open_target(options: BenchOptions, torch_device: str = "cuda") -> Target:
         threads=options.threads,
         repack=options.repack,
     )
-    return Target(model, backend, on_torch, torch_device if on_torch else "cpu", threads, policies, path)
+    return Target(model, backend, on_torch, device, threads, policies, path)
 
 
 def _random_weights(
     options: BenchOptions, config: ModelConfig, length: int, device: str
 ) -> tuple[str, Backend, Mapping[str, Any]]:
-    """The model's name, its backend and its weights; rejects those that do not fit into the memory."""
+    """The model's name, its backend and its weights; raises RequestError if they do not fit into the memory."""
     try:
         from ...backends.torch import DTYPES, TorchBackend, check_device
         from .torch_device import free_bytes, random_weights
@@ -136,8 +132,8 @@ def _random_weights(
     check_device(device)
     name, free = f"random weights in the shape of {options.shape}", free_bytes(device)
     cache = config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * length
-    numbers = cache + sum(math.prod(shape) for shape in expected_shapes(config).values())
-    needed = numbers * DTYPES[dtype].itemsize
+    values = cache + sum(math.prod(shape) for shape in expected_shapes(config).values())
+    needed = values * DTYPES[dtype].itemsize
     if free is not None and needed > free:
         message = f"{name} need {needed / 1e9:.1f} GB; {free / 1e9:.1f} GB are free"
         raise RequestError(message, "choose a smaller shape")
@@ -149,7 +145,7 @@ def _random_weights(
 def _random_weights_on_cpu(
     options: BenchOptions, config: ModelConfig, length: int
 ) -> tuple[str, Backend, Mapping[str, Any]]:
-    """The same on the CPU, in ggml's Q4_0 unless `dtype` says otherwise."""
+    """The same on the CPU, in ggml's Q4_0 unless another `dtype` is given."""
     from ...backends.ggml import GgmlBackend
 
     name, free = f"random weights in the shape of {options.shape}", available_memory()
@@ -172,7 +168,7 @@ def _random_weights_on_cpu(
 
 
 def random_tensors(config: ModelConfig) -> dict[str, Tensor]:
-    """Random weights of a shape for a CPU: matrices in Q4_0, a pattern of random blocks repeated, and norms of ones."""
+    """Random weights of a shape for a CPU: matrices in Q4_0 that repeat a pattern of random blocks, norms of ones."""
     block = np.dtype([("scale", np.float16), ("values", np.uint8, 16)])  # of 32 weights
     pattern = np.empty(1 << 20, block)
     pattern["scale"] = _SCALE
@@ -188,7 +184,7 @@ def random_tensors(config: ModelConfig) -> dict[str, Tensor]:
 
 
 def _context_length(options: BenchOptions, config: ModelConfig) -> int:
-    """Tokens of the longest prompt or output, and one more."""
+    """The length of the longest prompt or output, plus one."""
     longest, limit = max(*options.lengths, *options.prompts), config.max_position_embeddings
     if longest >= limit:
         raise RequestError(f"length {longest} does not fit; this model was trained for at most {limit} tokens")
@@ -196,7 +192,7 @@ def _context_length(options: BenchOptions, config: ModelConfig) -> int:
 
 
 def _policies(options: BenchOptions, config: ModelConfig) -> dict[str, DepthPolicy]:
-    """Full depth, and the policies asked for; by default those shipped for the model, else one of D3."""
+    """Full depth and the given policies; by default those that ship for the model, else one of D3."""
     layers = config.num_hidden_layers
     policies = {FULL: DepthPolicy.full(layers)}
     for name in options.policies:

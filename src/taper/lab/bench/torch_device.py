@@ -1,4 +1,4 @@
-"""A GPU as PyTorch sees it: random weights on it, its bandwidth and name, and whether it computes what it should.
+"""A GPU in PyTorch: random weights on it, its bandwidth and name, and whether it computes the right tokens.
 
 Every function takes the device, so that the tests run the same lines on a CPU.
 """
@@ -88,12 +88,12 @@ def copy_bandwidth(device: str) -> float:
 
 
 def free_bytes(device: str) -> int | None:
-    """Memory that the device has left; None if that is unknown."""
+    """Bytes of memory that the device has left; None if that is unknown."""
     return torch.cuda.mem_get_info()[0] if device == "cuda" else None
 
 
 def device_name(device: str) -> str:
-    """What the device calls itself."""
+    """The name of the device."""
     return torch.cuda.get_device_name() if device == "cuda" else "the CPU"
 
 

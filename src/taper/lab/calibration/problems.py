@@ -1,7 +1,7 @@
 """Problems with known answers, which a model must still solve with fewer layers.
 
-Replay follows the outputs of full depth, so it does not see a layer whose absence leads the model astray little by
-little: the mean KL hardly rises, and half of the problems go wrong. Here the model goes on from its own tokens.
+Replay follows the outputs of full depth, so it misses small errors that add up: without some layers the mean KL hardly
+rises, and yet half of the problems go wrong. Here the model continues from its own tokens.
 """
 
 from __future__ import annotations

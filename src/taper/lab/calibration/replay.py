@@ -79,7 +79,7 @@ class Replay:
         self.engine, self.references = engine, list(references)
         self._num_hidden_layers = engine.backend.config.num_hidden_layers
         self._full_depth = DepthPolicy.full(self._num_hidden_layers)
-        self._held: OrderedDict[int, EngineSequence] = OrderedDict()  # by completion, the last used one last
+        self._held: OrderedDict[int, EngineSequence] = OrderedDict()  # by completion, the most recently used one last
         self._full: dict[int, _Full] = {}
         for reference in self.references:
             engine.check_prompt(reference.prompt_ids)
@@ -132,7 +132,7 @@ class Replay:
         return scores
 
     def after_tapered(self, index: int, policy: DepthPolicy, first: Reference) -> Scores:
-        """What it costs a completion at full depth that an earlier output in its prompt was tapered.
+        """The loss of a completion at full depth whose prompt includes an earlier output, which was tapered.
 
         The keys and values of layers that the earlier output skipped are filled, as in a conversation.
 
@@ -147,7 +147,7 @@ class Replay:
         tapered = [policy.depth(step) for step in range(1, count + 1)]
         rest = [layers] * (len(reference.prompt_ids) - 1 - begin - count)
         sequence, parts = self._held[index], []
-        # The slot must offer nobody what is overwritten from here on.
+        # Cells from here on are overwritten, so no other request may reuse them.
         sequence.num_computed_tokens = sequence.num_exact_tokens = begin
         try:
             for start, depths in ((begin, tapered), (begin + count, rest)):

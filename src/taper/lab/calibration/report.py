@@ -1,4 +1,4 @@
-"""What a calibration found, as pictures and one page for people who have never heard of it.
+"""The results of a calibration as pictures and one page, for people who have never heard of it.
 
 Knows the `CalibrationSummary` and nothing of models or engines. No text of a user's goes into a picture.
 """
@@ -100,7 +100,7 @@ def _loss_by_step(summary: CalibrationSummary) -> Figure:
     figure = Figure(figsize=(7, 4.6), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(5, 2))
     by_step = summary.by_step
-    outputs = np.array(by_step.answers, float)[1:]
+    outputs = np.array(by_step.outputs, float)[1:]
     steps = np.arange(1, len(outputs) + 1)
     for axes, values in ((above, np.array(by_step.kl)[1:]), (below, 100 * np.array(by_step.agreement)[1:])):
         axes.plot(steps, values, color=_GREY, linewidth=0.7)

@@ -80,7 +80,7 @@ class Losses:
 class LossByStep:
     """Loss at each step: how many outputs have that step, mean KL in nats, agreement; each [steps]."""
 
-    answers: list[int]  # outputs that have the step; the name is that of the JSON key
+    outputs: list[int] = field(metadata={"json": "answers"})  # that have the step
     kl: list[float]
     agreement: list[float]
 
@@ -335,7 +335,7 @@ def interim_tests(problems: int, first: int) -> list[tuple[int, float]]:
 
     Of the error of 5 %, the tests up to a share t of the problems spend 2 - 2 Phi(1.96 / sqrt(t)) together, as in
     K. Lan and D. DeMets, Biometrika 70 (1983), 659-663: early tests next to nothing, so that the last one needs hardly
-    more problems than if it were the only one. Each test takes what is newly spent, whatever earlier ones found.
+    more problems than if it were the only one. Each test takes what is newly spent, whatever earlier tests showed.
     """
     counts, normal = [], NormalDist()
     while first <= problems / 1.5:  # a test shortly before the last one would take most of its error

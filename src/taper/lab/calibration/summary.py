@@ -17,7 +17,6 @@ from .clock import CostModel, TimedRuns
 from .statistics import FreeRunning, Loss, LossByStep, Losses, LossEstimate, SolvedProblems
 from .store import Conditions
 
-MEASURED_ORDER = "measured order"  # what comparisons of methods call the order that calibration found
 HURTS = 0.9  # agreement over tapered steps below which readers are warned
 
 BudgetVerdict = Literal["kept", "kept by the estimate", "not kept"]
@@ -118,7 +117,7 @@ class PromptCounts:
 
 @dataclass(frozen=True)
 class Frontier:
-    """Loss and predicted speed at constant depths, along the order that was found, on the search prompts."""
+    """Loss and predicted speed at constant depths, along the measured order, on the search prompts."""
 
     speedup: dict[int, float]  # by depth
     kl: dict[int, float]  # mean KL by depth, nats
@@ -135,7 +134,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Validation:
-    """What a policy costs on what had no part in finding it."""
+    """What a policy costs on prompts and problems that the search never saw."""
 
     held_out: Losses  # on held-out prompts
     free_running: FreeRunning  # the policy's own outputs to those prompts
@@ -260,14 +259,15 @@ def remarks(summary: CalibrationSummary) -> list[str]:
         f"A quick look: {prompts.held_out} held-out prompts and no word problems. Calibrate without --quick before you "
         "rely on it."
     )
-    if tapered is None:
+    if summary.curve[-1] == summary.model.num_hidden_layers:  # it skips no layer
         return [quick] if prompts.quick else []
     asked_speed = summary.budget.speedup or 0.0
     texts = {
         "Do not use this policy here: measured, it is slower than full depth.": speed.measured.median < 1,
         quick: bool(prompts.quick),
         "This policy hurts: at more than one tapered step in ten another token becomes the likeliest. Expect other "
-        "answers than at full depth, and read some before you use it.": tapered.agreement.value < HURTS,
+        "answers than at full depth, and read some before you use it.": tapered is not None
+        and tapered.agreement.value < HURTS,
         "It solves significantly fewer word problems than full depth: do not trust its arithmetic.": (
             problems is not None and problems.difference.high < 0
         ),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,11 +16,12 @@ import numpy as np
 from ...errors import RequestError, number, whole_number
 from ...llm import LLM
 from ...policy import DepthPolicy
+from .measured_model import MeasuredModel, measured_model
 from .problems import Problems, ProblemSet
 from .progress import Report
 from .prompts import BATCH
 from .replay import Reference
-from .run import Calibrator, check_adapters
+from .run import check_adapters, search_order
 from .search import first_steps
 from .statistics import PairedComparison, compare_with_interim_tests
 from .summary import to_plain
@@ -104,27 +104,28 @@ def calibrate_to_task(
             f"the task has {len(shuffled)} problems; {SEARCH_PROBLEMS + FIRST_TEST} are needed",
             "give a task with more problems",
         )
-    with closing(Calibrator(llm, seed, progress)) as calibrator:
-        judged = Problems(problem_set, search, rest[:problems], calibrator.store)
+    with measured_model(llm, progress) as model:
+        judged = Problems(problem_set, search, rest[:problems], model.store)
         settings = {
             **problem_set.identity,
             "margin": margin,
             "problems": {"search": len(search), "validation": problems},
-            "conditions": to_plain(calibrator.conditions),
-            "model": to_plain(calibrator.model),
+            "conditions": to_plain(model.conditions),
+            "model": to_plain(model.identity),
         }
         prompt = problem_set.prompt_ids(search[:1])[search[0]]  # of the clock
         order: list[int] = []
         trials: list[Trial] = []
-        with calibrator.measurements(_references(calibrator, judged)) as measurements:
+        with model.measurements(_references(model, judged)) as measurements:
             layers_to_skip: Iterable[int] = healed.adapted_layers if healed else ()
             if healed is None:
-                _, searched = calibrator.order(measurements, judged, calibrator.layers // 3, tolerance=0)
+                rounds = model.num_hidden_layers // 3
+                _, searched = search_order(model, measurements, judged, rounds, tolerance=0)
                 layers_to_skip = (skipped.layer for skipped in searched)
             for layer in layers_to_skip:
                 measurements.close()  # frees the slots for the outputs
                 order.append(layer)
-                trials.append(_try(calibrator, judged, order, margin, prompt, healed))
+                trials.append(_try(model, judged, order, margin, seed, prompt, healed))
                 if not trials[-1].holds:
                     break
         best = max((trial for trial in trials if trial.holds), key=lambda trial: trial.speedup, default=None)
@@ -138,18 +139,18 @@ def calibrate_to_task(
             "mean_depth": round(best.policy.mean_depth(tokens), 3),
             "speedup": {
                 "predicted": round(best.speedup, 4),
-                "measured": list(calibrator.speedup(prompt, best.policy, tokens)),
+                "measured": list(model.speedup(prompt, best.policy, tokens)),
             },
         }
         policy = replace(best.policy, name=name, model=llm.config.identity, provenance=provenance)
         return TaskCalibration(policy, settings, trials)
 
 
-def _references(calibrator: Calibrator, problems: Problems) -> list[Reference]:
+def _references(model: MeasuredModel, problems: Problems) -> list[Reference]:
     """The first steps of full depth's outputs to some search problems, for replay."""
     search = problems.search
-    stage = calibrator.progress.stage("outputs at full depth", -(-len(search) // BATCH))
-    attempts = problems.attempts(search, calibrator.full, stage)
+    stage = model.progress.stage("outputs at full depth", -(-len(search) // BATCH))
+    attempts = problems.attempts(search, model.full, stage)
     if not any(attempt.solved for attempt in attempts):
         raise RequestError(
             f"at full depth the model solves none of {len(attempts)} problems",
@@ -164,29 +165,28 @@ def _references(calibrator: Calibrator, problems: Problems) -> list[Reference]:
 
 
 def _try(
-    calibrator: Calibrator,
+    model: MeasuredModel,
     problems: Problems,
     skipped: Sequence[int],
     margin: float,
+    seed: int,
     prompt: tuple[int, ...],
     healed: DepthPolicy | None,
 ) -> Trial:
     """Compare a policy with full depth on more and more problems, until the verdict is clear or none is left."""
-    policy = DepthPolicy.static(calibrator.layers, calibrator.layers - len(skipped), skipped)
+    policy = DepthPolicy.static(model.num_hidden_layers, model.num_hidden_layers - len(skipped), skipped)
     chosen = healed.adapters.only(skipped) if healed and healed.adapters else None
     policy = replace(policy, name=f"skip {' '.join(map(str, skipped))}", adapters=chosen)
     validation, lengths = problems.validation, list[int]()
 
     def ask(count: int) -> tuple[list[bool], list[bool]]:
         name = f"{len(skipped)} layers skipped: {count} problems"
-        stage = calibrator.progress.stage(name, 2 * -(-count // BATCH))
-        full, own = (problems.attempts(validation[:count], one, stage) for one in (calibrator.full, policy))
+        stage = model.progress.stage(name, 2 * -(-count // BATCH))
+        full, own = (problems.attempts(validation[:count], one, stage) for one in (model.full, policy))
         lengths[:] = [len(attempt.completion_ids) for attempt in own]
         return [attempt.solved for attempt in full], [attempt.solved for attempt in own]
 
-    comparison = compare_with_interim_tests(ask, len(validation), FIRST_TEST, margin, calibrator.seed)
+    comparison = compare_with_interim_tests(ask, len(validation), FIRST_TEST, margin, seed)
     tokens = float(np.mean(lengths))
     planned = max(32, round(tokens) // 32 * 32)  # the clock is the same for outputs of about this length
-    return Trial(
-        policy, comparison, tokens, calibrator.cost(prompt, planned, healed).speedup(policy, max(2, round(tokens)))
-    )
+    return Trial(policy, comparison, tokens, model.cost(prompt, planned, healed).speedup(policy, max(2, round(tokens))))

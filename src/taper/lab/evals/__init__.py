@@ -1,9 +1,7 @@
 """Evaluation: tasks of lm-evaluation-harness at full depth and under policies, on the same problems.
 
 `load_tasks` (tasks) loads problems, `evaluate` (run) has a model complete and score them into records, `summarise`
-(summary) compares policies with full depth. `TaperLM` (harness) is the model class of lm-evaluation-harness. `methods`
-and `TaskStudy` (comparison) make policies of published methods and compare them on a task, and `reproduce` (reproduce)
-repeats the paper's experiment with them.
+(summary) compares policies with full depth. `TaperLM` (harness) is the model class of lm-evaluation-harness.
 """
 
 from .records import Evaluation

@@ -1,6 +1,6 @@
-"""The model completes each problem under each policy, and every output is scored: for an evaluation, or a calibration.
+"""The model completes each problem under each policy, and every output is scored.
 
-An evaluation also records them, so that it can be interrupted.
+For an evaluation, which also records the outputs so that it can be interrupted, and for calibration to a task.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def evaluate(
 
 
 class Evaluator:
-    """Tasks as they are put to a model; each prompt is made once, under however many policies it is completed.
+    """Tasks as a model is asked them. Each prompt is made once, however many policies complete it.
 
     Arguments and errors are those of `evaluate`.
     """

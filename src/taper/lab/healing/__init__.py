@@ -1,4 +1,4 @@
-"""Trains adapters: small stand-ins of the layers that a policy skips. `run.heal` is the way in.
+"""Trains adapters: small stand-ins for the layers that a policy skips. `run.heal` is the way in.
 
-The only part of Taper that needs gradients, and PyTorch (the extra `heal`).
+It is the only part of Taper that computes gradients, and needs PyTorch (the extra `heal`).
 """

@@ -1,4 +1,4 @@
-"""The precision of products in f32 while adapters are trained: whatever is fastest here."""
+"""The precision of matrix products in f32 while adapters are trained: whichever is fastest on this machine."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from contextlib import contextmanager
 
 import torch
 
-PRECISIONS = ("highest", "high", "medium")  # of a product's factors: f32, TF32, bf16; sums are in f32 in any case
+PRECISIONS = ("highest", "high", "medium")  # of a product's factors: f32, TF32, bf16; sums are always in f32
 _ROWS, _SIZE, _TRIES = 512, 1024, 3
-_GAIN = 1.2  # for less, products stay as they are
+_GAIN = 1.2  # the least speedup that is worth the rounding
 
 
 @contextmanager
 def fast_products() -> Iterator[None]:
-    """Compute products with factors of fewer bits, where that is faster; as before afterwards."""
+    """Compute products with factors of fewer bits where that is faster, until the `with` block ends."""
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision(fastest_precision())
@@ -25,7 +25,7 @@ def fast_products() -> Iterator[None]:
 
 
 def fastest_precision() -> str:
-    """The precision in which a product is fastest, as a trial of some milliseconds shows: a processor may have none."""
+    """The fastest precision in a trial of some milliseconds; a processor may have no fast products of fewer bits."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     x, matrix = torch.ones(_ROWS, _SIZE, device=device), torch.ones(_SIZE, _SIZE, device=device)
     before, seconds = torch.get_float32_matmul_precision(), {}

@@ -6,8 +6,8 @@ import json
 import random
 from importlib import resources
 
-FORMS_OF_A_TOPIC = 6  # of twelve; each topic is asked in other ones
-PROBLEMS = 9  # with other names and numbers, of each kind of arithmetic
+FORMS_OF_A_TOPIC = 6  # of twelve, drawn for each topic
+PROBLEMS = 9  # of each kind of arithmetic, with different names and numbers
 
 
 def builtin_prompts() -> list[str]:
@@ -18,7 +18,8 @@ def builtin_prompts() -> list[str]:
         subjects, forms = data[kind]["subjects"], data[kind]["forms"]
         for subject in subjects:
             chosen = rng.sample(forms, FORMS_OF_A_TOPIC) if kind == "topics" else forms
-            prompts += [_sentence(form.format(subject)) for form in chosen]
+            texts = [form.format(subject) for form in chosen]
+            prompts += [text[0].upper() + text[1:] for text in texts]
     for problem in data["arithmetic"]:
         for _ in range(PROBLEMS):
             name, other = rng.sample(data["names"], 2)
@@ -31,7 +32,3 @@ def builtin_prompts() -> list[str]:
             prompts.append(problem.format(name=name, other=other, **numbers))
     rng.shuffle(prompts)
     return prompts
-
-
-def _sentence(text: str) -> str:
-    return text[0].upper() + text[1:]

@@ -1,4 +1,4 @@
-"""From a policy to the same policy with adapters, and held-out figures of both.
+"""From a policy to the same policy with adapters, and what each of them costs on held-out prompts.
 
 Adapters learn from the model alone: from its outputs at full depth, then from those that the tapered model writes
 itself (on-policy distillation, GKD, arXiv 2306.13649), always towards full depth's distribution.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,27 +21,29 @@ from ...llm import LLM, Prompt
 from ...models import load_model
 from ...models.download import cache_folder
 from ...policy import DepthPolicy
+from ..calibration.measured_model import MeasuredModel, batch_size, measured_model
 from ..calibration.problems import word_problems
 from ..calibration.progress import Report
 from ..calibration.prompts import BATCH, encode_prompts
 from ..calibration.replay import Reference
-from ..calibration.run import REFERENCE_TOKENS, Calibrator, batch_size
+from ..calibration.run import REFERENCE_TOKENS
 from ..calibration.store import digest, numbers
 from ..calibration.summary import Validation, to_plain
+from ..calibration.validation import validate
 from .precision import fast_products
 from .prompts import builtin_prompts
 from .student import Student, frozen
 from .train import Evaluation, Training
 
 RANK = 128
-BEYOND = 2  # layers more than the policy skips get an adapter, for policies that go a little deeper
-CHOOSING, VALIDATION = 16, 36  # held-out prompts that say which state is best, and those of the final figures
+BEYOND = 2  # further layers, which the policy does not skip, get an adapter too: for policies that skip a little more
+CHOOSING, VALIDATION = 16, 36  # held-out prompts to choose the best state by, and those of the final figures
 MAX_PROMPTS = 4000
 MIN_STEPS = 8  # shorter completions teach nothing
 TEMPERATURE = 0.8  # of every second output at full depth
-_TRAINING, _OF_THE_TAPERED_MODEL = "training", "outputs of the tapered model"  # stages
-ROUNDS = (0.5, 0.65, 0.8, 1.0)  # parts of the time; each begins with outputs to learn from
-FULL_DEPTH, ON_POLICY = 0.15, 0.05  # of the time goes into those of the first round, and of each later one
+ROUNDS = (0.5, 0.65, 0.8, 1.0)  # shares of the time at which rounds end; each begins with outputs to learn from
+FULL_DEPTH, ON_POLICY = 0.15, 0.05  # shares of the time for those outputs, in the first round and in each later one
+_Ids = tuple[int, ...]  # of a prompt's tokens
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,7 @@ class Healing:
     @property
     def helped(self) -> bool:
         """Whether KL on held-out prompts fell."""
-        before, after = self.before.held_out.all_steps, self.after.held_out.all_steps
-        return after.kl.value < before.kl.value
+        return self.after.held_out.all_steps.kl.value < self.before.held_out.all_steps.kl.value
 
     def plain(self) -> dict[str, Any]:
         """All figures as plain data."""
@@ -81,14 +81,14 @@ def heal(
 ) -> Healing:
     """Train a stand-in for each layer that a policy skips, by distillation from full depth.
 
-    The model's weights stay as they are. Training can be killed at any moment: called again with the same arguments,
+    The model's weights stay as they are. Training may be killed at any moment: called again with the same arguments,
     it continues from its last checkpoint in the cache folder.
 
     Args:
         model: an `LLM`, or what `LLM` takes.
         policy: a policy without adapters, the name of a shipped one, or a file.
         prompts: texts or messages to learn from, at least 8 different ones; default about 700 built-in ones.
-        minutes: that training and the outputs to learn from take; the final figures come on top.
+        minutes: for training and for the outputs to learn from; the final figures come on top.
         rank: of the adapters, 1 to 4096.
         seed: of the adapters' first values, and of the order of prompts and depths.
         progress: called with a stage and what part of it, 0 to 1, was done since the last call.
@@ -108,48 +108,39 @@ def heal(
     policy = llm.resolve_policy(policy)
     if policy.adapters is not None:
         raise RequestError(f"policy {policy.label} has adapters already", "give the policy that it was trained from")
-    skipped = policy.num_hidden_layers - policy.min_depth
-    if not skipped:
+    if policy.min_depth == policy.num_hidden_layers:
         raise RequestError(f"policy {policy.label} skips no layer", "choose another policy")
-    layers = policy.skip_order[: skipped + BEYOND]
-    with closing(Calibrator(llm, seed, progress)) as calibrator, fast_products():
+    with measured_model(llm, progress) as measured, fast_products():
         ids = list(encode_prompts(llm, prompts, seed, MAX_PROMPTS))
-        healer = _Healer(calibrator, policy, layers, ids, 60 * minutes, rank, report or (lambda evaluation: None))
-        return healer.run()
+        return _Healer(measured, policy, ids, 60 * minutes, rank, seed).run(report or (lambda evaluation: None))
 
 
 class _Healer:
     """The stages of a healing; measurements and checkpoints are kept under what they were made from."""
 
     def __init__(
-        self,
-        calibrator: Calibrator,
-        policy: DepthPolicy,
-        layers: Sequence[int],
-        prompts: Sequence[tuple[int, ...]],
-        seconds: float,
-        rank: int,
-        report: Callable[[Evaluation], None],
+        self, model: MeasuredModel, policy: DepthPolicy, prompts: Sequence[_Ids], seconds: float, rank: int, seed: int
     ) -> None:
-        self._calibrator, self._policy, self._layers, self._report = calibrator, policy, layers, report
-        self._seconds, self._llm = seconds, calibrator.llm
+        self._model, self._policy, self._seconds, self._seed = model, policy, seconds, seed
         choosing, validation = (min(most, len(prompts) // 8 + 1) for most in (CHOOSING, VALIDATION))
         self._choosing, self._validation = prompts[:choosing], prompts[choosing:][:validation]
         self._prompts = prompts[choosing + validation :]
-        key = {"heal": numbers(policy), "prompts": prompts, "seconds": seconds, "rank": rank, "seed": calibrator.seed}
-        self._run = digest([calibrator.model.sha256, key])
+        key = {"heal": numbers(policy), "prompts": prompts, "seconds": seconds, "rank": rank, "seed": seed}
+        self._run = digest([model.identity.sha256, key])
         self._checkpoint = cache_folder() / "heal" / f"{self._run}.safetensors"
-        device = choose_device("auto") if calibrator.conditions.backend == "torch" else "cpu"
-        context = self._llm.engine.backend.context_length
-        self._student = Student(load_model(self._llm.path), layers, context, device)
-        self._training = Training(self._student, policy, layers, rank, seconds, calibrator.seed)
+        layers = policy.skip_order[: policy.num_hidden_layers - policy.min_depth + BEYOND]
+        device = choose_device("auto") if model.conditions.backend == "torch" else "cpu"
+        student = Student(load_model(model.llm.path), layers, model.llm.engine.backend.context_length, device)
+        self._training = Training(student, policy, layers, rank, seconds, seed)
 
-    def run(self) -> Healing:
+    def run(self, report: Callable[[Evaluation], None]) -> Healing:
         """All stages in turn."""
-        full, training = self._calibrator.full, self._training
-        choosing, validation = (self._outputs(p, full, "held-out prompts") for p in (self._choosing, self._validation))
+        model, training = self._model, self._training
+        choosing, validation = (
+            self._outputs(prompts, model.full, "held-out prompts") for prompts in (self._choosing, self._validation)
+        )
         held_out = _long_enough(choosing)
-        self._stage = self._calibrator.progress.stage(_TRAINING, self._seconds)
+        self._stage = model.progress.stage("training", self._seconds)
         if self._checkpoint.exists():
             training.restore(self._checkpoint)
             self._stage.done(training.elapsed_s)
@@ -160,47 +151,48 @@ class _Healer:
             if training.elapsed_s < until * self._seconds:
                 if round_number:
                     pools[1:] = [_long_enough(self._outputs_of_the_tapered_model(round_number))]
-                training.run(pools, held_out, until, self._checkpoint, self._stage, self._report)
-        problems = word_problems(self._llm, self._calibrator.store)
+                training.run(pools, held_out, until, self._checkpoint, self._stage, report)
+        problems = word_problems(model.llm, model.store)
         healed = replace(self._policy, adapters=frozen(training.best))
         before, after = (
-            self._calibrator.validate(validation, policy, REFERENCE_TOKENS, problems)[0]
-            for policy in (self._policy, healed)
+            validate(model, validation, policy, REFERENCE_TOKENS, problems)[0] for policy in (self._policy, healed)
         )
         healing = Healing(healed, before, after, training.history, round(training.elapsed_s), training.tokens)
         provenance = {**self._policy.provenance, "healing": healing.plain()}
         self._checkpoint.unlink(missing_ok=True)
         return replace(healing, policy=replace(healed, provenance=provenance))
 
-    def _outputs(self, prompts: Sequence[tuple[int, ...]], policy: DepthPolicy, stage: str) -> list[Reference]:
+    def _outputs(self, prompts: Sequence[_Ids], policy: DepthPolicy, stage: str) -> list[Reference]:
         """Outputs of a policy, every second one sampled."""
-        complete = partial(self._calibrator.complete, stage, policy=policy, max_tokens=REFERENCE_TOKENS)
+        complete = partial(self._model.complete, stage, policy=policy, max_tokens=REFERENCE_TOKENS)
         return complete(prompts=prompts[::2]) + complete(prompts=prompts[1::2], temperature=TEMPERATURE)
 
-    def _outputs_within(self, part: float, prompts: Sequence[tuple[int, ...]], policy: DepthPolicy) -> list[Reference]:
-        """Outputs of a policy, as many as a part of the time allows."""
-        began, references, at = time.perf_counter(), [], 0
-        stage = "outputs at full depth" if policy.min_depth == policy.num_hidden_layers else _OF_THE_TAPERED_MODEL
-        while at < len(prompts) and time.perf_counter() - began < part * self._seconds:
-            references += self._outputs(prompts[at : at + 2 * BATCH], policy, stage)
-            at += 2 * BATCH
+    def _outputs_within(
+        self, share: float, prompts: Sequence[_Ids], policy: DepthPolicy, stage: str
+    ) -> list[Reference]:
+        """Outputs of a policy, as many as a share of the time allows."""
+        began, references = time.perf_counter(), []
+        for first in range(0, len(prompts), 2 * BATCH):
+            if time.perf_counter() - began >= share * self._seconds:
+                break
+            references += self._outputs(prompts[first : first + 2 * BATCH], policy, stage)
         spent = time.perf_counter() - began
         self._training.elapsed_s += spent
         self._stage.done(spent)
         return references
 
     def _outputs_at_full_depth(self) -> list[Reference]:
-        """What the first round learns from; how many there are is stored, so that a killed training continues alike."""
-        full, store = self._calibrator.full, self._calibrator.store
-        made = partial(self._outputs_within, FULL_DEPTH, self._prompts, full)
-        count = store.remember({"outputs of": self._run}, lambda: len(made()))
-        return self._outputs(self._prompts[:count], full, "outputs at full depth")
+        """The first round's outputs. Their number is stored, so that a killed training continues with the same ones."""
+        full, stage = self._model.full, "outputs at full depth"
+        made = partial(self._outputs_within, FULL_DEPTH, self._prompts, full, stage)
+        count = self._model.store.remember({"outputs of": self._run}, lambda: len(made()))
+        return self._outputs(self._prompts[:count], full, stage)
 
     def _outputs_of_the_tapered_model(self, round_number: int) -> list[Reference]:
-        rng = np.random.default_rng((self._calibrator.seed, round_number))
+        rng = np.random.default_rng((self._seed, round_number))
         prompts = [self._prompts[i] for i in rng.permutation(len(self._prompts))]
         policy = replace(self._policy, adapters=frozen(self._training.adapters))
-        return self._outputs_within(ON_POLICY, prompts, policy)
+        return self._outputs_within(ON_POLICY, prompts, policy, "outputs of the tapered model")
 
 
 def _long_enough(references: Sequence[Reference]) -> list[Reference]:

@@ -21,7 +21,7 @@ from ..calibration.replay import Reference
 
 TOP = 256  # tokens of full depth's distribution that a target keeps; all others share one bucket
 TOGETHER = 4  # lessons in one forward
-_TINY = 1e-6  # probability; rounding may leave the bucket empty
+_TINY = 1e-6  # least probability of the bucket, which rounding may leave empty
 
 AdapterParameters = Mapping[int, tuple[torch.Tensor, torch.Tensor]]  # `down` and `up` by layer, f32
 
@@ -32,9 +32,8 @@ class Lesson:
 
     prompt_length: int
     hidden_states: torch.Tensor  # f32 [T, hidden_size], what enters the first layer that may be skipped
-    prompt_cache: dict[
-        int, tuple[torch.Tensor, torch.Tensor]
-    ]  # by layer, keys and values f16 [prompt, heads, head_dim]
+    # By layer, keys and values f16 [prompt, heads, head_dim].
+    prompt_cache: dict[int, tuple[torch.Tensor, torch.Tensor]]
     top_ids: torch.Tensor  # int64 [T, TOP], full depth's likeliest tokens, the argmax first
     top_logprobs: torch.Tensor  # f32 [T, TOP]
 
@@ -56,55 +55,47 @@ class Student:
 
     def lesson(self, reference: Reference) -> Lesson:
         """Run full depth once over a prompt and a completion of at least two tokens."""
-        with torch.no_grad():
-            return self._lesson(reference)
-
-    def _lesson(self, reference: Reference) -> Lesson:
         prompt, cache, hidden_states = len(reference.prompt_ids), {}, torch.empty(0)
         token_ids = [*reference.prompt_ids, *reference.completion_ids[:-1]]
         positions = torch.arange(len(token_ids), device=self._backend.device)
-        rotations, x = self._backend.rotations(positions), self._backend.embed(self._put(np.array(token_ids)))
-        for layer in range(self.config.num_hidden_layers):
-            if layer == self.first_layer:
-                hidden_states = x[prompt:]
-            q, k, v = self._project(x, layer, rotations)
-            if layer >= self.first_layer:
-                cache[layer] = (k[:prompt].half().cpu(), v[:prompt].half().cpu())
-            x = self._backend.finish_layer(x, self._attend(q, k, v, layer), layer)
-        top = self._backend.logits(x[prompt:]).log_softmax(-1).topk(min(TOP, self.config.vocab_size), -1)
+        with torch.no_grad():
+            rotations, x = self._backend.rotations(positions), self._backend.embed(self._put(np.array(token_ids)))
+            for layer in range(self.config.num_hidden_layers):
+                if layer == self.first_layer:
+                    hidden_states = x[prompt:]
+                q, k, v = self._project(x, layer, rotations)
+                if layer >= self.first_layer:
+                    cache[layer] = (k[:prompt].half().cpu(), v[:prompt].half().cpu())
+                x = self._backend.finish_layer(x, self._attend(q, k, v, layer), layer)
+            top = self._backend.logits(x[prompt:]).log_softmax(-1).topk(min(TOP, self.config.vocab_size), -1)
         return Lesson(prompt, hidden_states.cpu(), cache, top.indices.cpu(), top.values.cpu())
 
     def losses(
         self, lessons: Sequence[Lesson], depths: Sequence[Sequence[int]], adapters: AdapterParameters
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """KL(full || tapered) at each step of some lessons in nats, [steps], and whether the argmax is the same, bool.
+        """KL(full || tapered) in nats at each step of the lessons, [steps], and whether the argmax is the same, bool.
 
-        The lessons share every product; only their attention is apart.
-
-        Args:
-            lessons: the completions, whose steps follow each other in the result.
-            depths: of each step of each lesson, never rising within one.
-            adapters: of the layers that are skipped; gradients flow to them.
+        The steps of a lesson follow those of the lesson before it. All share every product; only their attention is
+        apart. The depths of a lesson's steps never rise. Gradients flow to the adapters of skipped layers.
         """
         rows = [self._put(lesson.hidden_states) for lesson in lessons]
         layers = self.config.num_hidden_layers
-        active = [active_prefixes(self.skip_order, layers, one) for one in depths]
-        starts = [lesson.prompt_length for lesson in lessons]
+        active = [active_prefixes(self.skip_order, layers, own) for own in depths]
         for layer in range(self.first_layer, layers):
             counts = [prefixes[layer] for prefixes in active]
-            run, skip = (torch.cat(parts) for parts in zip(*map(_cut, rows, counts), strict=True))
+            run = torch.cat([x[:n] for x, n in zip(rows, counts, strict=True)])
+            skip = torch.cat([x[n:] for x, n in zip(rows, counts, strict=True)])
             if len(run):
-                run = self._run_layer(run, layer, lessons, starts, counts)
+                run = self._run_layer(run, layer, lessons, counts)
             if len(skip) and layer in adapters:
                 skip = adapt(skip, *adapters[layer])
             skipped = skip.split([len(x) - n for x, n in zip(rows, counts, strict=True)])
             rows = [torch.cat(parts) for parts in zip(run.split(counts), skipped, strict=True)]
         return self._compare(self._backend.logits(torch.cat(rows)), lessons)
 
-    def _run_layer(
-        self, x: torch.Tensor, layer: int, lessons: Sequence[Lesson], starts: Sequence[int], counts: Sequence[int]
-    ) -> torch.Tensor:
-        """A layer on rows x of some lessons, the first ones of each: so many, from these positions on."""
+    def _run_layer(self, x: torch.Tensor, layer: int, lessons: Sequence[Lesson], counts: Sequence[int]) -> torch.Tensor:
+        """A layer on rows x: the first `counts` steps of each lesson, one lesson after the other."""
+        starts = [lesson.prompt_length for lesson in lessons]
         positions = [torch.arange(start, start + n, device=x.device) for start, n in zip(starts, counts, strict=True)]
         projected = self._project(x, layer, self._backend.rotations(torch.cat(positions)))
         attended = []
@@ -150,10 +141,6 @@ class Student:
         return torch.as_tensor(values).to(self._backend.device)
 
 
-def _cut(x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return x[:count], x[count:]
-
-
 def frozen(adapters: AdapterParameters) -> Adapters:
     """Trained adapters as engines take them."""
     return Adapters({layer: tuple(m.detach().half().cpu().numpy() for m in pair) for layer, pair in adapters.items()})
@@ -162,14 +149,15 @@ def frozen(adapters: AdapterParameters) -> Adapters:
 def mean_losses(
     student: Student, lessons: Sequence[Lesson], policy: DepthPolicy, adapters: AdapterParameters
 ) -> tuple[float, float]:
-    """Mean KL of a policy over the tapered steps of some lessons, in nats, and the share of them that agree."""
+    """Mean KL of a policy over the tapered steps of the lessons, in nats, and its top-1 agreement there."""
     kl, agreement, steps = 0.0, 0.0, 0
     for first in range(0, len(lessons), TOGETHER):
-        some = lessons[first : first + TOGETHER]
-        depths = [[policy.depth(step) for step in range(1, lesson.num_steps + 1)] for lesson in some]
+        batch = lessons[first : first + TOGETHER]
+        depths = [[policy.depth(step) for step in range(1, lesson.num_steps + 1)] for lesson in batch]
         with torch.no_grad():
-            losses, agrees = student.losses(some, depths, adapters)
-        tapered = torch.tensor([d for one in depths for d in one], device=losses.device) < policy.num_hidden_layers
+            losses, agrees = student.losses(batch, depths, adapters)
+        flat = torch.tensor([depth for own in depths for depth in own], device=losses.device)
+        tapered = flat < policy.num_hidden_layers
         kl, agreement = kl + float(losses[tapered].sum()), agreement + float(agrees[tapered].sum())
         steps += int(tapered.sum())
     return kl / max(1, steps), agreement / max(1, steps)

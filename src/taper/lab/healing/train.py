@@ -1,6 +1,6 @@
-"""The loop that trains adapters: at which depth each completion is seen, steps of AdamW, and a state that survives.
+"""The loop that trains adapters: at which depth each completion is seen, steps of AdamW, and checkpoints.
 
-Time drives the learning rate: it falls along a cosine to the end of the minutes that were asked for.
+Time drives the learning rate: it falls along a cosine until the given minutes are over.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ..calibration.progress import Stage
 from ..calibration.replay import Reference
 from .student import TOGETHER, AdapterParameters, Student, mean_losses
 
-LEARNING_RATE, LEAST_RATE, WARM_UP = 2e-3, 0.05, 10  # the highest, the last as a part of it, steps to reach it
+LEARNING_RATE, LEAST_RATE, WARM_UP = 2e-3, 0.05, 10  # the peak, the last rate as a share of it, steps up to it
 CLIP = 1.0  # of the gradient's norm
-OWN_CURVE = 0.5  # of the completions are seen along the policy's own curve, the others at a depth that is drawn
+OWN_CURVE = 0.5  # share of completions seen along the policy's own curve; each of the others is seen at one drawn depth
 EVALUATIONS = 12  # evenly over the time; each takes a forward over all held-out completions
 CHECKPOINT_S = 60.0
 _COUNTS = ("elapsed_s", "steps", "tokens", "best_kl", "history")
@@ -34,42 +34,33 @@ _COUNTS = ("elapsed_s", "steps", "tokens", "best_kl", "history")
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How adapters do on held-out completions, at a moment of training."""
+    """How good adapters are on held-out completions at a moment of training."""
 
     elapsed_s: float
     tokens: int  # that losses were computed on so far
-    loss: float  # mean KL in training since the evaluation before, nats
+    loss: float  # mean KL in training since the last evaluation, nats
     kl: float  # of the policy on held-out completions, nats
     agreement: float
 
 
 class Training:
-    """Adapters on their way: all that a checkpoint holds.
+    """The state of a training of `seconds` seconds, which checkpoints hold.
 
-    Args:
-        student: the model.
-        policy: whose adapters are trained.
-        layers: that get one; at least those that the policy skips.
-        rank: of the adapters.
-        seconds: that training takes in all.
-        seed: of the first values, of completions and depths.
+    `layers`, which get adapters, are at least those that the policy skips. `seed` draws first values, completions and
+    depths.
     """
 
     def __init__(
         self, student: Student, policy: DepthPolicy, layers: Sequence[int], rank: int, seconds: float, seed: int
     ) -> None:
         self._student, self._policy, self._seconds, self._seed = student, policy, seconds, seed
-        self._layers = list(layers)
         self._lesson = cache(student.lesson)  # computed when a completion is first drawn
         self.adapters: AdapterParameters = student.new_adapters(layers, rank, seed)
+        self._parameters = [matrix for pair in self.adapters.values() for matrix in pair]
         self.best = _copied(self.adapters)  # the state of the lowest held-out KL
         self.best_kl, self.elapsed_s, self.steps, self.tokens = math.inf, 0.0, 0, 0
         self.history: list[Evaluation] = []
         self._optimizer = torch.optim.AdamW(self._parameters, lr=LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
-
-    @property
-    def _parameters(self) -> list[torch.Tensor]:
-        return [matrix for pair in self.adapters.values() for matrix in pair]
 
     def run(
         self,
@@ -80,15 +71,11 @@ class Training:
         stage: Stage,
         report: Callable[[Evaluation], None],
     ) -> None:
-        """Train until a part of the time, from 0 to 1, has passed.
+        """Train until a share of the time has passed: `until`, from 0 to 1.
 
-        Args:
-            pools: completions to learn from; each pool is as likely as another.
-            held_out: those that say which state is best.
-            until: the part.
-            checkpoint: the file to write once a minute and at the end.
-            stage: its parts are seconds.
-            report: called after each evaluation.
+        Completions to learn from are drawn from the pools, which are equally likely; those held out decide which state
+        is best. `report` is called after each evaluation. The checkpoint is written once a minute and at the end. The
+        parts of the stage are seconds.
         """
         saved = now = time.perf_counter()
         losses: list[float] = []
@@ -117,7 +104,8 @@ class Training:
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.zero_grad()
-        kl, _ = self._student.losses(chosen, [self._depths(one.num_steps, rng) for one in chosen], self.adapters)
+        depths = [self._depths(lesson.num_steps, rng) for lesson in chosen]
+        kl, _ = self._student.losses(chosen, depths, self.adapters)
         loss = kl.sum() / total
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self._parameters, CLIP)
@@ -127,13 +115,13 @@ class Training:
         return float(loss.detach())
 
     def _depths(self, num_steps: int, rng: np.random.Generator) -> list[int]:
-        """The policy's own depths, or those that skip some of the layers with adapters in every step."""
+        """The policy's own depths, or one that skips some of the layers with adapters, the same at every step."""
         if rng.random() < OWN_CURVE:
             return [self._policy.depth(step) for step in range(1, num_steps + 1)]
-        return [self._policy.num_hidden_layers - int(rng.integers(1, len(self._layers) + 1))] * num_steps
+        return [self._policy.num_hidden_layers - int(rng.integers(1, len(self.adapters) + 1))] * num_steps
 
     def _evaluate(self, held_out: Sequence[Reference], loss: float) -> None:
-        lessons = [self._lesson(each) for each in held_out]
+        lessons = [self._lesson(reference) for reference in held_out]
         kl, agreement = mean_losses(self._student, lessons, self._policy, self.adapters)
         self.history.append(Evaluation(round(self.elapsed_s, 1), self.tokens, round(loss, 4), kl, agreement))
         if kl < self.best_kl:
@@ -149,14 +137,14 @@ class Training:
         }
         for number, state in self._optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer.{number}.{name}": value.cpu() for name, value in state.items()}
-        counts = {name: getattr(self, name) for name in _COUNTS} | {"history": [vars(each) for each in self.history]}
+        counts = {name: getattr(self, name) for name in _COUNTS} | {"history": [vars(entry) for entry in self.history]}
         write_whole(path, save(tensors, {"counts": json.dumps(counts)}))
 
     def restore(self, path: Path) -> None:
-        """Continue from a checkpoint of a training that began as this one did."""
+        """Continue from a checkpoint of a training that began in the same way."""
         with safe_open(path, framework="pt") as file:
             counts = json.loads(file.metadata()["counts"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no dict
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # the file is not a dict
         with torch.no_grad():
             for kind, adapters in (("now", self.adapters), ("best", self.best)):
                 for layer, pair in adapters.items():
@@ -170,7 +158,7 @@ class Training:
         self._optimizer.load_state_dict(state)
         for name in _COUNTS:
             setattr(self, name, counts[name])
-        self.history = [Evaluation(**each) for each in counts["history"]]
+        self.history = [Evaluation(**entry) for entry in counts["history"]]
 
 
 def _copied(adapters: AdapterParameters) -> AdapterParameters:

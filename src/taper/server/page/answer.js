@@ -1,15 +1,7 @@
 // An answer on the page: its text, tinted by depth, its chart and its figures.
 
 import { DepthChart, tint } from "./chart.js";
-import { render } from "./markdown.js";
-
-export function create(parent, name, className = "", text = "") {
-  const element = document.createElement(name);
-  if (className) element.className = className;
-  element.textContent = text;
-  parent.append(element);
-  return element;
-}
+import { create, render } from "./markdown.js";
 
 export class Answer {
   constructor(parent, model, policy, title) {
@@ -22,8 +14,7 @@ export class Answer {
     this.element.dataset.policy = policy;
     if (title) create(this.element, "h3", "", title);
     this.text = create(this.element, "div", "text");
-    this.chart = new DepthChart(this.layers, this.least);
-    this.element.append(this.chart.element);
+    this.chart = new DepthChart(this.element, this.layers, this.least);
     this.chart.element.hidden = true;
     this.figures = create(this.element, "p", "figures", "reading the prompt");
     this.drawing = 0;
@@ -42,10 +33,10 @@ export class Answer {
     const title = depth ? `step ${this.chart.depths.length}: ${depth} of ${this.layers} layers` : "";
     const className = depth ? tint(depth, this.layers, this.least) : "t0";
     if (text) this.tokens.push({ text, depth, className, title });
-    if (depth) this.chart.add(depth);
+    if (depth) this.chart.depths.push(depth);
   }
 
-  // An answer of before the page was loaded again.
+  // Shows an answer from before the page was reloaded.
   restore({ tokens, figures }) {
     for (const [text, depth] of tokens) this.add(text, depth);
     this.end();
@@ -75,10 +66,10 @@ export class Answer {
     this.figures.append(count === 1 ? " token, mean depth " : " tokens, mean depth ");
     create(this.figures, "b", "", mean.toFixed(1));
     this.figures.append(` of ${this.layers}, `);
-    create(this.figures, "b", "speed", speed.toFixed(1));
+    create(this.figures, "b", "", speed.toFixed(1));
     this.figures.append(" tokens/s");
     if (this.stopped) this.figures.append(", stopped");
-    if (this.summary?.finish_reason === "length") this.figures.append(", cut at the most tokens");
+    if (this.summary?.finish_reason === "length") this.figures.append(", cut at the token limit");
   }
 
   end() {

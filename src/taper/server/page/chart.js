@@ -1,11 +1,13 @@
-// Depth by step, as a picture that grows; and the tints of depths.
+// A chart of depth by step that grows with the output; and the tints of depths.
+
+import { create } from "./markdown.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const LEVELS = 5; // as many colours as in the terminal
 const WIDTH = 600;
 const HEIGHT = 68;
 
-// The class of a token's colour, from all layers to the policy's least depth.
+// The class of a token's colour: t0 for all layers, the highest for the policy's minimum depth.
 export function tint(depth, layers, least) {
   const span = Math.max(1, layers - least);
   return `t${Math.floor(((LEVELS - 1) * (layers - depth)) / span)}`;
@@ -22,23 +24,19 @@ export function legend(layers, least) {
 }
 
 export class DepthChart {
-  constructor(layers, least) {
+  constructor(parent, layers, least) {
     this.layers = layers;
     this.least = least;
     this.depths = [];
-    this.element = document.createElement("figure");
+    this.element = create(parent, "figure");
     this.svg = node("svg", { class: "chart", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img" });
     this.area = node("path", { class: "area" });
     this.curve = node("path", { class: "curve" });
     this.svg.append(node("line", { class: "all", x1: 0, x2: WIDTH, y1: 2, y2: 2 }), this.area, this.curve);
-    this.axis = document.createElement("figcaption");
-    this.axis.className = "axis";
-    this.axis.append(document.createElement("span"), document.createElement("span"));
-    this.element.append(this.svg, this.axis);
-  }
-
-  add(depth) {
-    this.depths.push(depth);
+    this.element.append(this.svg);
+    const axis = create(this.element, "figcaption", "axis");
+    this.start = create(axis, "span");
+    this.end = create(axis, "span");
   }
 
   draw() {
@@ -53,9 +51,9 @@ export class DepthChart {
     this.area.setAttribute("d", `${path}V2H0Z`); // the layers that were not run
     const last = this.depths[count - 1];
     this.svg.setAttribute("aria-label", `Layers by step: ${this.layers} at first, ${last} at step ${count - 1}`);
-    this.axis.firstChild.textContent = `${this.depths[0]} of ${this.layers} layers`;
+    this.start.textContent = `${this.depths[0]} of ${this.layers} layers`;
     const saved = this.depths.reduce((sum, depth) => sum + this.layers - depth, 0) / (count * this.layers);
-    this.axis.lastChild.textContent = `${last} at step ${count - 1}, ${Math.round(100 * saved)} % of all layers saved`;
+    this.end.textContent = `${last} at step ${count - 1}, ${Math.round(100 * saved)} % of all layers saved`;
   }
 }
 

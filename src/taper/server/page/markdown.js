@@ -1,5 +1,5 @@
 // Markdown to elements. Text only ever becomes text nodes, so whatever a model writes is shown and never run.
-// Each text node lies in a span that says how deep its token was computed.
+// Each text node lies in a span that has the class and the title of its token.
 
 const FENCE = /^\s*```/;
 const HEADING = /^(#{1,6})\s+/;
@@ -7,6 +7,14 @@ const ITEM = /^\s*(?:[-*+]|(\d{1,9})[.)])\s+/;
 const QUOTE = /^>\s?/;
 const RULE = /^\s*(?:-{3,}|\*{3,}|_{3,})\s*$/;
 const LINK = /^\[([^\]\n]+)\]\((https?:\/\/[^\s)]+)\)/;
+
+export function create(parent, name, className = "", text = "") {
+  const element = document.createElement(name);
+  if (className) element.className = className;
+  element.textContent = text;
+  parent.append(element);
+  return element;
+}
 
 // tokens: [{text, className, title}] whose texts joined are the source.
 export function render(tokens) {
@@ -29,7 +37,7 @@ function emitter(tokens) {
       while (ends[index] <= start) index += 1;
       const stop = Math.min(end, ends[index]);
       const token = tokens[index];
-      const span = add(parent, "span", token.className);
+      const span = create(parent, "span", token.className);
       if (token.title) span.title = token.title;
       span.append(token.text.slice(start - ends[index], stop - ends[index] || undefined));
       start = stop;
@@ -48,37 +56,37 @@ function linesOf(source) {
   return lines;
 }
 
-// Renders the block that begins at line i; the first line after it.
+// Renders the block that begins at line i; returns the index of the first line after it.
 function block(root, source, lines, i, emit) {
   const line = lines[i];
   if (!line.text.trim()) return i + 1;
   if (FENCE.test(line.text)) {
     let last = i + 1;
     while (last < lines.length && !FENCE.test(lines[last].text)) last += 1;
-    const code = add(add(root, "pre"), "code");
+    const code = create(create(root, "pre"), "code");
     if (last > i + 1) emit(code, lines[i + 1].start, lines[last - 1].end);
     return last + 1;
   }
   if (RULE.test(line.text)) {
-    add(root, "hr");
+    create(root, "hr");
     return i + 1;
   }
   const heading = HEADING.exec(line.text);
   if (heading) {
-    inline(add(root, `h${Math.min(heading[1].length + 1, 4)}`), source, line.start + heading[0].length, line.end, emit);
+    inline(create(root, `h${Math.min(heading[1].length + 1, 4)}`), source, line.start + heading[0].length, line.end, emit);
     return i + 1;
   }
   if (ITEM.test(line.text)) return list(root, source, lines, i, emit);
   if (QUOTE.test(line.text)) {
-    const quote = add(root, "blockquote");
+    const quote = create(root, "blockquote");
     for (; i < lines.length && QUOTE.test(lines[i].text); i += 1) {
-      inline(add(quote, "p"), source, lines[i].start + QUOTE.exec(lines[i].text)[0].length, lines[i].end, emit);
+      inline(create(quote, "p"), source, lines[i].start + QUOTE.exec(lines[i].text)[0].length, lines[i].end, emit);
     }
     return i;
   }
   let last = i;
   while (last + 1 < lines.length && isParagraph(lines[last + 1].text)) last += 1;
-  inline(add(root, "p"), source, line.start, lines[last].end, emit);
+  inline(create(root, "p"), source, line.start, lines[last].end, emit);
   return last + 1;
 }
 
@@ -88,13 +96,13 @@ function isParagraph(text) {
 
 function list(root, source, lines, i, emit) {
   const ordered = Boolean(ITEM.exec(lines[i].text)[1]);
-  const parent = add(root, ordered ? "ol" : "ul");
+  const parent = create(root, ordered ? "ol" : "ul");
   while (i < lines.length) {
     const match = ITEM.exec(lines[i].text);
     if (!match || Boolean(match[1]) !== ordered) break;
     let last = i;
     while (last + 1 < lines.length && isParagraph(lines[last + 1].text)) last += 1;
-    const item = add(parent, "li");
+    const item = create(parent, "li");
     if (ordered) item.value = Number(match[1]);
     inline(item, source, lines[i].start + match[0].length, lines[last].end, emit);
     i = last + 1;
@@ -113,13 +121,13 @@ function inline(parent, source, start, end, emit) {
     const link = source[i] === "[" ? LINK.exec(source.slice(i, end)) : null;
     if (close > 0) {
       flush(i);
-      const element = add(parent, name);
+      const element = create(parent, name);
       if (name === "code") emit(element, i + size, close);
       else inline(element, source, i + size, close, emit);
       i = plain = close + size;
     } else if (link) {
       flush(i);
-      const element = add(parent, "a");
+      const element = create(parent, "a");
       Object.assign(element, { href: link[2], target: "_blank", rel: "noopener noreferrer" });
       emit(element, i + 1, i + 1 + link[1].length);
       i = plain = i + link[0].length;
@@ -130,7 +138,7 @@ function inline(parent, source, start, end, emit) {
   flush(end);
 }
 
-// The element that a mark at i begins, and the length of the mark.
+// The name of the element that a mark at i begins, and the length of the mark.
 function mark(source, i) {
   if (source[i] === "`") return ["code", 1];
   if (source.startsWith("**", i) && /\S/.test(source[i + 2] ?? " ")) return ["strong", 2];
@@ -138,15 +146,9 @@ function mark(source, i) {
   return ["", 0];
 }
 
+// Where the mark that closes an element begins; -1 if there is none in its paragraph.
 function closing(source, text, from, end) {
-  const place = source.indexOf(text, from);
-  const line = source.indexOf("\n\n", from);
-  return place > from && place + text.length <= end && (line < 0 || place < line) ? place : -1;
-}
-
-function add(parent, name, className = "") {
-  const element = document.createElement(name);
-  if (className) element.className = className;
-  parent.append(element);
-  return element;
+  const index = source.indexOf(text, from);
+  const blank = source.indexOf("\n\n", from);
+  return index > from && index + text.length <= end && (blank < 0 || index < blank) ? index : -1;
 }

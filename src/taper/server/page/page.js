@@ -1,11 +1,13 @@
 // The playground: a conversation with the served model, and what depth does to it.
 
-import { Answer, create } from "./answer.js";
+import { Answer } from "./answer.js";
 import { ApiError, chat, fetchModel } from "./api.js";
+import { create } from "./markdown.js";
 import { showCost, showLegend } from "./policies.js";
 
 const $ = (id) => document.getElementById(id);
-// The fields of sampling, and what requests call them.
+const chosen = (name) => document.querySelector(`[name=${name}]:checked`)?.value;
+// The fields of sampling, and their names in requests.
 const SAMPLING = {
   temperature: "temperature",
   "top-p": "top_p",
@@ -20,10 +22,10 @@ const NOTES = {
 };
 
 let model = null;
-let history = []; // [{role, content}], answers with their policy, tokens [text, depth] and figures
+let history = []; // [{role, content}]; answers also have their policy, tokens [text, depth] and figures
 let running = null; // AbortController of the turn that runs
 
-// Answers: one, or the two that are compared.
+// Completes a conversation into one answer, or into the two that are compared.
 async function complete(answers, conversation, signal) {
   const { policy } = answers.at(-1).element.dataset;
   const taper = policy === "full" ? { mode: "full" } : { policy };
@@ -51,7 +53,7 @@ function systemMessage() {
   return content ? [{ role: "system", content }] : [];
 }
 
-// The conversation outlives a reload of the page, but not its tab.
+// The conversation is kept when the page is reloaded, until its tab is closed.
 function save() {
   sessionStorage.setItem("chat", JSON.stringify({ history, system: $("system").value }));
 }
@@ -69,7 +71,7 @@ function restore() {
   showRegenerate();
 }
 
-// Only the last answer can be written again.
+// Only the last answer can be generated again.
 function showRegenerate() {
   document.querySelector(".regenerate")?.remove();
   const answer = [...document.querySelectorAll(".answer")].at(-1);
@@ -87,9 +89,9 @@ function showRegenerate() {
   });
 }
 
-// Whether all settings can be sent; the first that cannot be is shown with its rule.
+// Whether all settings are valid; for the first invalid one, an error says its rule.
 function isValid() {
-  const wrong = [...document.querySelectorAll("#settings input")].find((input) => !input.checkValidity());
+  const wrong = document.querySelector("#settings input:invalid");
   if (!wrong) return true;
   $("settings").classList.add("open");
   const name = wrong.parentElement.firstChild.textContent.trim();
@@ -99,21 +101,21 @@ function isValid() {
 }
 
 async function turn(text) {
-  const mode = document.querySelector("[name=mode]:checked").value;
-  const policy = document.querySelector("[name=policy]:checked")?.value ?? "full";
+  const mode = chosen("mode");
+  const policy = chosen("policy") ?? "full";
   $("welcome").hidden = true;
   create($("messages"), "div", "user", text);
   const conversation = history; // "New chat" begins another one
   conversation.push({ role: "user", content: text });
-  const place = create($("messages"), "div", mode === "compare" ? "pair" : "");
+  const parent = create($("messages"), "div", mode === "compare" ? "pair" : "");
   const tapered = mode === "full" ? "full" : policy;
   running = new AbortController();
   const { signal } = running;
   showRunning(true);
   try {
     const full = `full depth, ${model.taper.num_hidden_layers} layers`;
-    const answers = mode === "compare" ? [new Answer(place, model, "full", full)] : [];
-    const answer = new Answer(place, model, tapered, mode === "compare" ? `tapered, ${policy}` : "");
+    const answers = mode === "compare" ? [new Answer(parent, model, "full", full)] : [];
+    const answer = new Answer(parent, model, tapered, mode === "compare" ? `tapered, ${policy}` : "");
     answers.push(answer);
     try {
       await complete(answers, conversation, signal);
@@ -134,7 +136,7 @@ async function turn(text) {
   }
 }
 
-// What a comparison comes to; says nothing that was not measured.
+// The result of a comparison; outputs that are too short have none.
 function verdict(full, tapered) {
   if (!full.summary?.tokens_per_second || !tapered.summary?.tokens_per_second) return "Too short to compare.";
   const [ratio, low, high] = speedup(full.seconds, tapered.seconds).map((value) => `${value.toFixed(2)}x`);
@@ -174,12 +176,11 @@ function showRunning(runs) {
 }
 
 function showMode() {
-  const mode = document.querySelector("[name=mode]:checked").value;
+  const mode = chosen("mode");
   $("mode-note").textContent = NOTES[mode];
   $("policies").disabled = mode === "full";
-  const policy = document.querySelector("[name=policy]:checked")?.value;
   const { num_hidden_layers: layers, policies } = model.taper;
-  showLegend($("legend"), layers, policies[policy]?.min_depth ?? layers);
+  showLegend($("legend"), layers, policies[chosen("policy")]?.min_depth ?? layers);
 }
 
 function showModel() {
@@ -219,21 +220,17 @@ async function connect() {
   }
 }
 
-function send() {
+$("composer").addEventListener("submit", (event) => {
+  event.preventDefault();
   const text = $("prompt").value.trim();
   if (!text || running || !model || !isValid()) return;
   $("prompt").value = "";
   turn(text);
-}
-
-$("composer").addEventListener("submit", (event) => {
-  event.preventDefault();
-  send();
 });
 $("prompt").addEventListener("keydown", (event) => {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
   event.preventDefault();
-  send();
+  $("composer").requestSubmit();
 });
 document.addEventListener("keydown", (event) => {
   if (event.key !== "Escape") return;

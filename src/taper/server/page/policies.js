@@ -1,13 +1,13 @@
 // What policies cost, and which colours stand for which depths.
 
-import { create } from "./answer.js";
 import { legend } from "./chart.js";
+import { create } from "./markdown.js";
 
 function percent(value) {
   return `${Math.round(100 * value)} %`;
 }
 
-// A policy's own provenance says what it costs; a policy without one says that nobody has measured it.
+// What a policy costs, from its provenance; without one, that nobody has measured it.
 export function showCost(parent, policy, layers) {
   const lines = [`${policy.mean_depth?.toFixed(1) ?? "at least " + policy.min_depth} of ${layers} layers`];
   if (policy.speedup) lines.push(`${policy.speedup[0].toFixed(2)}x as fast where it was measured`);
@@ -28,10 +28,10 @@ function bar(parent, value, text) {
   create(create(parent, "span", "bar"), "i").style.width = percent(value).replace(" ", "");
 }
 
-export function showLegend(place, layers, least) {
-  place.replaceChildren();
-  create(place, "span", "", "layers");
+export function showLegend(parent, layers, least) {
+  parent.replaceChildren();
+  create(parent, "span", "", "layers");
   for (const [name, most, fewest] of legend(layers, least)) {
-    create(place, "i", name, most === fewest ? `${most}` : `${most}\u2013${fewest}`);
+    create(parent, "i", name, most === fewest ? `${most}` : `${most}\u2013${fewest}`);
   }
 }

@@ -1,7 +1,7 @@
 """The script of the limited process in which `grammars.py` tries a JSON schema before it compiles it itself.
 
-llguidance refuses keywords that it does not know, whatever they say; `simplified` takes out those that say nothing. And
-it takes patterns that match a property of their own object, but then finds no way on when it comes to that property.
+llguidance rejects keywords that it does not know, whatever their values; `simplified` removes those without effect. It
+also accepts patterns that match a property of their own object, but then cannot continue at that property.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _NOTES = {
     *("contentEncoding", "contentMediaType", "contentSchema", "discriminator", "externalDocs", "xml"),
 }
 _ANYTHING: tuple[Any, ...] = (True, {})
-# Values with which a keyword says what is so without it.
-_SAYING_NOTHING: dict[str, tuple[Any, ...]] = {
+# Values with which a keyword has no effect.
+_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("minItems", "minLength", "minProperties"), (0,)),
     **dict.fromkeys(("uniqueItems", "nullable", "exclusiveMinimum", "exclusiveMaximum", "not"), (False,)),
     **dict.fromkeys(("additionalItems", "unevaluatedItems", "unevaluatedProperties"), _ANYTHING),
@@ -41,8 +41,6 @@ _ONE = {
 }
 _LISTS = {"allOf", "anyOf", "items", "oneOf", "prefixItems"}
 _BY_NAME = {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}
-
-
 # As models write calls of tools: with a space after each colon and comma.
 _CALL_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -78,10 +76,10 @@ def grammar(request: dict[str, Any]) -> str:
 
 
 def simplified(schema: Any) -> Any:
-    """A schema without notes, and without keywords that say nothing."""
+    """A schema without notes, and without keywords that have no effect."""
     if not isinstance(schema, dict):
         return schema
-    kept = {keyword: _inside(keyword, value) for keyword, value in schema.items() if not _says_nothing(keyword, value)}
+    kept = {keyword: _inside(keyword, value) for keyword, value in schema.items() if not _has_no_effect(keyword, value)}
     if "then" not in kept and "else" not in kept:
         kept.pop("if", None)
     if "contains" not in kept:
@@ -89,10 +87,10 @@ def simplified(schema: Any) -> Any:
     return kept
 
 
-def _says_nothing(keyword: str, value: Any) -> bool:
+def _has_no_effect(keyword: str, value: Any) -> bool:
     if keyword == "format":
         return isinstance(value, str) and value not in FORMATS
-    values = _SAYING_NOTHING.get(keyword, ())
+    values = _WITHOUT_EFFECT.get(keyword, ())
     return keyword in _NOTES or any(type(value) is type(nothing) and value == nothing for nothing in values)
 
 
@@ -119,9 +117,9 @@ def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def _overlaps(schema: Any) -> Iterator[str]:
-    """What to say of patterns that match a property which is named beside them, or are none."""
-    for one in _schemas(schema):
-        patterns, properties, required = (one.get(key) for key in ("patternProperties", "properties", "required"))
+    """The problems of `patternProperties`: invalid patterns, and those that match a property named beside them."""
+    for inner in _schemas(schema):
+        patterns, properties, required = (inner.get(key) for key in ("patternProperties", "properties", "required"))
         if not isinstance(patterns, dict):
             continue
         named = [*properties] if isinstance(properties, dict) else []
@@ -134,5 +132,5 @@ def _overlaps(schema: Any) -> Iterator[str]:
                 continue
             for name in named:
                 if isinstance(name, str) and matching(name):
-                    rule = "say all of a property under properties, and let patterns match others only"
+                    rule = "put all rules of a property under properties, and let patterns match only others"
                     yield f"{pattern!r} of patternProperties matches {name!r}, which is named beside it; {rule}"

@@ -1,4 +1,4 @@
-"""Published methods of skipping layers, and their comparison on tasks, for `taper reproduce` and research scripts.
+"""Published methods of skipping layers, and their comparison on tasks, for scripts beside this one.
 
 `methods` makes ordinary nested policies of one mean depth; if a paper leaves a detail open, the name of the method says
 "our reading". A `Study` is a model on which methods are compared. A `TaskStudy` is one task of it: the outputs of full
@@ -19,22 +19,21 @@ from typing import Any
 
 import numpy as np
 
-from ...adapters import Adapters
-from ...errors import RequestError, number, whole_number
-from ...llm import LLM
-from ...models.download import content_hash
-from ...policy import DepthPolicy, middle_first_order
-from ..calibration.progress import SILENT
-from ..calibration.prompts import builtin_prompts, completions, encode_prompts
-from ..calibration.replay import Reference, Scores
-from ..calibration.statistics import by_completion, ratio_estimate
-from ..calibration.store import Measurements, current_conditions, open_store
-from ..calibration.summary import MEASURED_ORDER
-from .records import Evaluation, Record
-from .run import Evaluator
-from .tasks import Selection
+from taper.adapters import Adapters
+from taper.errors import RequestError, number, whole_number
+from taper.lab.calibration.progress import SILENT
+from taper.lab.calibration.prompts import builtin_prompts, completions, encode_prompts
+from taper.lab.calibration.replay import Reference, Scores
+from taper.lab.calibration.statistics import by_completion, ratio_estimate
+from taper.lab.calibration.store import Measurements, current_conditions, open_store
+from taper.lab.evals.records import Evaluation, Record
+from taper.lab.evals.run import Evaluator
+from taper.lab.evals.tasks import Selection
+from taper.llm import LLM
+from taper.models.download import content_hash
+from taper.policy import DepthPolicy, middle_first_order
 
-FULL = "full depth"
+FULL, MEASURED_ORDER = "full depth", "measured order"
 ADAPTERS = f"{MEASURED_ORDER}, adapters"
 RANDOM_SEEDS = 3
 TUNED = 32  # problems of each task; policies are tuned to a mean depth over full depth's outputs to them

@@ -1,38 +1,49 @@
-"""The paper's experiment on any model: accuracy on tasks with fewer layers per token, the clock, and the NLL by step.
+"""The paper's experiment on any model: is it as accurate on GSM8K and BBH with 1.5 times fewer layers?
 
-Methods are compared at the mean depth of the paper's headline and at the mean depth of a given policy, such as one
-that a calibration found for a budget. The results are written as JSON and as one page with pictures.
+    python research/reproduce.py smollm2-135m-instruct --data-dir DATA --limit 20
+
+It calibrates a policy, compares methods with full depth at the mean depth of the paper and at that of the policy, times
+them, and writes results.json and a page with pictures. It takes hours on a CPU unless --limit is small. The same
+command continues an interrupted run.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from importlib import resources
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+from comparison import FULL, MEASURED_ORDER, Log, Study, TaskStudy, by_step, joined, mean_depth
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from task_options import run, say
 
-from ...errors import RequestError, whole_number
-from ...llm import LLM
-from ...models import model_name
-from ...models.download import content_hash
-from ...models.files import write_whole
-from ...policy import DepthPolicy
-from ..calibration.clock import TimedRuns, measure_speedup
-from ..calibration.report import plain, png, render
-from ..calibration.statistics import Estimate
-from ..calibration.store import current_conditions, numbers
-from ..calibration.summary import MEASURED_ORDER, CalibratedModel, interval, to_plain
-from .comparison import FULL, Log, Study, TaskStudy, by_step, joined, mean_depth
-from .summary import Score, summarise
-from .tasks import Selection
+from taper.cli.common import check_report
+from taper.cli.eval import listed
+from taper.errors import RequestError, whole_number
+from taper.lab.calibration.clock import TimedRuns, measure_speedup
+from taper.lab.calibration.report import plain, png, render
+from taper.lab.calibration.run import calibrate
+from taper.lab.calibration.statistics import Estimate
+from taper.lab.calibration.store import current_conditions, numbers
+from taper.lab.calibration.summary import CalibratedModel, interval, to_plain
+from taper.lab.evals import load_tasks
+from taper.lab.evals.summary import Score, check_comparison, summarise
+from taper.lab.evals.tasks import Selection
+from taper.llm import LLM
+from taper.models import model_name
+from taper.models.download import content_hash
+from taper.models.files import write_whole
+from taper.policy import DepthPolicy
 
+PAGE = Path(__file__).with_suffix(".html")
+MIN_AGREEMENT = 0.95  # budget of the calibration
 FEWER = 1.5  # times fewer layers, the paper's headline
 CALIBRATED = "calibrated policy"
 MAIN_METHODS = (MEASURED_ORDER, "middle first")  # words of their names
@@ -236,7 +247,7 @@ def _page(content: dict[str, Any]) -> str:
     pictures = {f"accuracy {name}": png(_accuracy_picture(own, layers)) for name, own in by_task.items()}
     pictures["nll"] = png(_nll_picture({p["task"]: p["rows"] for p in content["nll"] if p["task"] in by_task}))
     return render(
-        resources.files(__package__).joinpath("reproduce.html").read_text(encoding="utf-8"),
+        PAGE.read_text(encoding="utf-8"),
         pictures,
         **content,
         tables={name: [_row(result) for result in own] for name, own in by_task.items()},
@@ -321,3 +332,63 @@ def _draw_estimates(axes: Axes, x: Sequence[float], estimates: Sequence[Estimate
     below = [max(0.0, value - low) for value, low, _ in estimates]
     above = [max(0.0, high - value) for value, _, high in estimates]
     axes.errorbar(x, [estimate.value for estimate in estimates], [below, above], capsize=2, **style)
+
+
+def main(arguments: Iterable[str] | None = None) -> None:
+    """Run the experiment."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", metavar="MODEL", help="name, file, folder or hub id")
+    parser.add_argument("--tasks", default="gsm8k,bbh_cot_fewshot", help="of the harness, or groups of them")
+    parser.add_argument("--data-dir", type=Path, help="data of GSM8K and BBH; default the Hugging Face hub")
+    parser.add_argument("--limit", type=int, help="only the first problems of each task")
+    parser.add_argument("--fewshot", type=int, help="examples before each problem; default the task's own number")
+    parser.add_argument("--chat", action="store_true", help="ask by the model's chat template")
+    parser.add_argument("--lengths", default="128,512", help="most tokens of an output, one run for each")
+    parser.add_argument("--policy", help="name or file of a policy, instead of calibrating one")
+    parser.add_argument("--min-agreement", type=float, help=f"budget of the calibration; default {MIN_AGREEMENT}")
+    parser.add_argument("--baselines", action="store_true", help="compare every method; takes long")
+    parser.add_argument("--margin", type=float, default=0.01, help="accepted loss of accuracy; default %(default)s")
+    parser.add_argument("--batch-size", type=int, default=16, help="outputs at a time; default %(default)s")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto", help="convert or quantise weights when loading")
+    parser.add_argument("--context", type=int, help="prompt and output together")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--out", type=Path, help="outputs, results and the page; default reproduce-MODEL")
+    options = parser.parse_args(None if arguments is None else list(arguments))
+    if options.policy is not None and options.min_agreement is not None:
+        raise RequestError("--min-agreement does nothing with --policy", "leave out one of the two")
+    try:
+        lengths = [int(length) for length in options.lengths.split(",")]
+    except ValueError:
+        raise RequestError(f"--lengths is {options.lengths!r}; it must be whole numbers with commas between") from None
+    out = options.out or Path(f"reproduce-{re.sub(r'[^a-zA-Z0-9_.-]+', '-', model_name(options.model))}")
+    check_report("--out", out)
+    selection = load_tasks(listed("tasks", options.tasks), fewshot=options.fewshot, data_dir=options.data_dir)
+    check_comparison(selection, options.margin, None)
+    loading = {name: getattr(options, name) for name in ("device", "dtype", "context", "threads")}
+    llm = LLM(options.model, **loading, max_batch_size=options.batch_size)
+    check_numbers(llm, lengths, options.limit)
+    order, policy, budget = _policy(
+        llm, options.policy, 0.95 if options.min_agreement is None else options.min_agreement
+    )
+    given = {name: getattr(options, name) for name in ("limit", "chat", "margin", "baselines")}
+    reproduce(llm, selection, order, policy, out, budget=budget, lengths=lengths, log=say, **given)
+    say(f"report: {out / 'index.html'}")
+
+
+def _policy(llm: LLM, policy: str | None, min_agreement: float | None) -> tuple[list[int], DepthPolicy | None, str]:
+    """The measured order, the policy for the budget if one meets it, and where it comes from."""
+    if policy is not None:
+        given = llm.resolve_policy(policy)
+        return list(given.skip_order), given, f"the policy {given.label}"
+    min_agreement = MIN_AGREEMENT if min_agreement is None else min_agreement
+    result = calibrate(llm, min_agreement=min_agreement)
+    budget = f"agreement with full depth of {100 * min_agreement:g} % over tapered steps, on the built-in prompts"
+    if not result.met:
+        say(f"no policy meets the budget: {budget}")
+        return result.summary.skip_order, None, budget
+    return result.summary.skip_order, result.policy, f"the fastest one that was found for an {budget}"
+
+
+if __name__ == "__main__":
+    run(main)

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
+from ..errors import RequestError
 from . import schema_worker
-from .errors import RequestError
-from .models.limited_process import LimitedProcess, LimitExceeded, Limits
-from .models.tokenizer import Tokenizer, texts_of
+from .limited_process import LimitedProcess, LimitExceeded, Limits
+from .tokenizer import Tokenizer, texts_of
 
 MAX_SCHEMA_CHARACTERS = 1 << 16
 MAX_REASON = 1000  # characters of what is wrong with a schema
@@ -31,10 +31,7 @@ _PROCESS = LimitedProcess(Path(schema_worker.__file__), Limits(MAX_SECONDS, MAX_
 
 
 class Grammars:
-    """Compiles JSON schemas for a model's tokens.
-
-    The vocabulary is read when it is first needed, which takes half a second.
-    """
+    """Compiles JSON schemas for a model's tokens; the first use reads its vocabulary, which takes half a second."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
@@ -54,7 +51,7 @@ class Grammars:
         return self._compile({"schema": schema_worker.simplified(schema)})
 
     def compile_calls(self, tools: dict[str, dict[str, Any]], only_one: bool) -> Callable[[], GrammarFilter]:
-        """The same for completions that must call tools, of which each name has the schema of its arguments."""
+        """The same for completions that must call tools; `tools` has the schemas of their arguments, by name."""
         texts_of(list(tools.values()))
         calls = [{"name": name, "arguments": schema_worker.simplified(schema)} for name, schema in tools.items()]
         return self._compile({"calls": calls, "only_one": only_one})
@@ -81,7 +78,7 @@ class Grammars:
 
 
 class GrammarFilter:
-    """A `TokenFilter` that allows tokens by which text of a grammar goes on, and stop tokens where it may end."""
+    """A `TokenFilter` that allows tokens that continue a text of the grammar, and stop tokens where it may end."""
 
     def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
         self._matcher, self._vocab_size = matcher, vocab_size
