@@ -1,10 +1,11 @@
 """What calibration takes and what comes out of it: one JSON file for a model, part by part.
 
-    python research/calibration.py --cache EMPTY_FOLDER policies orders growth
-    python research/calibration.py --cache EMPTY_FOLDER --model qwen2.5-coder-1.5b-instruct policies
+    python research/calibration.py --cache EMPTY_FOLDER policies healed orders growth
+    python research/calibration.py --cache EMPTY_FOLDER --model qwen2.5-coder-1.5b-instruct policies healed
 
-`policies` makes the shipped policies from an empty cache (a quarter of an hour for the default model), `orders`
-compares the order found with every baseline on held-out prompts (as long again), `growth` times whole calibrations on
+`policies` makes the shipped policies without adapters from an empty cache (a quarter of an hour for the default model),
+`healed` those over the adapters in the model's folder of policies, which `taper heal` has trained. `orders` compares
+the order found with every baseline on held-out prompts (a quarter of an hour), `growth` times whole calibrations on
 more and more prompts (half an hour). The last two are of the default model. Leave the machine alone while it runs.
 """
 
@@ -31,6 +32,7 @@ from taper.lab.calibration.statistics import Estimate, by_completion, ratio_esti
 from taper.lab.calibration.store import Measurements, skipping
 from taper.lab.calibration.summary import to_plain
 from taper.models.download import DEFAULT_MODEL, PACKAGED_MODELS
+from taper.models.policies import load_policy
 from taper.policy import middle_first_order
 
 ROOT = Path(__file__).parent.parent
@@ -39,6 +41,7 @@ SHIPPED = ROOT / "src" / "taper" / "policies"
 PAGES = ROOT / "research" / "pages"
 SPEEDS = {"fast": 1.20, "balanced": 1.10, "gentle": 1.05}  # the first finds the cache empty
 REPORTED = "balanced"  # has a report
+ADAPTERS = "adapters.safetensors"
 ANSWER_TOKENS, CONTEXT, THREADS = 128, 1024, 2
 COMPARED_STEPS = 48  # first steps of each held-out output, on which orders are compared
 DEPTHS = range(29, 19, -1)
@@ -60,14 +63,32 @@ def run_cli(cache: Path, *options: str) -> tuple[dict[str, Any], dict[str, Any]]
 
 
 def policies(cache: Path, model: str) -> dict[str, Any]:
-    """The shipped policies: time, memory, predicted and measured speed, quality on held-out prompts."""
+    """The shipped policies without adapters: time, memory, speed as predicted and measured, held-out quality."""
+    return calibrated(cache, model, {f"{name}-plain": speed for name, speed in SPEEDS.items()}, None)
+
+
+def healed(cache: Path, model: str) -> dict[str, Any]:
+    """The same of the shipped policies with adapters, JSON files that name the file of the adapters."""
+    results = calibrated(cache, model, SPEEDS, SHIPPED / model / ADAPTERS)
+    for name in SPEEDS:
+        policy = load_policy(cache / f"{name}.safetensors")
+        data = json.loads(policy.without_adapters().to_json()) | {"adapters": ADAPTERS}
+        (SHIPPED / model / f"{name}.json").write_text(json.dumps(data) + "\n")
+    return results
+
+
+def calibrated(cache: Path, model: str, speeds: Mapping[str, float], adapters: Path | None) -> dict[str, Any]:
+    """Policies of these speeds by name; with adapters, they are written to the cache folder."""
     (SHIPPED / model).mkdir(exist_ok=True)
     results = {}
     resumed = (cache / "calibration.sqlite").exists()  # so the minutes of the first one are not of a whole calibration
-    for name, speed in SPEEDS.items():
+    for name, speed in speeds.items():
         options = ["--model", model, "--speedup", str(speed), "--answer-tokens", str(ANSWER_TOKENS), "--name", name]
         options += ["--threads", str(THREADS), "--context", str(CONTEXT)]
-        options += ["--out", str(SHIPPED / model / f"{name}.json")]
+        if adapters is None:
+            options += ["--out", str(SHIPPED / model / f"{name}.json")]
+        else:
+            options += ["--adapters", str(adapters), "--out", str(cache / f"{name}.safetensors")]
         if model != DEFAULT_MODEL and name == REPORTED:
             options += ["--report", str(PAGES / model / "report")]
         summary, took = run_cli(cache, *options)
@@ -86,7 +107,6 @@ def orders(cache: Path, model: str) -> dict[str, Any]:
     from taper.lab.calibration.search import first_steps
     from taper.lab.calibration.store import current_conditions, open_store
     from taper.models.download import content_hash
-    from taper.models.policies import load_policy
     from taper.policy import DepthPolicy
 
     llm = LLM(model, threads=THREADS, max_batch_size=64)
@@ -95,7 +115,7 @@ def orders(cache: Path, model: str) -> dict[str, Any]:
     prompts = list(encode_prompts(llm, builtin_prompts(), 0, 256))
     _, held_out = split(completions(llm, prompts, full, ANSWER_TOKENS, store, SILENT))
     measurements = Measurements(llm.engine, first_steps(held_out, COMPARED_STEPS), store)
-    order = load_policy(SHIPPED / model / "fast.json").skip_order
+    order = load_policy(SHIPPED / model / "fast-plain.json").skip_order
     started = time.perf_counter()
     compared = compare_orders(measurements, order, {"first sketch": FIRST_SKETCH})
     include_zero = {
@@ -178,9 +198,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cache", type=Path, required=True, help="folder for what is measured; empty at first")
     parser.add_argument("--model", choices=PACKAGED_MODELS, default=DEFAULT_MODEL, help="default %(default)s")
-    parser.add_argument("parts", nargs="+", choices=["policies", "orders", "growth"])
+    parser.add_argument("parts", nargs="+", choices=["policies", "healed", "orders", "growth"])
     options = parser.parse_args()
-    if options.model != DEFAULT_MODEL and options.parts != ["policies"]:
+    if options.model != DEFAULT_MODEL and not {*options.parts} <= {"policies", "healed"}:
         parser.error(f"orders and growth are of {DEFAULT_MODEL}")
     with_model(options.cache, options.model)
     path = RESULTS / f"calibration-{options.model}.json"

@@ -29,7 +29,7 @@ SECTIONS = (
     *(ROOT / "docs" / f"{name}.md" for name in ("healing", "reliability", "serving", "vllm")),
 )
 _BY_MODEL = (
-    *("bench", "calibration", "claims", "cpu_bench", "gpu_bench", "harness", "healing", "methods"),
+    *("bench", "calibration", "claims", "cpu_bench", "exact", "gpu_bench", "harness", "healing", "methods"),
     *("repetition", "second_turn", "session", "task_calibration", "task_signals"),
 )
 MARK = re.compile(r"(<!-- (\w+\.md\.j2): python research/render\.py -->\n).*?(<!-- end of \2 -->\n)", re.S)

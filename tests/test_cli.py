@@ -15,7 +15,7 @@ from taper.cli import cli
 from taper.cli.terminal import DepthColours, Thoughts, depth_chart, policy_picture, styled
 
 KEYS = ["text", "finish_reason", "prompt_tokens", "completion_tokens", "num_hidden_layers", "mean_depth", "depths"]
-KEYS += ["ttft_s", "tokens_per_second", "mode", "policy", "model", "sampling"]
+KEYS += ["ttft_s", "tokens_per_second", "drafted_tokens", "accepted_tokens", "mode", "policy", "model", "sampling"]
 GREEDY = ("--temperature", "0")
 
 

@@ -167,3 +167,24 @@ def test_policies_that_do_not_fit_are_refused(tiny_llama):
     ):
         with pytest.raises(PolicyError):
             generate(tiny_llama.hf, [random_prompt(30)], policy)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "temperature": 0.9, "top_k": 20}])
+@pytest.mark.parametrize("max_drafted", [1, 4, 7])
+def test_exact_gives_the_tokens_of_plain_generate(tiny, sampling, max_drafted):
+    policy, prompt = DepthPolicy.d3(5, 0.9, skip_order=[3, 1, 2]), [random_prompt(31)]
+    exact = taper.hf.custom_generate(policy, exact=True, max_drafted=max_drafted)
+    outputs = []
+    for custom in ({}, {"custom_generate": exact}):
+        torch.manual_seed(7)
+        options = {"do_sample": False, "max_new_tokens": 30} | sampling | custom
+        outputs.append(tiny.hf.generate(torch.tensor(prompt), attention_mask=torch.ones(1, 23), **options).tolist())
+    assert outputs[0] == outputs[1]
+
+
+def test_exact_takes_one_row(tiny_llama):
+    exact = taper.hf.custom_generate(POLICY, exact=True)
+    with pytest.raises(RequestError, match="one row"):
+        generate(tiny_llama.hf, [random_prompt(1), random_prompt(2)], custom_generate=exact)
+    with pytest.raises(RequestError, match="max_drafted"):
+        taper.hf.custom_generate(POLICY, exact=True, max_drafted=0)

@@ -223,8 +223,9 @@ def test_modes_choose_policies(llm):
         llm.resolve_policy(mode="taper")
     with pytest.raises(RequestError, match="takes no policy"):
         llm.resolve_policy(TAPERED, "full")
+    assert llm.resolve_policy(TAPERED, "exact") == DepthPolicy.full(6)
     with pytest.raises(RequestError, match="mode"):
-        llm.resolve_policy(mode="exact")
+        llm.resolve_policy(mode="perfect")
     with pytest.raises(PolicyError, match="no policy"):
         llm.resolve_policy("nonsense")
     with pytest.raises(PolicyError, match="layers"):

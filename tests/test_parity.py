@@ -19,7 +19,7 @@ from tiny import (
     write_gguf,
 )
 
-from taper.backends import ForwardOutput, TokenBatch
+from taper.backends import TokenBatch
 from taper.engine import Engine, Request
 from taper.models import load_model
 from taper.policy import DepthPolicy
@@ -161,44 +161,6 @@ def test_a_new_prompt_leaves_what_other_slots_keep(tiny_llama):
     engine.backend.forward = lambda batch: sizes.append(len(batch.tokens)) or run(batch)
     engine.step([sequence])
     assert sizes == [1]
-
-
-@BACKENDS
-def test_verify_equals_decoding_the_same_tokens(tiny_llama, kind):
-    """Drafts of several sequences at once, of other lengths and depths, leave each as it was."""
-    loaded, chosen = tiny_llama.load(), list(policies(6).values())
-    prompts = [random_prompt(70 + i, 5 + 3 * i) for i in range(len(chosen))]
-    engine = Engine(make_backend(kind, loaded, num_slots=len(chosen)))
-    params = SamplingParams(max_tokens=16, temperature=1e-3, seed=0)  # logits come back, as this is not greedy
-    completions, logits = [], []
-    for prompt, policy in zip(prompts, chosen, strict=True):
-        alone = Engine(make_backend(kind, loaded))
-        forward = alone.backend.forward
-        rows: list[np.ndarray] = []
-        alone.backend.forward = lambda batch, rows=rows, forward=forward: keep(rows, forward(batch))
-        completions += alone.complete([Request(prompt, params, policy)])
-        logits.append(rows)
-    sequences = [engine.add(Request(*each)) for each in zip(prompts, [params] * len(chosen), chosen, strict=True)]
-    while any(sequence.step < 3 for sequence in sequences):
-        engine.step([sequence for sequence in sequences if sequence.step < 3])
-    before = [sequence.completion_ids for sequence in sequences]
-    drafts = []
-    for i, (sequence, completion) in enumerate(zip(sequences, completions, strict=True)):
-        token_ids = completion[3 : 5 + i]
-        depths = [chosen[i].depth(step) for step in range(3, 4 + len(token_ids))]
-        drafts.append((sequence, token_ids, depths))
-    for i, verified in enumerate(engine.verify(drafts)):
-        np.testing.assert_allclose(verified, np.stack(logits[i][3 : 3 + len(verified)]), atol=2e-4)
-    assert [sequence.completion_ids for sequence in sequences] == before
-    while any(sequence.finish_reason is None for sequence in sequences):
-        engine.step()
-    ends = [sequence.completion_ids for sequence in sequences]
-    assert ends == completions
-
-
-def keep(rows: list[np.ndarray], output: ForwardOutput) -> ForwardOutput:
-    rows += list(output.logits.copy())  # sampling overwrites them
-    return output
 
 
 def test_gguf_equals_the_folder_it_came_from(tiny, tmp_path):

@@ -130,6 +130,39 @@ def test_what_a_comparison_does_not_go_with_is_refused(server):
         assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
+@pytest.mark.parametrize("fields", [{"temperature": 0}, {"temperature": 0.9, "seed": 4}, {"stream": True}])
+def test_exact_mode_gives_what_full_depth_gives(server, fields):
+    fields = {"max_tokens": 40, "temperature": 0} | fields
+    full, exact = (
+        server.chat("abcabcabcabc", **fields | {"taper": {"ignore_eos": True, "mode": mode}})
+        for mode in ("full", "exact")
+    )
+    if "stream" in fields:
+        ends = [events(reply)[-1]["choices"][0]["taper"] for reply in (full, exact)]
+    else:
+        ends = [reply.json()["choices"][0] for reply in (full, exact)]
+        assert ends[0]["message"] == ends[1]["message"]
+        ends = [choice["taper"] for choice in ends]
+    assert ends[0]["depths"] == ends[1]["depths"]
+    assert ends[0]["drafted_tokens"] == 0
+    assert ends[1]["accepted_tokens"] <= ends[1]["drafted_tokens"]
+
+
+def test_drafts_are_asked_for_by_name_and_do_not_go_with_a_comparison(server):
+    tapered = {"ignore_eos": True, "policy": "d3"}
+    outputs = [
+        server.chat("abcabc", max_tokens=30, temperature=0, taper=tapered | more).json()["choices"][0]["message"]
+        for more in ({}, {"draft": "ngram"}, {"draft": "off"})
+    ]
+    assert outputs[0] == outputs[1] == outputs[2]
+    for taper, param in (({"mode": "compare", "policy": "d3", "draft": "ngram"}, "draft"), ({"draft": "x"}, "draft")):
+        response = server.chat("hi", taper=taper)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, f"taper.{param}")
+    response = server.chat("hi", taper={"mode": "exact", "policy": "full"})
+    assert response.status_code == 400
+    assert "cannot draft" in response.json()["error"]["message"]
+
+
 def test_the_time_of_each_side_of_a_comparison_is_its_own(server):
     """Both sides together take the time that passed, and so much less than twice of it."""
     fields = {"max_tokens": 40, "temperature": 0, "taper": {"mode": "compare", "policy": "d3", "ignore_eos": True}}

@@ -2,7 +2,8 @@
 
 `add` queues a request as a `Sequence`, `step` runs one forward for each skip order and its adapters, `abort` ends a
 sequence early. Each step gives every running sequence one token and spends the rest of its budget of tokens on prompts,
-in chunks, so that a long prompt never stalls running sequences; sequences join and leave between steps.
+in chunks, so that a long prompt never stalls running sequences; sequences join and leave between steps. A request with
+`drafting` gets several tokens in a step, as many as were proposed and came true.
 
 A step may be interrupted anywhere, by Ctrl-C for instance. The next one continues from what was committed: a sequence
 has a slot once `Slots.sequences` says so, and a token once it is in the sequence's `outputs`.
@@ -12,8 +13,10 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import count
 from typing import NamedTuple, Protocol
 
@@ -21,11 +24,13 @@ import numpy as np
 
 from .adapters import Adapters
 from .backends import Backend, ForwardOutput, TokenBatch
+from .drafting import PROBE_STEPS, Draft, Drafting, NgramDrafter, Planner, Record
 from .errors import REUSE, RequestError, one_of, whole_number
 from .policy import DepthPolicy, active_prefixes
 from .sampling import NOT_A_NUMBER, SamplingParams, TokenCounts, TokenLogprobs, check_token_ids, sample, token_logprobs
 
 MAX_NUM_BATCHED_TOKENS = 512  # tokens of a step; bounds the memory of activations and the wait for the next token
+MAX_WIDTH, TRIED_POSITIONS = 17, (0, 600)  # of forwards in which the rounding of several tokens is tried
 MIN_SHARED = 16  # tokens; copying fewer, or waiting for them, takes as long as computing them
 
 Tokens = list[int] | tuple[int, ...]
@@ -42,6 +47,10 @@ class TokenFilter(Protocol):
 
     def accept(self, token_id: int) -> None:
         """Note the token that was chosen."""
+        ...
+
+    def num_allowed(self, token_ids: list[int]) -> int:
+        """How many of these tokens, from the first one on, may come next one after the other."""
         ...
 
 
@@ -67,6 +76,7 @@ class Request:
     token_filter: Callable[[], TokenFilter] | None = None
     reuse: str = REUSE[0]
     text_goes_on: bool = False
+    drafting: Drafting | None = None
 
     @property
     def takes_filled(self) -> bool:
@@ -91,6 +101,7 @@ class StepOutput:
     depth: int
     finish_reason: str | None
     logprobs: TokenLogprobs | None = None
+    is_drafted: bool = False  # whether it was proposed, and came true
 
 
 @dataclass(eq=False)
@@ -107,11 +118,18 @@ class Sequence:
     num_cached_tokens: int = 0  # prompt tokens that were not computed for this sequence
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"
     is_held: bool = False  # its caller uses its slot (`Engine.forward`): it advances only when it is asked for
+    num_drafted: int = 0  # tokens that were proposed and verified
+    drafter: NgramDrafter | None = field(init=False)
+    drafts: Record = field(default_factory=Record)  # how often copied tokens came true
+    predictions: Record = field(default_factory=Record)  # how often those that a policy predicted did
     rng: np.random.Generator = field(init=False)
     token_filter: TokenFilter | None = field(init=False)
     counts: TokenCounts | None = field(init=False)  # for the penalties, where there are any
 
     def __post_init__(self) -> None:
+        drafting = self.request.drafting
+        copies = drafting is not None and drafting.kind != "policy"
+        self.drafter = NgramDrafter(drafting.min_match) if drafting is not None and copies else None
         self._begin()
 
     def _begin(self) -> None:
@@ -147,13 +165,33 @@ class Sequence:
         missing = max(0, count - len(self.request.prompt_ids))
         return [*self.request.prompt_ids[:count], *(output.token_id for output in self.outputs[:missing])]
 
-    def count_computed(self, part: Scheduled, num_hidden_layers: int) -> None:
-        """Count the tokens of a forward whose keys and values may be used again."""
-        at_full_depth = part.depths.count(num_hidden_layers)  # the first ones
-        if self.num_exact_tokens == part.position:
+    def count_computed(self, position: int, depths: list[int], num_hidden_layers: int) -> None:
+        """Count tokens of a forward, from a position on, whose keys and values may be used again."""
+        at_full_depth = depths.count(num_hidden_layers)  # the first ones
+        if self.num_exact_tokens == position:
             self.num_exact_tokens += at_full_depth
-        if self.num_computed_tokens == part.position:
-            self.num_computed_tokens += len(part.token_ids) if self.request.takes_filled else at_full_depth
+        if self.num_computed_tokens == position:
+            self.num_computed_tokens += len(depths) if self.request.takes_filled else at_full_depth
+
+    def propose(self, most: int) -> Draft | None:
+        """Tokens that might come next, at most so many, as they followed the same tokens before."""
+        if self.drafter is None:
+            return None
+        first = self.drafter.num_tokens
+        prompt, outputs = self.request.prompt_ids, self.outputs[max(0, first - len(self.request.prompt_ids)) :]
+        draft = self.drafter.propose([*prompt[first:], *(output.token_id for output in outputs)], most)
+        if draft is not None and self.token_filter is not None:
+            draft = draft._replace(token_ids=draft.token_ids[: self.token_filter.num_allowed(draft.token_ids)])
+        return draft if draft is not None and draft.token_ids else None
+
+    def is_proposed(self, before: list[int], logits: np.ndarray) -> bool:
+        """Whether the argmax of a policy's logits, after proposed tokens, is to be proposed too."""
+        assert self.request.drafting is not None
+        token_id = int(np.argmax(logits))
+        probability = 1 / float(np.exp(logits - logits[token_id]).sum(dtype=np.float64))
+        if not probability >= self.request.drafting.min_probability:  # or not a number
+            return False
+        return self.token_filter is None or self.token_filter.num_allowed([*before, token_id]) > len(before)
 
     def recover(self) -> None:
         """Return to the last committed token, after an interrupt while a token was being committed."""
@@ -171,7 +209,9 @@ class Scheduled(NamedTuple):
     token_ids: list[int]
     position: int  # of the first
     depths: list[int]  # of each token, never rising
-    num_outputs: int  # how many trailing tokens need a prediction
+    num_outputs: int  # how many trailing tokens need a prediction; of those, all but the first are proposed ones
+    policy: DepthPolicy
+    draft: Draft | None = None  # the proposed ones are the first tokens of it
 
 
 class _Token(NamedTuple):
@@ -200,6 +240,7 @@ class Engine:
         self.max_num_batched_tokens = whole_number("max_num_batched_tokens", max_num_batched_tokens, 1)
         self._num_hidden_layers = backend.config.num_hidden_layers
         self.slots = Slots(backend)
+        self.planner = Planner()
         self._unfinished: dict[int, Sequence] = {}  # by id, first come, first served
         self._committing: Sequence | None = None  # whose state an interrupt may have left half changed
         self._ids = count()
@@ -248,8 +289,7 @@ class Engine:
             scheduled = self._schedule(self._running(only) or self._blocking(only))
             outputs = []
             for part, predictions in zip(scheduled, self._forward(scheduled), strict=True):
-                part.sequence.count_computed(part, self._num_hidden_layers)
-                outputs += [self._advance(part, prediction) for prediction in predictions]
+                outputs += self._accept(part, predictions)
             return outputs
 
     def abort(self, sequence: Sequence) -> None:
@@ -273,23 +313,6 @@ class Engine:
                 self.abort(sequence)
         return [sequence.completion_ids for sequence in sequences]
 
-    def verify(self, drafts: Iterable[tuple[Sequence, list[int], list[int]]]) -> list[np.ndarray]:
-        """The logits that decoding would give, in one forward for each skip order; sequences stay as they are.
-
-        Args:
-            drafts: running sequences, the tokens proposed for each, and the depths of the 1 + len(tokens) forwards
-                whose input is the sequence's last token and then each proposed one.
-
-        Returns:
-            For each sequence float32 [1 + len(tokens), vocab_size]; the caller decides what to accept.
-        """
-        with self._exclusive():
-            scheduled = [
-                Scheduled(draft, [draft.outputs[-1].token_id, *ids], draft.num_tokens - 1, depths, 1 + len(ids))
-                for draft, ids, depths in drafts
-            ]
-            return [np.stack(predictions) for predictions in self._forward(scheduled, greedy=False)]
-
     def forward(self, batch: TokenBatch) -> ForwardOutput:
         """A forward of the caller's own making, between steps, on slots of sequences that the caller added."""
         with self._exclusive():
@@ -307,6 +330,43 @@ class Engine:
                 f"shorten it, or raise --context (this model: up to {config.max_position_embeddings})",
             )
         check_token_ids(prompt_ids, config.vocab_size)
+
+    @cached_property
+    def bitwise_width(self) -> int:
+        """How many tokens of a sequence a forward may have so that their logits have the bits of single tokens.
+
+        It is found by trial: kernels for several tokens may round otherwise. 1 if two tokens differ already. From then
+        on attention sums in one order, where the backend can.
+
+        Raises:
+            RequestError: no slot is free.
+        """
+        with self._exclusive():
+            if not self.num_free_slots:
+                raise RequestError("no slot is free to try how kernels round", "ask before requests run")
+            self.backend.fix_summation_order()
+            slot = self.slots.sequences.index(None)
+            self.slots.kept[slot], self.slots.num_exact[slot] = [], 0
+            starts = [start for start in TRIED_POSITIONS if start + MAX_WIDTH <= self.backend.context_length]
+            return min(self._bitwise_width(slot, start) for start in starts or [0])
+
+    def _bitwise_width(self, slot: int, start: int) -> int:
+        """The same for tokens at one place of a slot, behind others."""
+        room = min(MAX_WIDTH, self.backend.context_length)
+        ids = np.random.default_rng(0).integers(0, self.backend.config.vocab_size, start + room).astype(np.int32)
+
+        def logits(first: int, end: int) -> np.ndarray:
+            positions, rows = np.arange(first, end, dtype=np.int32), tuple(range(end - first)) if first >= start else ()
+            slots, active = np.full(end - first, slot, np.int32), (end - first,) * self._num_hidden_layers
+            return self.backend.forward(TokenBatch(ids[first:end], positions, slots, active, rows)).logits
+
+        for first in range(0, start, self.max_num_batched_tokens):
+            logits(first, min(start, first + self.max_num_batched_tokens))
+        single = [logits(start + place, start + place + 1)[0].tobytes() for place in range(room)]
+        for width in range(2, room + 1):
+            if [row.tobytes() for row in logits(start, start + width)] != single[:width]:
+                return width - 1
+        return room
 
     @property
     def num_free_slots(self) -> int:
@@ -367,12 +427,8 @@ class Engine:
 
         A prompt copies the prefixes that other slots hold, and waits if this step will compute one that it may take.
         """
-        scheduled = [
-            Scheduled(sequence, [sequence.outputs[-1].token_id], sequence.num_tokens - 1, [sequence.depth], 1)
-            for sequence in running
-            if sequence.step
-        ]
-        left, num_decoding = self.max_num_batched_tokens - len(scheduled), len(scheduled)
+        scheduled = self._decoding([sequence for sequence in running if sequence.step])
+        left, num_decoding = self.max_num_batched_tokens - sum(part.num_outputs for part in scheduled), len(scheduled)
         for sequence in running:
             if sequence.step or left <= 0:
                 continue
@@ -383,11 +439,88 @@ class Engine:
                 chunk = list(prompt[first : first + left])
                 left -= len(chunk)
                 ends = first + len(chunk) == len(prompt)
-                scheduled.append(Scheduled(sequence, chunk, first, [sequence.depth] * len(chunk), int(ends)))
+                depths = [sequence.depth] * len(chunk)
+                scheduled.append(Scheduled(sequence, chunk, first, depths, int(ends), sequence.request.policy))
         return scheduled
 
-    def _forward(self, scheduled: list[Scheduled], greedy: bool = True) -> list[list[Prediction]]:
-        """The predictions that each part needs: logits, or the argmax if `greedy` and that suffices."""
+    def _decoding(self, sequences: list[Sequence]) -> list[Scheduled]:
+        """The last token of each sequence, and after it the proposed tokens that are worth verifying."""
+        drafts: dict[Sequence, Draft] = {}
+        counts: dict[Sequence, int] = {}
+        if drafting := {sequence: most for sequence in sequences if (most := self._most_drafted(sequence))}:
+            room = self._room(sequences)
+            drafts = {s: draft for s, most in drafting.items() if (draft := s.propose(most)) is not None}
+            counts = self._planned(drafts, len(sequences), room)
+            others = {sequence: most for sequence, most in drafting.items() if sequence not in drafts}
+            drafts |= self._predicted(others, len(sequences), room - sum(counts.values()))
+        parts = []
+        for sequence in sequences:
+            draft, policy = drafts.get(sequence), sequence.request.policy
+            proposed = [] if draft is None else draft.token_ids[: counts.get(sequence)]
+            depths = [sequence.depth, *(policy.depth(sequence.step + place) for place in range(1, len(proposed) + 1))]
+            token_ids = [sequence.outputs[-1].token_id, *proposed]
+            parts.append(Scheduled(sequence, token_ids, sequence.num_tokens - 1, depths, len(token_ids), policy, draft))
+        return parts
+
+    def _most_drafted(self, sequence: Sequence) -> int:
+        """How many tokens may be proposed: none at the end of the output or of the context."""
+        drafting = sequence.request.drafting
+        if drafting is None:
+            return 0
+        ends = sequence.request.params.max_tokens - sequence.step, self.backend.context_length - sequence.num_tokens
+        return max(0, min(drafting.max_tokens, min(ends) - 1))
+
+    def _room(self, sequences: list[Sequence]) -> int:
+        """How many proposed tokens fit in a forward that has the last token of each sequence."""
+        widths = [s.request.drafting.max_width for s in sequences if s.request.drafting is not None]
+        limit = min([self.max_num_batched_tokens, *(width for width in widths if width is not None)])
+        return max(0, limit - len(sequences))
+
+    def _planned(self, drafts: dict[Sequence, Draft], num_sequences: int, room: int) -> dict[Sequence, int]:
+        """How many tokens of each draft to verify."""
+        planned = self.planner.plan([(draft, s.drafts) for s, draft in drafts.items()], num_sequences)
+        counts = {}
+        for (sequence, draft), wanted in zip(drafts.items(), planned, strict=True):
+            is_always = sequence.request.drafting is not None and sequence.request.drafting.always
+            counts[sequence] = min(len(draft.token_ids) if is_always else wanted, room)
+            room -= counts[sequence]
+        return counts
+
+    def _predicted(self, most: dict[Sequence, int], num_sequences: int, room: int) -> dict[Sequence, Draft]:
+        """What the policies for drafting predict, a forward for each token: as many tokens as are worth verifying.
+
+        The keys and values that they write are overwritten by the verification.
+        """
+        counts: dict[Sequence, int] = {}
+        for sequence, limit in most.items():
+            drafting = sequence.request.drafting
+            if drafting is not None and drafting.policy is not None and drafting.kind != "ngram":
+                is_probe = sequence.step % PROBE_STEPS == 1
+                planned = self.planner.plan_policy(sequence.predictions, num_sequences, limit, is_probe)
+                if wanted := min(limit if drafting.always else planned, room):
+                    counts[sequence] = wanted
+                    room -= wanted
+        proposed: dict[Sequence, list[int]] = {sequence: [] for sequence in counts}
+        active = list(counts)
+        while active:
+            started = time.perf_counter()
+            predictions = self._forward([_predicting(s, proposed[s]) for s in active], proposes=True)
+            self.planner.note_draft(time.perf_counter() - started)
+            going_on = []
+            for sequence, (logits,) in zip(active, predictions, strict=True):
+                assert not isinstance(logits, int)
+                if sequence.is_proposed(proposed[sequence], logits):
+                    proposed[sequence].append(int(np.argmax(logits)))
+                    if len(proposed[sequence]) < counts[sequence]:
+                        going_on.append(sequence)
+            active = going_on
+        return {sequence: Draft(token_ids, 0) for sequence, token_ids in proposed.items() if token_ids}
+
+    def _forward(self, scheduled: list[Scheduled], proposes: bool = False) -> list[list[Prediction]]:
+        """The predictions that each part needs: logits, or the argmax where that suffices.
+
+        If it `proposes`, there are logits only, and keys and values are not for later use.
+        """
         predictions: list[list[Prediction]] = [[] for _ in scheduled]
         for (skip_order, adapters), members in self._group(scheduled).items():
             tokens = [
@@ -396,7 +529,7 @@ class Engine:
                 for offset, (token_id, depth) in enumerate(zip(part.token_ids, part.depths, strict=True))
             ]
             tokens.sort(key=lambda token: -token.depth)  # stable: tokens of a slot stay in their order
-            is_greedy = {index: greedy and part.sequence.request.is_greedy for index, part in members}
+            is_greedy = {index: not proposes and part.sequence.request.is_greedy for index, part in members}
             predicted = [(row, token.part) for row, token in enumerate(tokens) if token.needs_prediction]
             batch = TokenBatch(
                 tokens=np.array([token.token_id for token in tokens], np.int32),
@@ -406,9 +539,14 @@ class Engine:
                 logits_rows=tuple(row for row, index in predicted if not is_greedy[index]),
                 greedy_rows=tuple(row for row, index in predicted if is_greedy[index]),
                 adapters=adapters,
-                fill=any(part.sequence.request.takes_filled for _, part in members),
+                fill=not proposes and any(part.sequence.request.takes_filled for _, part in members),
             )
+            drafts = any(part.sequence.request.drafting for _, part in members)
+            is_timed = drafts and not proposes and all(part.sequence.step for _, part in members)
+            started = time.perf_counter() if is_timed else 0.0
             output = self.backend.forward(batch)
+            if is_timed:
+                self.planner.note_forward(len(tokens), time.perf_counter() - started)
             for row, logits in zip(batch.logits_rows, output.logits, strict=True):
                 predictions[tokens[row].part].append(logits)
             for row, token_id in zip(batch.greedy_rows, output.greedy_ids.tolist(), strict=True):
@@ -423,15 +561,42 @@ class Engine:
             if part.depths[-1] == self._num_hidden_layers:
                 full_depth.append((index, part))
             else:
-                policy = part.sequence.request.policy
-                groups.setdefault((policy.skip_order, policy.adapters), []).append((index, part))
+                groups.setdefault((part.policy.skip_order, part.policy.adapters), []).append((index, part))
         if full_depth:
             groups.setdefault(next(iter(groups), ((), None)), []).extend(full_depth)
         return groups
 
-    def _advance(self, part: Scheduled, prediction: Prediction) -> StepOutput:
+    def _accept(self, part: Scheduled, predictions: list[Prediction]) -> list[StepOutput]:
+        """Advance a sequence by each prediction, as long as the tokens proposed for the steps before came true."""
+        sequence, outputs = part.sequence, list[StepOutput]()
+        first = len(part.token_ids) - max(1, part.num_outputs)  # the last token that is not a proposed one
+        proposed = part.token_ids[first + 1 :]
+        sequence.num_drafted += len(proposed)
+        sequence.count_computed(part.position, part.depths[: first + 1], self._num_hidden_layers)
+        for place, prediction in enumerate(predictions):
+            if place:
+                depth = part.depths[first + place]
+                sequence.count_computed(part.position + first + place, [depth], self._num_hidden_layers)
+            expected = proposed[place] if place < len(proposed) else None
+            outputs.append(self._advance(sequence, prediction, expected))
+            token_id = outputs[-1].token_id
+            if part.draft is not None and place < len(part.draft.token_ids):
+                self._note_proposed(sequence, part.draft, place, token_id)
+            if token_id != expected or sequence.finish_reason is not None:
+                break
+        return outputs
+
+    def _note_proposed(self, sequence: Sequence, draft: Draft, place: int, token_id: int) -> None:
+        """Count whether a proposed token came true, for the plans to come."""
+        is_right = draft.token_ids[place] == token_id
+        if draft.match:
+            self.planner.note_token(draft.match + place, sequence.drafts, is_right)
+        else:
+            sequence.predictions.note(is_right)
+
+    def _advance(self, sequence: Sequence, prediction: Prediction, expected: int | None) -> StepOutput:
         """Choose the next token of a sequence, set its next depth, and see whether it has finished."""
-        sequence, request, params = part.sequence, part.sequence.request, part.sequence.request.params
+        request, params = sequence.request, sequence.request.params
         depth, step, logprobs = sequence.depth, sequence.step, None
         self._committing = sequence
         if isinstance(prediction, int):
@@ -451,7 +616,7 @@ class Engine:
             reason = "stop"
         elif step + 1 >= params.max_tokens or sequence.num_tokens + 1 >= self.backend.context_length:
             reason = "length"
-        output = StepOutput(sequence.id, token_id, depth, reason, logprobs)
+        output = StepOutput(sequence.id, token_id, depth, reason, logprobs, token_id == expected)
         if token_id != NOT_A_NUMBER:
             sequence.accept(token_id)
             sequence.depth = request.policy.depth(step + 1)
@@ -549,12 +714,23 @@ class Slots:
         return self.kept[slot][:limit] if owner is None else owner.leading(limit)
 
 
+def _predicting(sequence: Sequence, proposed: list[int]) -> Scheduled:
+    """The next token of a draft, under the policy for drafting."""
+    drafting = sequence.request.drafting
+    assert drafting is not None
+    assert drafting.policy is not None
+    last = proposed[-1] if proposed else sequence.outputs[-1].token_id
+    position, depth = sequence.num_tokens - 1 + len(proposed), drafting.policy.depth(sequence.step + len(proposed))
+    return Scheduled(sequence, [last], position, [depth], 1, drafting.policy)
+
+
 def _can_wait(sequence: Sequence, prompts: list[Scheduled]) -> bool:
     """Whether this step computes what the prompt needs next anyway, so that it can be copied in the next step."""
     request = sequence.request
-    for other, token_ids, position, _, _ in prompts:
-        is_usable = request.takes_filled or other.num_exact_tokens == position
-        computed = other.request.prompt_ids[: position + len(token_ids)]
+    for part in prompts:
+        other = part.sequence
+        is_usable = request.takes_filled or other.num_exact_tokens == part.position
+        computed = other.request.prompt_ids[: part.position + len(part.token_ids)]
         shared = common_prefix(computed, request.prompt_ids[:-1]) if is_usable else 0
         if shared >= sequence.num_computed_tokens + MIN_SHARED:
             return True

@@ -78,7 +78,9 @@ def printable(text: str) -> str:
 DEVICES = ("auto", "cpu", "cuda")
 QUANTISED_DTYPES = ("q8_0", "q6_k", "q4_k", "iq4_nl", "q4_0")
 DTYPES = ("auto", "f32", "f16", "bf16", *QUANTISED_DTYPES)
-MODES = ("full", "taper")
+EXACT = "exact"
+MODES = ("full", "taper", EXACT)
+DRAFTERS, OFF = ("auto", "ngram", "policy"), "off"
 REPACK = ("auto", "always", "never")  # layouts of matrices on a CPU; see `LLM`
 REUSE = ("filled", "exact")  # of keys and values: also those that were filled in for skipped layers, or not
 

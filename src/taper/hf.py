@@ -21,11 +21,13 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation.configuration_utils import GenerationMode
 
 from .adapters import EPS
-from .errors import REUSE, PolicyError, RequestError, limited_attention, one_of
+from .errors import REUSE, PolicyError, RequestError, limited_attention, one_of, whole_number
 from .policy import DepthPolicy
 
 
-def custom_generate(policy: DepthPolicy, reuse: str = REUSE[0]) -> Callable[..., Any]:
+def custom_generate(
+    policy: DepthPolicy, reuse: str = REUSE[0], exact: bool = False, max_drafted: int = 4
+) -> Callable[..., Any]:
     """The argument of this name for `model.generate`: greedy or sampled decoding under a policy.
 
     Token i of every row runs `policy.retained_layers(i)`; the prompt runs all layers. Streamers, logits processors,
@@ -36,9 +38,12 @@ def custom_generate(policy: DepthPolicy, reuse: str = REUSE[0]) -> Callable[...,
         reuse: what a cache that the caller passed in holds afterwards. "filled": every token of prompt and completion;
             where a layer was skipped, its keys and values are projections of the hidden state that passed it by.
             "exact": only the tokens that every layer ran; it is cut back to these.
+        exact: the policy only drafts, `max_drafted` tokens at a time, and every token is full depth's, as with plain
+            `generate`; of one row, without `return_dict_in_generate`.
+        max_drafted: at least 1.
 
     Raises:
-        RequestError: `reuse` is neither of these.
+        RequestError: `reuse` is neither of these, or `max_drafted` is below 1.
 
     Raises (from `generate`):
         RequestError: attention that is neither full nor of a sliding window, shared keys and values, beams, assistants,
@@ -47,6 +52,7 @@ def custom_generate(policy: DepthPolicy, reuse: str = REUSE[0]) -> Callable[...,
         PolicyError: the policy was made for another model, or skips layer 0, from which transformers reads lengths.
     """
     one_of("reuse", reuse, REUSE)
+    whole_number("max_drafted", max_drafted, 1)
 
     def generate(
         model: Any,
@@ -70,6 +76,14 @@ def custom_generate(policy: DepthPolicy, reuse: str = REUSE[0]) -> Callable[...,
         cache.layers = [
             DynamicLayer() if isinstance(layer, DynamicSlidingWindowLayer) else layer for layer in cache.layers
         ]
+        if exact:
+            mask = model_kwargs.get("attention_mask")
+            is_padded = mask is not None and not bool(mask.all())
+            if len(input_ids) != 1 or is_padded or generation_config.return_dict_in_generate:
+                raise RequestError("exact takes one row without padding, and returns ids", "give one prompt at a time")
+            choose = _chooser(logits_processor, generation_config.do_sample)
+            streamer = caller.get("streamer")
+            return _exact(model, policy, input_ids, cache, choose, stopping_criteria, streamer, max_drafted)
         try:
             with _layers_by_step(model.get_decoder().layers, policy, reuse == "filled", input_ids.shape[1]):
                 return model._sample(
@@ -81,12 +95,68 @@ def custom_generate(policy: DepthPolicy, reuse: str = REUSE[0]) -> Callable[...,
                     **model_kwargs,
                 )
         finally:
-            complete = min((layer.get_seq_length() for layer in cache.layers), default=0)
-            for layer in cache.layers:
-                if extra := layer.get_seq_length() - complete:
-                    layer.crop(-extra)
+            _cut(cache, min((layer.get_seq_length() for layer in cache.layers), default=0))
 
     return generate
+
+
+def _cut(cache: Any, length: int) -> None:
+    """Keep the first `length` tokens of each layer."""
+    for layer in cache.layers:
+        if (extra := layer.get_seq_length() - length) > 0:
+            layer.crop(-extra)
+
+
+Choose = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # ids [1, n], logits [1, V]: the next token [1, 1]
+
+
+def _chooser(logits_processor: Any, samples: bool) -> Choose:
+    """How `generate` chooses a token."""
+
+    def choose(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        scores = logits_processor(ids, logits.float())
+        return torch.multinomial(scores.softmax(-1), 1) if samples else scores.argmax(-1, keepdim=True)
+
+    return choose
+
+
+def _exact(
+    model: Any,
+    policy: DepthPolicy,
+    ids: torch.Tensor,
+    cache: Any,
+    choose: Choose,
+    stopping_criteria: Any,
+    streamer: Any,
+    max_drafted: int,
+) -> torch.Tensor:
+    """Full depth's tokens [1, n]: those that the policy drafted as far as full depth chooses the same."""
+
+    def logits_of(new_ids: torch.Tensor) -> torch.Tensor:
+        return model(input_ids=new_ids, past_key_values=cache, use_cache=True).logits[0]
+
+    prompt_length, drafted = ids.shape[1], ids[:, :0]
+    logits = logits_of(ids[:, cache.get_seq_length() :])[-1:]
+    while True:
+        for place in range(len(logits)):  # of the last token, and of each drafted one
+            token = choose(ids, logits[place : place + 1])
+            ids = torch.cat([ids, token], -1)
+            if streamer is not None:
+                streamer.put(token.cpu()[0])
+            if stopping_criteria(ids, None).all():
+                if streamer is not None:
+                    streamer.end()
+                return ids
+            if place >= drafted.shape[1] or token.item() != drafted[0, place].item():
+                break
+        _cut(cache, ids.shape[1] - 1)  # without what was rejected
+        drafted = ids[:, :0]
+        with _layers_by_step(model.get_decoder().layers, policy, False, prompt_length):
+            for _ in range(max_drafted):
+                last = drafted[:, -1:] if drafted.numel() else ids[:, -1:]
+                drafted = torch.cat([drafted, logits_of(last)[-1:].argmax(-1, keepdim=True)], -1)
+        _cut(cache, ids.shape[1] - 1)  # full depth writes these again
+        logits = logits_of(torch.cat([ids[:, -1:], drafted], -1))
 
 
 @contextmanager

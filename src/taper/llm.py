@@ -13,10 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from .backends import Backend, open_backend
+from .drafting import Drafting
 from .engine import Engine, Request, StepOutput, takes_filled
 from .engine import Sequence as EngineSequence
 from .errors import (
+    DRAFTERS,
+    EXACT,
     MODES,
+    OFF,
     REPACK,
     REUSE,
     ModelError,
@@ -56,7 +60,8 @@ class Output:
     `token_ids` leaves out the stop token; `depths` has one entry for each of them, the first of them L. `mean_depth`
     is over steps from 1 on. `ttft_s`: seconds from the call to the first token. `tokens_per_second`: (n - 1) over the
     time from first to last token. Time that the caller spends between chunks is not counted. `cached_tokens`: those of
-    the prompt that an earlier one had in common with it, so that they were not computed again.
+    the prompt that an earlier one had in common with it, so that they were not computed again. `drafted_tokens`: those
+    that were proposed and verified; `accepted_tokens`: those of the completion that had been proposed.
     """
 
     text: str
@@ -69,6 +74,8 @@ class Output:
     tokens_per_second: float
     policy: DepthPolicy
     cached_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     logprobs: list[TokenLogprobs] | None = None
 
     @property
@@ -82,7 +89,7 @@ class Chunk:
     """What one step added to the output of prompt `index`. The last chunk of an output carries it as `output`.
 
     `token_id` is -1 and `depth` 0 in the chunk that ends an aborted output. A stop token has no `logprobs`. `seconds`
-    is when the token came, counted as the output's times are.
+    is when the token came, counted as the output's times are. `is_drafted`: whether it had been proposed.
     """
 
     index: int
@@ -92,6 +99,7 @@ class Chunk:
     output: Output | None = None
     logprobs: TokenLogprobs | None = None
     seconds: float = 0.0
+    is_drafted: bool = False
 
 
 class LLM:
@@ -202,6 +210,7 @@ class LLM:
         think: bool | None = None,
         reuse: str = REUSE[0],
         response_format: dict[str, Any] | None = None,
+        draft: Drafting | str | None = None,
         **given: Any,
     ) -> Output: ...
 
@@ -218,6 +227,7 @@ class LLM:
         think: bool | None = None,
         reuse: str = REUSE[0],
         response_format: dict[str, Any] | None = None,
+        draft: Drafting | str | None = None,
         **given: Any,
     ) -> list[Output]: ...
 
@@ -233,6 +243,7 @@ class LLM:
         think: bool | None = None,
         reuse: str = REUSE[0],
         response_format: dict[str, Any] | None = None,
+        draft: Drafting | str | None = None,
         **given: Any,
     ) -> Output | list[Output]:
         """Complete a prompt (an `Output`) or a list of prompts together (a list of them).
@@ -241,7 +252,8 @@ class LLM:
             prompts: text, messages (`[{"role": ..., "content": ...}]`), token ids, or several of one kind.
             params: how to sample and when to stop, for all or one for each prompt.
             policy: a `DepthPolicy`, the name of a shipped one, or a file.
-            mode: "full" for all layers, "taper" for a policy; default taper if a shipped policy fits the model.
+            mode: "full" for all layers, "taper" for a policy, "exact" for all layers with drafts, for which `policy` is
+                then; default taper if a shipped policy fits the model.
             raw: take text as it is, without the chat template; control tokens in it count.
             parse_special: let control tokens in messages count too. By default they are text, so that whoever writes a
                 message cannot end it and begin another turn.
@@ -250,6 +262,8 @@ class LLM:
                 where a layer was skipped, it attends to keys and values that were filled in. "exact": only tokens that
                 every layer ran; the others are computed again, so the output is that of a cold start.
             response_format: a JSON schema that the output has to keep.
+            draft: "ngram", "policy" or "auto" proposes tokens, which changes no output and may be sooner (`Drafting`);
+                "off"; default auto in mode exact, else off.
             given: without `params`, parameters of `SamplingParams`, as in `sampling_params`.
 
         Raises:
@@ -259,7 +273,7 @@ class LLM:
         """
         alone = _is_prompt(prompts)
         how: dict[str, Any] = {"raw": raw, "parse_special": parse_special, "think": think, "reuse": reuse}
-        how["response_format"] = response_format
+        how |= {"response_format": response_format, "draft": draft}
         with self.stream(prompts, params, policy=policy, mode=mode, **how, **given) as stream:
             outputs = {chunk.index: chunk.output for chunk in stream if chunk.output is not None}
         return outputs[0] if alone else [outputs[index] for index in sorted(outputs)]
@@ -287,6 +301,7 @@ class LLM:
         think: bool | None = None,
         reuse: str = REUSE[0],
         response_format: dict[str, Any] | None = None,
+        draft: Drafting | str | None = None,
         **given: Any,
     ) -> Stream:
         """Complete as `generate` does, but return the chunks as they come, one for each token."""
@@ -304,13 +319,14 @@ class LLM:
             )
         if len(params) != len(batch):
             raise RequestError(f"there are {len(params)} params for {len(batch)} prompts", "give one for each, or one")
+        drafting = self.resolve_drafting(draft, mode, policy)
         chosen, eos_token_ids = self.resolve_policy(policy, mode), self.tokenizer.eos_token_ids
         filled = takes_filled(chosen, one_of("reuse", reuse, REUSE))
         encoded = [self.encode(prompt, raw, parse_special, think=think, as_generated=filled) for prompt in batch]
         token_filter = None if response_format is None else self.grammars.compile(response_format)
         continues = raw or not self.tokenizer.chat_template  # the text of its prompt, as for token ids
         requests = [
-            Request(ids, one, chosen, eos_token_ids, token_filter, reuse, continues or _are_ids(prompt))
+            Request(ids, one, chosen, eos_token_ids, token_filter, reuse, continues or _are_ids(prompt), drafting)
             for prompt, ids, one in zip(batch, encoded, params, strict=True)
         ]
         return Stream(self, requests)
@@ -409,11 +425,15 @@ class LLM:
     def resolve_policy(self, policy: DepthPolicy | str | Path | None = None, mode: str | None = None) -> DepthPolicy:
         """The policy that a policy and a mode stand for on this model; warns if that may surprise.
 
+        In mode exact it is full depth, as the policy only drafts (`resolve_drafting`).
+
         Raises:
             RequestError: the two contradict each other, or there is no such mode.
             PolicyError: there is no such policy, or it was made for another model.
         """
         mode = None if mode is None else one_of("mode", mode, MODES)
+        if mode == EXACT:
+            mode, policy = FULL, None
         if mode is not None and policy is not None and (mode == FULL) != (policy == FULL):
             rule = "runs every layer; it takes no policy" if mode == FULL else "and policy full contradict each other"
             raise RequestError(f"mode {mode} {rule}", "leave out one of the two")
@@ -425,6 +445,45 @@ class LLM:
             warnings.warn("no shipped policy fits this model: running every layer", TaperWarning, stacklevel=2)
             policy = FULL
         return resolve_policy(policy, self.config.num_hidden_layers, self.config.identity)
+
+    def resolve_drafting(
+        self,
+        draft: Drafting | str | None = None,
+        mode: str | None = None,
+        policy: DepthPolicy | str | Path | None = None,
+        *,
+        exact_bits: bool = False,
+        **limits: Any,
+    ) -> Drafting | None:
+        """How to draft for a kind of drafts, or for the default of a mode; None if nothing is drafted.
+
+        Args:
+            draft: "auto", "ngram", "policy" or "off"; a `Drafting` is returned as it is.
+            mode: in mode exact, the default is auto.
+            policy: in mode exact the policy that drafts; by default, and in other modes, the fastest shipped one.
+            exact_bits: verify no more tokens at a time than give the same bits as single ones (`Engine.bitwise_width`);
+                with "off", attention sums in the same order as with drafts.
+            limits: `max_tokens`, `min_match` and `min_probability` of `Drafting`.
+
+        Raises:
+            RequestError: a value out of its range, no policy to draft with, or one that runs every layer.
+            PolicyError: the policy is damaged or made for another model.
+        """
+        if isinstance(draft, Drafting):
+            return draft
+        kind = one_of("draft", draft or ("auto" if mode == EXACT else OFF), (*DRAFTERS, OFF))
+        width = self.engine.bitwise_width if exact_bits else None
+        if kind == OFF:
+            return None
+        if width == 1:
+            message = "these kernels round two tokens differently from one, so nothing is drafted"
+            warnings.warn(message, TaperWarning, stacklevel=2)
+        drafter = min(self.shipped_policies().values(), key=lambda shipped: shipped.mean_depth(128), default=None)
+        if mode == EXACT and policy is not None:
+            drafter = self.resolve_policy(policy)
+            if not drafter.tapers:
+                raise RequestError("policy full runs every layer, so it cannot draft", "name another, or leave it out")
+        return Drafting(kind, policy=drafter, max_width=width, **limits)
 
     @property
     def default_policy(self) -> DepthPolicy | None:
@@ -616,7 +675,8 @@ class OutputBuilder:
         finish_reason = "stop" if self._stops.complete else step.finish_reason
         output = None if finish_reason is None else self._finished(finish_reason, self.num_taken + 1 - is_stop, times)
         logprobs = None if is_stop else step.logprobs
-        self._chunks.append(Chunk(self._index, text, step.token_id, step.depth, output, logprobs, seconds))
+        chunk = Chunk(self._index, text, step.token_id, step.depth, output, logprobs, seconds, step.is_drafted)
+        self._chunks.append(chunk)
         self._is_whole, self._times = True, times
 
     def abort(self) -> None:
@@ -670,6 +730,8 @@ class OutputBuilder:
             tokens_per_second=(num_tokens - 1) / (last - first) if last > first else 0.0,
             policy=request.policy,
             cached_tokens=self.sequence.num_cached_tokens,
+            drafted_tokens=self.sequence.num_drafted,
+            accepted_tokens=sum(step.is_drafted for step in steps),
             logprobs=None if request.params.logprobs is None else logprobs,
         )
 

@@ -79,6 +79,10 @@ class Backend(Protocol):
         """Copy the keys and values of all layers from one slot to another: positions `first` to `end`, excluded."""
         ...
 
+    def fix_summation_order(self) -> None:
+        """From now on, let attention sum in one order however many tokens a forward has, where kernels can."""
+        ...
+
     def close(self) -> None:
         """Free its memory; it cannot be used afterwards."""
         ...

@@ -134,6 +134,9 @@ class TorchBackend:
                 self._passing.copy(source, target, first, end)
             self._cache[:, :, target, :, first:end] = self._cache[:, :, source, :, first:end]
 
+    def fix_summation_order(self) -> None:
+        """PyTorch's kernels have no such choice."""
+
     def close(self) -> None:
         """Free its memory; the backend cannot be used afterwards."""
         self._graphs.clear()

@@ -16,6 +16,7 @@ from ..models.files import without_mark
 from .common import load, say
 from .generate import (
     chosen_policy,
+    drafting_of,
     follow,
     generate_text,
     generation_options,
@@ -85,7 +86,7 @@ class Conversation:
         self._llm, self.policy, self._options = llm, policy, options
         self._system: str | None = options["system"]
         self._messages: list[Message] = messages_of(self._system)
-        self._params = llm.sampling_params(**options["sampling"])
+        self._params, self._drafting = llm.sampling_params(**options["sampling"]), drafting_of(llm, options)
 
     def turn(self, text: str) -> None:
         """Complete a turn; if that fails, the conversation stays as it was."""
@@ -93,7 +94,8 @@ class Conversation:
         think, reuse = self._options["think"], self._options["reuse"]
         try:
             thoughts = thoughts_after(self._llm, self._llm.encode(self._messages, think=think))
-            stream = self._llm.stream(self._messages, self._params, policy=self.policy, think=think, reuse=reuse)
+            how: dict[str, Any] = {"policy": self.policy, "think": think, "reuse": reuse, "draft": self._drafting}
+            stream = self._llm.stream(self._messages, self._params, **how)
             output, chunks = follow(stream, thoughts, self._options["show_depth"] and self.policy)
         except TaperError as error:
             self._messages.pop()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import DEVICES, DTYPES, REPACK, RequestError
+from ..errors import DEVICES, DRAFTERS, DTYPES, OFF, REPACK, RequestError
 from ..models.files import check_writable
 
 if TYPE_CHECKING:
@@ -75,6 +75,29 @@ def model_options(command: Command) -> Command:
         help="Tokens of prompt and output. Default: 4096 or the model's limit.",
     )
     return with_options([MODEL, THREADS, context, DEVICE, DTYPE, REPACK_OPTION, OFFLINE], command)
+
+
+# The options that limit drafts, and what `LLM.resolve_drafting` calls them.
+DRAFT_LIMITS = {"draft_max": "max_tokens", "draft_min_match": "min_match", "draft_p_min": "min_probability"}
+
+
+def draft_options(command: Command) -> Command:
+    """Options for how tokens are proposed, which changes no output."""
+    kinds = click.Choice((*DRAFTERS, OFF))
+    options = [
+        click.option("--draft", type=kinds, help="Propose tokens. Default: auto in mode exact, else off."),
+        click.option("--draft-max", type=int, help="Most proposed tokens at a time. Default: 16."),
+        click.option("--draft-min-match", type=int, help="ngram: least tokens that occurred before. Default: 4."),
+        click.option("--draft-p-min", type=float, help="policy: stop below this probability. Default: 0.5."),
+        click.option("--exact-bits", is_flag=True, help="Verify only as many tokens as round like single ones."),
+    ]
+    return with_options(options, command)
+
+
+def limits_of_drafts(options: dict[str, Any]) -> dict[str, Any]:
+    """The limits of drafts among the options, which it takes out."""
+    given = {theirs: options.pop(ours) for ours, theirs in DRAFT_LIMITS.items()}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def load(options: dict[str, Any], **more: Any) -> LLM:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import MODES, RequestError, one_of
+from ..errors import RequestError, one_of
 from ..models import model_name
 from .common import check_file, load, model_options, say
 
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 _EVERY = 30  # seconds between lines of progress where there is no terminal
 _OFTEN_CUT_OFF = 0.05  # share of outputs at the limit of tokens from which readers are warned
+
+
+MODES = ("full", "taper")  # mode exact gives the outputs of full
 
 
 @click.command(name="eval")

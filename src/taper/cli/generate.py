@@ -15,12 +15,23 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from ..errors import MODES, TaperError
+from ..errors import EXACT, MODES, OFF, TaperError
 from ..models.files import decode_text, read_text, without_mark
 from ..models.policies import FULL
-from .common import INTERRUPTED, Command, load, model_options, say, with_options
+from .common import (
+    DRAFT_LIMITS,
+    INTERRUPTED,
+    Command,
+    draft_options,
+    limits_of_drafts,
+    load,
+    model_options,
+    say,
+    with_options,
+)
 
 if TYPE_CHECKING:
+    from ..drafting import Drafting
     from ..llm import LLM, Chunk, Output, Stream
     from ..models.tokenizer import Message
     from ..policy import DepthPolicy
@@ -36,7 +47,11 @@ def generation_options(command: Command) -> Command:
     """What `generate` and `chat` share."""
     options = [
         click.option("--policy", metavar="NAME|FILE", help="A shipped one or a file. Default: see taper policy list."),
-        click.option("--mode", type=click.Choice(MODES), help="All layers, or fewer as the output grows."),
+        click.option(
+            "--mode",
+            type=click.Choice(MODES),
+            help="All layers, fewer as the output grows, or exact: all layers, sooner where drafts come true.",
+        ),
         click.option("--alpha", type=float, help="Use D3's curve, floor(L * alpha^i) layers at step i; in (0, 1]."),
         click.option("--system", metavar="TEXT", help="System message."),
         click.option("-n", "--max-tokens", type=int, default=512, help="Most tokens to generate."),
@@ -55,7 +70,7 @@ def generation_options(command: Command) -> Command:
         click.option("--think/--no-think", default=None, help="Have a thinking model think first, or not."),
         click.option("--show-depth", is_flag=True, help="Draw the depth of each step, and colour tokens by depth."),
     ]
-    return with_options(options, model_options(command))
+    return with_options(options, draft_options(model_options(command)))
 
 
 @click.command()
@@ -74,6 +89,8 @@ def generate(prompt: str | None, named_prompt: str | None, compare: bool, as_jso
 
 def generate_text(argument: str | None, compare: bool, as_json: bool, options: dict[str, Any]) -> None:
     """What `taper generate` does, and `taper run` with a prompt as its argument."""
+    if compare and options["mode"] == EXACT:
+        raise click.UsageError("--compare shows full depth beside a policy, and exact gives what full depth gives")
     if compare and FULL in (options["mode"], options["policy"]):
         raise click.UsageError("--compare shows full depth beside a policy; leave out full")
     if as_json and options["show_depth"]:
@@ -87,6 +104,7 @@ def generate_text(argument: str | None, compare: bool, as_json: bool, options: d
     # A prompt that does not fit is rejected before anything else is printed.
     thoughts = thoughts_after(llm, llm.encode(prompt, think=options["think"]))
     policy = chosen_policy(llm, options)
+    more["draft"] = drafting_of(llm, options)
     if compare:
         _compare(llm, prompt, params, policy, more, options["show_depth"], as_json)
         return
@@ -123,7 +141,7 @@ def chosen_policy(llm: LLM, options: dict[str, Any]) -> DepthPolicy:
     name, mode, alpha = options["policy"], options["mode"], options["alpha"]
     if alpha is None:
         return llm.resolve_policy(name, mode)
-    if FULL in (mode, name):
+    if mode == EXACT or FULL in (mode, name):
         raise TaperError("full depth runs every layer; --alpha does nothing there", "leave out one of the two")
     if name is not None:
         return llm.resolve_policy(name, mode).with_alpha(alpha)
@@ -132,6 +150,21 @@ def chosen_policy(llm: LLM, options: dict[str, Any]) -> DepthPolicy:
         say("taper: no measured skip order for this model: the middle layers go first (our reading of the paper)")
         return policy
     return llm.resolve_policy().with_alpha(alpha)
+
+
+def drafting_of(llm: LLM, options: dict[str, Any]) -> Drafting | None:
+    """What the options of drafting ask for; those that do nothing are rejected."""
+    given = [name for name in (*DRAFT_LIMITS, "exact_bits") if options[name] not in (None, False)]
+    more = limits_of_drafts({name: options[name] for name in DRAFT_LIMITS}) | {"exact_bits": options["exact_bits"]}
+    drafting = llm.resolve_drafting(options["draft"], options["mode"], options["policy"], **more)
+    without = {"auto": (), "ngram": ("draft_p_min",), "policy": ("draft_min_match",)}
+    idle = [name for name in given if drafting is None or name in without[drafting.kind]]
+    if options["draft"] == OFF and idle == ["exact_bits"]:  # to compare outputs with drafts and without
+        idle = []
+    if idle:
+        option = "--" + idle[0].replace("_", "-")
+        raise TaperError(f"{option} does nothing here", "give --mode exact, or --draft of a kind that it is for")
+    return drafting
 
 
 def messages_of(system: str | None) -> list[Message]:
@@ -265,6 +298,8 @@ def _as_json(output: Output, llm: LLM, params: SamplingParams) -> dict[str, Any]
         "depths": output.depths,
         "ttft_s": output.ttft_s,
         "tokens_per_second": output.tokens_per_second,
+        "drafted_tokens": output.drafted_tokens,
+        "accepted_tokens": output.accepted_tokens,
         "mode": "full" if output.policy.min_depth == llm.config.num_hidden_layers else "taper",
         "policy": output.policy.label,
         "model": llm.model,

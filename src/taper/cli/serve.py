@@ -10,7 +10,7 @@ import click
 from ..errors import REUSE, TaperError
 from ..models import model_name
 from ..models.policies import FULL
-from .common import load, model_options, say
+from .common import draft_options, limits_of_drafts, load, model_options, say
 
 
 @click.command()
@@ -18,6 +18,7 @@ from .common import load, model_options, say
 @click.option("--name", help="What clients call the model. Default: the model's name, or that of its file.")
 @click.option("--policy", "policies", multiple=True, metavar="NAME|FILE", help="Policies; the first is the default.")
 @click.option("--reuse", type=click.Choice(REUSE), default=REUSE[0], help="Of earlier turns: see docs/reliability.md.")
+@draft_options
 @click.option("--host", default="127.0.0.1", help="Address to listen on.")
 @click.option("--port", type=int, default=8000, help="Port to listen on; 0: a free one.")
 @click.option("--api-key", envvar="TAPER_API_KEY", show_default=False, help="What clients must send. [$TAPER_API_KEY]")
@@ -30,7 +31,15 @@ from .common import load, model_options, say
 @click.option("--max-seconds", type=float, default=600.0, help="Time of a request, and of a shutdown.")
 @click.option("--keep-alive-seconds", type=int, default=65, help="Time that a connection without requests stays open.")
 @click.option("--log-prompts", is_flag=True, help="Write requests with their prompts to the log.")
-def serve(policies: tuple[str, ...], name: str | None, max_batch_size: int, reuse: str, **options: Any) -> None:
+def serve(
+    policies: tuple[str, ...],
+    name: str | None,
+    max_batch_size: int,
+    reuse: str,
+    draft: str | None,
+    exact_bits: bool,
+    **options: Any,
+) -> None:
     """Serve a model with OpenAI's API, and a page to try it."""
     try:
         from ..server.app import serve as run_server
@@ -41,6 +50,7 @@ def serve(policies: tuple[str, ...], name: str | None, max_batch_size: int, reus
     if name is not None and not name.strip():
         raise TaperError("--name is empty", "give the name that clients use, or leave it out")
     model = {key: options.pop(key) for key in ("model", "device", "dtype", "context", "threads", "repack", "offline")}
+    draft_limits = limits_of_drafts(options) | {"exact_bits": exact_bits}
     limits = Limits(**options | {"api_key": options["api_key"] or ""})
     listener = listen(limits)  # before the model is loaded, which takes time
     llm = load(model, max_batch_size=max_batch_size)
@@ -50,7 +60,9 @@ def serve(policies: tuple[str, ...], name: str | None, max_batch_size: int, reus
         resolved = llm.resolve_policy(policy)
         chosen[policy if policy in known else resolved.name or Path(policy).stem] = resolved
     default = next(iter(chosen)) if chosen else llm.resolve_policy().name
-    served = ServedModel(name or model_name(llm.model), llm, known | chosen, default, limits.max_n, reuse)
+    llm.resolve_drafting(draft or "auto", **draft_limits)  # rejects what no request could use
+    called = name or model_name(llm.model)
+    served = ServedModel(called, llm, known | chosen, default, limits.max_n, reuse, draft, draft_limits)
     host, port = listener.getsockname()[:2]
     address = f"[{host}]" if ":" in host else host
     say(f"serving {served.name} at http://{address}:{port}/ with policy {default}; Ctrl-C stops it")

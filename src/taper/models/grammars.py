@@ -94,3 +94,7 @@ class GrammarFilter:
     def accept(self, token_id: int) -> None:
         """Advance by the token that was sampled."""
         self._matcher.consume_token(token_id)
+
+    def num_allowed(self, token_ids: list[int]) -> int:
+        """How many of these tokens, from the first one on, keep the schema one after the other."""
+        return int(self._matcher.validate_tokens(token_ids))

@@ -197,6 +197,8 @@ class Events(ABC):
                 "depths": output.depths,
                 "ttft_s": output.ttft_s,
                 "tokens_per_second": output.tokens_per_second,
+                "drafted_tokens": output.drafted_tokens,
+                "accepted_tokens": output.accepted_tokens,
             }
         return stats
 

@@ -33,6 +33,8 @@ class Metrics:
             "taper_cached_prompt_tokens", "Tokens of prompts that were not computed again"
         )
         self._completion_tokens = counter("taper_completion_tokens", "Tokens of completions")
+        self._drafted = counter("taper_drafted_tokens", "Tokens that were proposed and verified")
+        self._accepted = counter("taper_accepted_tokens", "Tokens of completions that had been proposed")
         self._layers_run = counter("taper_layers_run", "Layers run for tokens of completions")
         self._layers_skipped = counter("taper_layers_skipped", "Layers skipped for tokens of completions")
         self._mean_depth = prometheus.Summary("taper_mean_depth", "Mean depth, by completion", registry=registry)
@@ -69,6 +71,8 @@ class Metrics:
             self._completions.labels(output.finish_reason).inc()
             self._prompt_tokens.inc(output.prompt_tokens)
             self._cached_prompt_tokens.inc(output.cached_tokens)
+            self._drafted.inc(output.drafted_tokens)
+            self._accepted.inc(output.accepted_tokens)
             self._mean_depth.observe(output.mean_depth)
             self._ttft.observe(output.ttft_s)
             if output.tokens_per_second:

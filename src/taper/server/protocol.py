@@ -123,7 +123,8 @@ class TaperFields(Strict):
     """
 
     policy: str | None = None
-    mode: Literal["full", "taper", "compare"] | None = None
+    mode: Literal["full", "taper", "exact", "compare"] | None = None
+    draft: Literal["auto", "ngram", "policy", "off"] | None = None
     think: bool | None = None  # chats only
     reuse: Literal["filled", "exact"] | None = None
     top_k: int | None = None
@@ -459,7 +460,7 @@ class TokenizeRequest(Strict):
 
 
 class TaperStats(BaseModel):
-    """Depth and speed of an output."""
+    """Depth and speed of an output, how many tokens were drafted, and how many of them it has."""
 
     policy: str
     num_hidden_layers: int
@@ -467,6 +468,8 @@ class TaperStats(BaseModel):
     depths: list[int]
     ttft_s: float
     tokens_per_second: float
+    drafted_tokens: int
+    accepted_tokens: int
 
 
 class PromptTokensDetails(BaseModel):

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
+from ..drafting import Drafting
 from ..engine import Request, TokenFilter, takes_filled
-from ..errors import REUSE, RequestError, one_of, whole_number
+from ..errors import EXACT, REUSE, RequestError, one_of, whole_number
 from ..llm import LLM
 from ..policy import DepthPolicy
 from ..sampling import SamplingParams, check_token_ids
@@ -22,7 +23,7 @@ DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI documents
 _SAMPLING_FIELDS = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed"}
 _SAMPLING_FIELDS |= {"presence_penalty", "frequency_penalty"}
 _ENDING_FIELDS = {"add_generation_prompt", "continue_final_message"}
-_NO_SAMPLING_FIELDS = {"policy", "mode", "think", "reuse"}  # of Taper's own fields
+_NO_SAMPLING_FIELDS = {"policy", "mode", "draft", "think", "reuse"}  # of Taper's own fields
 # The fields of parameters that have another name in errors than in a body.
 _FIELDS = {name: f"taper.{name}" for name in protocol.TaperFields.model_fields} | {
     "a token id of logit_bias": "logit_bias",
@@ -42,6 +43,8 @@ class ServedModel:
         default_policy: the name of the policy for requests that choose none.
         max_n: completions of a request, all prompts together.
         reuse: what requests take from earlier ones unless they say so themselves, one of `REUSE`.
+        draft: how to draft unless a request says so itself; by default in mode exact alone.
+        limits: of drafts, see `LLM.resolve_drafting`.
     """
 
     name: str
@@ -50,6 +53,8 @@ class ServedModel:
     default_policy: str
     max_n: int
     reuse: str = REUSE[0]
+    draft: str | None = None
+    limits: dict[str, Any] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def chat(self, body: protocol.ChatRequest, token_filter: Callable[[], TokenFilter] | None) -> list[Request]:
@@ -164,10 +169,10 @@ class ServedModel:
     ) -> list[Request]:
         n = whole_number("n", 1 if body.n is None else body.n, 1, self.max_n)
         with protocol.errors_at("taper.policy", _FIELDS):
-            policies = self._policies(body.own)
+            policies, drafting = self._policies(body.own), self._drafting(body.own)
         if body.compares and params.seed is None:
             params = replace(params, seed=secrets.randbelow(1 << 32))  # one for both, so that only depth differs
-        rest = self.llm.tokenizer.eos_token_ids, token_filter, body.own.reuse or self.reuse, goes_on
+        rest = self.llm.tokenizer.eos_token_ids, token_filter, body.own.reuse or self.reuse, goes_on, drafting
         requests = []
         for prompt, choice, policy in product(prompts, range(n), policies):
             seed = None if params.seed is None else params.seed + choice  # the same would give the same text n times
@@ -194,7 +199,20 @@ class ServedModel:
             raise RequestError(message, "name such a policy", "policy")
         return [self.policies["full"], policy]
 
+    def _drafting(self, fields: protocol.TaperFields) -> Drafting | None:
+        """How to draft; in mode exact, the policy of a request is the one that drafts."""
+        if fields.mode == "compare":
+            if fields.draft not in (None, "off"):
+                message = "mode compare takes a token of each output in turn, so nothing is drafted"
+                raise RequestError(message, "leave it out", "draft")
+            return None
+        policy = self.policies[one_of("policy", fields.policy, self.policies)] if fields.policy else None
+        mode = EXACT if fields.mode == EXACT else None
+        return self.llm.resolve_drafting(fields.draft or self.draft, mode, policy, **self.limits)
+
     def _policy(self, fields: protocol.TaperFields) -> DepthPolicy:
+        if fields.mode == EXACT:
+            return self.policies["full"]
         if fields.mode == "full":
             if fields.policy not in (None, "full"):
                 message = "mode full runs every layer; it takes no policy"

@@ -125,6 +125,10 @@ class GgmlBackend:
             self._passing.copy(source, target, first, end)
         self._model.cache.copy(source, target, first, end)
 
+    def fix_summation_order(self) -> None:
+        """Sum attention in one order however many tokens a forward has; with a long context, single ones get slower."""
+        ggml.fix_summation_order(self._backend)
+
     def close(self) -> None:
         """Free ggml's memory; the backend cannot be used afterwards."""
         self._graphs.clear()

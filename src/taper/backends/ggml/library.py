@@ -210,6 +210,12 @@ class Library:
     def __str__(self) -> str:
         return f"ggml {self.version().decode()} of {self.place}"
 
+    def fix_summation_order(self, backend: Any) -> None:
+        """Let attention of a backend sum in one order whatever the number of tokens, if this version can."""
+        for handle in self._handles:
+            with suppress(AttributeError):
+                handle.ggml_backend_cpu_set_use_ref(c_void_p(backend), c_bool(True))
+
     def unused_instructions(self) -> list[str]:
         """The instructions that this processor has but the library was not built with, by ggml's names."""
         return [name.upper() for name, has in self._instructions().items() if has and not self._built_with(name)]
