@@ -3,6 +3,7 @@
 # make native  compiles ggml for this processor, about three minutes: faster prompts of larger models
 # make test  installs what the tests need and runs lint, types and tests
 # make test-libraries  the CPU backend's tests with each ggml library that is installed
+# make docs  builds the documentation site into build/site, and fails if there is a warning
 # make test-vllm  the vLLM plug-in's tests, on a CPU, in an environment of their own
 PYTHON ?= python3
 VENV := .venv
@@ -16,7 +17,7 @@ VLLM_BIN := .venv-vllm/bin
 VLLM_TESTS := pytest==9.2.0 hypothesis==6.170.15 gguf==0.19.0 transformers==5.19.0
 VLLM_PIP := $(VLLM_BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: demo demo-large native test test-libraries test-vllm lint format clean
+.PHONY: demo demo-large native test test-libraries test-vllm docs lint format clean
 
 demo: $(VENV)/installed
 	@$(BIN)/taper pull
@@ -45,14 +46,17 @@ test-vllm: .venv-vllm/installed
 	@$(VLLM_BIN)/taper pull
 	@OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest tests/vllm
 
+docs: $(VENV)/installed-docs
+	@$(BIN)/python -m mkdocs build
+
 lint: $(VENV)/installed-test
-	@$(BIN)/ruff check src tests research
-	@$(BIN)/ruff format --check --quiet src tests research
+	@$(BIN)/ruff check src tests research docs
+	@$(BIN)/ruff format --check --quiet src tests research docs
 	@$(BIN)/mypy
 
 format: $(VENV)/installed-test
-	@$(BIN)/ruff check --fix src tests research
-	@$(BIN)/ruff format src tests research
+	@$(BIN)/ruff check --fix src tests research docs
+	@$(BIN)/ruff format src tests research docs
 
 clean:
 	rm -rf $(VENV) .venv-vllm build dist *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -69,6 +73,11 @@ $(VENV)/installed: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/installed-test: $(VENV)/installed
 	@echo "installing what the tests need"
 	@$(PIP) -e ".[test]"
+	@touch $@
+
+$(VENV)/installed-docs: $(VENV)/installed
+	@echo "installing what the site needs"
+	@$(PIP) -e ".[docs]"
 	@touch $@
 
 # llama.cpp's converter, in a folder of its own: it brings a gguf package that would hide the one that Taper uses.

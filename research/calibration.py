@@ -64,13 +64,14 @@ def run_cli(cache: Path, *options: str) -> tuple[dict[str, Any], dict[str, Any]]
 
 def policies(cache: Path, model: str) -> dict[str, Any]:
     """The shipped policies without adapters: time, memory, speed as predicted and measured, held-out quality."""
-    return calibrated(cache, model, {f"{name}-plain": speed for name, speed in SPEEDS.items()}, None)
+    return calibrated(cache, model, SPEEDS, None)
 
 
 def healed(cache: Path, model: str) -> dict[str, Any]:
-    """The same of the shipped policies with adapters, JSON files that name the file of the adapters."""
-    results = calibrated(cache, model, SPEEDS, SHIPPED / model / ADAPTERS)
-    for name in SPEEDS:
+    """The same of policies with adapters, JSON files that name the file of the adapters."""
+    speeds = {f"{name}-healed": speed for name, speed in SPEEDS.items()}
+    results = calibrated(cache, model, speeds, SHIPPED / model / ADAPTERS)
+    for name in speeds:
         policy = load_policy(cache / f"{name}.safetensors")
         data = json.loads(policy.without_adapters().to_json()) | {"adapters": ADAPTERS}
         (SHIPPED / model / f"{name}.json").write_text(json.dumps(data) + "\n")
@@ -115,7 +116,7 @@ def orders(cache: Path, model: str) -> dict[str, Any]:
     prompts = list(encode_prompts(llm, builtin_prompts(), 0, 256))
     _, held_out = split(completions(llm, prompts, full, ANSWER_TOKENS, store, SILENT))
     measurements = Measurements(llm.engine, first_steps(held_out, COMPARED_STEPS), store)
-    order = load_policy(SHIPPED / model / "fast-plain.json").skip_order
+    order = load_policy(SHIPPED / model / "fast.json").skip_order
     started = time.perf_counter()
     compared = compare_orders(measurements, order, {"first sketch": FIRST_SKETCH})
     include_zero = {

@@ -17,14 +17,13 @@ from taper.models.families import ARCHITECTURES, MODEL_TYPES
 SRC = Path(__file__).parent.parent / "src" / "taper"
 
 # What each room may import from the others; `hf` knows policies, shared checks and its own framework only.
-ENGINE = {"errors", "adapters", "policy", "sampling", "drafting", "backends", "engine"}
+ENGINE = {"errors", "adapters", "policy", "sampling", "backends", "engine"}
 LLM = {*ENGINE, "models", "llm"}
 ALLOWED = {
     "errors": set(),
     "adapters": set(),
     "policy": {"errors", "adapters"},
     "sampling": {"errors"},
-    "drafting": {"errors", "policy"},
     "models": {"errors", "adapters", "policy"},
     "backends": {"errors", "adapters", "policy", "models"},
     "engine": ENGINE - {"engine"},

@@ -10,7 +10,7 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from taper import DepthPolicy, __version__
+from taper import Chunk, DepthPolicy, __version__
 from taper.cli import cli
 from taper.cli.terminal import DepthColours, Thoughts, depth_chart, policy_picture, styled
 
@@ -263,3 +263,6 @@ def test_each_depth_has_a_colour_from_all_layers_to_the_least():
     assert (colours.of(30), colours.of(24)) == ("green", "red")
     assert colours.legend().plain.split() == ["layers:", "30-29", "28", "27-26", "25", "24"]
     assert DepthColours(6, 6).of(6) == "green"
+    chunks = [Chunk(0, "a", 1, 30), Chunk(0, "b", 2, 24, is_drafted=True)]
+    assert [colours.style(chunk) for chunk in chunks] == ["green", "red underline"]
+    assert colours.legend(drafts=True).plain.split()[-1] == "drafted"

@@ -12,13 +12,14 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import BACKENDS, FAMILIES, make_backend, make_tiny, policies, random_prompt
+from tiny import BACKENDS, FAMILIES, PLAIN, make_backend, make_tiny, policies, random_prompt
 
 from taper import LLM, DepthPolicy, SamplingParams
 from taper import engine as engine_module
 from taper.cli import cli
-from taper.drafting import Draft, Drafting, Planner, Record, SuffixIndex
 from taper.engine import Engine, Request
+from taper.engine import sequence as sequence_module
+from taper.engine.drafting import Draft, Drafting, Planner, Record, SuffixIndex
 from taper.errors import RequestError
 
 FULL = DepthPolicy.full(6)
@@ -167,7 +168,7 @@ def test_drafts_change_nothing(tiny_llama, kind, policy, drafter, monkeypatch):
         truth = {tuple(r.prompt_ids): ids for r, (ids, *_) in zip(requests, expected, strict=True)}
         monkeypatch.setattr(Oracle, "truth", truth)
         monkeypatch.setattr(Oracle, "kind", drafter)
-        monkeypatch.setattr(engine_module, "NgramDrafter", Oracle)
+        monkeypatch.setattr(sequence_module, "NgramDrafter", Oracle)
     engine = Engine(make_backend(kind, loaded, num_slots=8))
     drafted = with_drafting(requests, always=True, min_match=2, **options)
     check_same(finished(engine, drafted), expected)
@@ -185,7 +186,7 @@ def test_true_drafts_take_fewer_forwards_and_false_ones_no_more(tiny_llama, monk
     request = Request(random_prompt(3), SamplingParams(max_tokens=33), FULL)
     (expected,) = Engine(make_backend("ggml", loaded)).complete([request])
     monkeypatch.setattr(Oracle, "truth", {tuple(request.prompt_ids): expected})
-    monkeypatch.setattr(engine_module, "NgramDrafter", Oracle)
+    monkeypatch.setattr(sequence_module, "NgramDrafter", Oracle)
     forwards = {}
     for kind in ("right", "wrong"):
         monkeypatch.setattr(Oracle, "kind", kind)
@@ -204,9 +205,10 @@ def with_size(requests: list[Request], size: int, **options) -> list[Request]:
     return [replace(request, drafting=drafting) for request in requests]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", PLAIN | FAMILIES)
 def test_drafts_change_nothing_in_any_family(family, tmp_path):
-    architecture, options = FAMILIES[family]
+    """With drafts of both kinds, of 5 and of 16 tokens, beside each other."""
+    architecture, options = (PLAIN | FAMILIES)[family]
     tiny = make_tiny(tmp_path, architecture, **options)
     loaded = tiny.load()
     layers = loaded.config.num_hidden_layers
@@ -217,8 +219,12 @@ def test_drafts_change_nothing_in_any_family(family, tmp_path):
                 for params in (SamplingParams(max_tokens=24), SamplingParams(max_tokens=24, temperature=0.8, seed=6))
             ]
             expected = finished(Engine(make_backend(kind, loaded, num_slots=2)), requests)
-            engine = Engine(make_backend(kind, loaded, num_slots=2))
-            check_same(finished(engine, with_size(requests, 5, min_match=1)), expected)
+            drafter = DepthPolicy.static(layers, layers - 2, policies(layers)["d3"].skip_order)
+            predicts = Drafting("policy", max_tokens=16, min_probability=0.0, policy=drafter, always=True)
+            copies = Drafting("ngram", max_tokens=5, min_match=1, always=True)
+            engine = Engine(make_backend(kind, loaded, num_slots=4))
+            drafted = [replace(r, drafting=drafting) for drafting in (copies, predicts) for r in requests]
+            check_same(finished(engine, drafted), [*expected, *expected])
 
 
 @pytest.mark.parametrize("when", range(1, 40, 3))
@@ -227,7 +233,7 @@ def test_an_interrupt_inside_a_window_loses_and_repeats_nothing(tiny_llama, monk
     expected = finished(Engine(make_backend("ggml", loaded, num_slots=3)), requests)
     truth = {tuple(r.prompt_ids): ids for r, (ids, *_) in zip(requests, expected, strict=True)}
     monkeypatch.setattr(Oracle, "truth", truth)
-    monkeypatch.setattr(engine_module, "NgramDrafter", Oracle)
+    monkeypatch.setattr(sequence_module, "NgramDrafter", Oracle)
     calls, sample = count(1), engine_module.sample
 
     def interrupted(*arguments):
@@ -244,6 +250,17 @@ def test_an_interrupt_inside_a_window_loses_and_repeats_nothing(tiny_llama, monk
         except KeyboardInterrupt:
             continue
     assert [sequence.completion_ids for sequence in sequences] == [ids for ids, *_ in expected]
+
+
+def test_the_end_of_the_context_ends_a_window(tiny_llama, monkeypatch):
+    loaded = tiny_llama.load()
+    request = Request(random_prompt(4, 20), SamplingParams(max_tokens=500), FULL)
+    expected = finished(Engine(make_backend("ggml", loaded, context_length=40)), [request])
+    assert expected[0][2] == "length"
+    monkeypatch.setattr(Oracle, "truth", {tuple(request.prompt_ids): [*expected[0][0], 1, 2, 3, 4, 5, 6]})
+    monkeypatch.setattr(sequence_module, "NgramDrafter", Oracle)
+    engine = Engine(make_backend("ggml", loaded, context_length=40))
+    check_same(finished(engine, with_size([request], 6)), expected)
 
 
 def test_an_aborted_sequence_leaves_others_as_they_are(tiny_llama):
@@ -315,7 +332,7 @@ def test_nothing_is_verified_before_the_clock_knows_a_step_and_sizes_are_tried_b
 
 
 def test_a_size_that_was_slow_by_chance_is_tried_again(monkeypatch):
-    monkeypatch.setattr("taper.drafting.STALE", 50)
+    monkeypatch.setattr("taper.engine.drafting.STALE", 50)
     clock = planner({1: 1.0, 2: 1.1})
     for size in (3, 4):
         clock.note_forward(size, 20.0)
@@ -342,7 +359,7 @@ def test_tokens_that_were_not_verified_count_too(tiny_llama, monkeypatch):
     engine = Engine(make_backend("ggml", tiny_llama.load()))
     (expected,) = engine.complete([request])
     monkeypatch.setattr(Oracle, "truth", {tuple(request.prompt_ids): expected})
-    monkeypatch.setattr(engine_module, "NgramDrafter", Oracle)
+    monkeypatch.setattr(sequence_module, "NgramDrafter", Oracle)
     engine = Engine(make_backend("ggml", tiny_llama.load()))
     monkeypatch.setattr(engine.planner, "plan", lambda drafts, num_tokens: [0] * len(drafts))
     sequence = engine.add(request)

@@ -9,6 +9,8 @@ import time
 import pytest
 from serving import before_each_forward, serving
 
+from taper.engine.drafting import Drafting
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
 SLOW = 20_000  # milliseconds; a busy machine must not fail a test
@@ -105,6 +107,16 @@ def test_comparing_shows_both_side_by_side_and_says_what_was_measured(page):
     assert "tokens are the same" in verdict or "texts are the same" in verdict
     assert len(page.query_selector_all(".pair .chart")) == 2
     assert "goes on from the tapered answer" in verdict
+
+
+def test_exact_mode_says_how_many_drafted_tokens_were_accepted(page, server, monkeypatch):
+    drafting = Drafting("ngram", min_match=1, always=True)
+    monkeypatch.setattr(server.served, "_drafting", lambda fields: drafting if fields.mode == "exact" else None)
+    page.check("[name=mode][value=exact]", force=True)
+    assert page.evaluate("document.querySelector('#policies').disabled")
+    ask(page, "abcabcabcabc")
+    wait_for_end(page)
+    assert re.search(r", \d+ of \d+ drafted tokens accepted", page.text_content(".figures"))
 
 
 def test_a_chat_survives_a_reload_and_its_last_answer_can_be_written_again(page, server):

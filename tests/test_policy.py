@@ -251,7 +251,8 @@ def test_policies_are_hashable_whatever_their_order_was_given_as():
 
 def test_names_are_found_with_their_model_and_without_it_for_the_default_one(monkeypatch, tmp_path):
     fast = find_policy("fast")
-    assert fast == find_policy(f"{DEFAULT_MODEL}/fast") == shipped_policies()[DEFAULT_MODEL][-1]
+    assert fast == find_policy(f"{DEFAULT_MODEL}/fast")
+    assert fast in shipped_policies()[DEFAULT_MODEL]
     (tmp_path / "own.json").write_text(fast.to_json())
     assert find_policy(tmp_path / "own.json") == fast
     other = replace(DepthPolicy.static(8, 6, [3, 4]), name="fast")
@@ -272,7 +273,10 @@ def test_names_without_a_policy_are_rejected(name):
 def test_shipped_policies_carry_their_speed_and_their_loss(model):
     shipped = shipped_policies()[model]
     predicted = {policy.name: policy.provenance["speedup"]["predicted"] for policy in shipped}
-    assert predicted == pytest.approx({"gentle": 1.05, "balanced": 1.10, "fast": 1.20}, abs=0.01)
+    plain = {name: speed for name, speed in predicted.items() if not name.endswith("-healed")}
+    assert plain == pytest.approx({"gentle": 1.05, "balanced": 1.10, "fast": 1.20}, abs=0.01)
+    for name, speed in predicted.items():
+        assert speed == pytest.approx(plain[name.removesuffix("-healed")], abs=0.01)
     for policy in shipped:
         assert policy.model is not None
         value, low, high = policy.provenance["held_out"]["tapered steps"]["agreement"]

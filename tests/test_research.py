@@ -545,7 +545,9 @@ def test_a_second_model_has_a_place_on_every_page(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("model", DEFAULT_POLICIES)
 def test_the_default_policy_is_the_fastest_that_costs_no_circles_and_no_word_problems(model):
-    policies, counts = render.shipped(model), render.load()["repetition"][model]["default"]
+    # Policies with adapters have not been measured in conversations yet.
+    policies = {name: one for name, one in render.shipped(model).items() if not name.endswith("-healed")}
+    counts = render.load()["repetition"][model]["default"]
     fewer = tables.solves_less(policies)
     passing = [name for name in policies if counts[name]["loops"] <= counts["full"]["loops"] and name not in fewer]
     assert DEFAULT_POLICIES[model] == passing[-1]

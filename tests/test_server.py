@@ -17,6 +17,7 @@ from serving import NAME, TOOLS_TEMPLATE, chat_body, serving
 from tiny import policies
 
 from taper import LLM
+from taper.engine.drafting import Drafting
 from taper.server.tool_calls import ToolCallParser, join_calls
 
 
@@ -146,6 +147,22 @@ def test_exact_mode_gives_what_full_depth_gives(server, fields):
     assert ends[0]["depths"] == ends[1]["depths"]
     assert ends[0]["drafted_tokens"] == 0
     assert ends[1]["accepted_tokens"] <= ends[1]["drafted_tokens"]
+
+
+def test_metrics_count_drafts_by_their_place(server, monkeypatch):
+    drafting = Drafting("ngram", max_tokens=3, min_match=1, always=True)
+    monkeypatch.setattr(server.served, "_drafting", lambda fields: drafting)
+    names = ["taper_drafted_tokens_total", "taper_accepted_tokens_total", "taper_verify_seconds"]
+    places = [f'taper_{kind}_by_place{{place="{n}"}}' for n in (1, 2, 3) for kind in ("verified", "accepted")]
+    before = [server.metric(name) for name in (*names, *places)]
+    reply = server.chat("abcabcabcabc", max_tokens=60, temperature=0, taper={"ignore_eos": True}).json()
+    grown = [server.metric(name) - value for name, value in zip((*names, *places), before, strict=True)]
+    stats = reply["choices"][0]["taper"]
+    assert grown[:2] == [stats["drafted_tokens"], stats["accepted_tokens"]]
+    assert grown[2] > 0
+    assert sum(grown[3::2]) == stats["drafted_tokens"] > 0
+    assert sum(grown[4::2]) == stats["accepted_tokens"]
+    assert all(accepted <= verified for verified, accepted in zip(grown[3::2], grown[4::2], strict=True))
 
 
 def test_drafts_are_asked_for_by_name_and_do_not_go_with_a_comparison(server):

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from .backends import Backend, open_backend
-from .drafting import Drafting
 from .engine import Engine, Request, StepOutput, takes_filled
 from .engine import Sequence as EngineSequence
+from .engine.drafting import Drafting
 from .errors import (
     DRAFTERS,
     EXACT,

@@ -31,7 +31,7 @@ from .common import (
 )
 
 if TYPE_CHECKING:
-    from ..drafting import Drafting
+    from ..engine.drafting import Drafting
     from ..llm import LLM, Chunk, Output, Stream
     from ..models.tokenizer import Message
     from ..policy import DepthPolicy
@@ -220,7 +220,7 @@ def follow(
         chunks.append(chunk)
         if not echo:
             return
-        text, style = chunk.text, colours.of(chunk.depth) if colours and chunk.depth else ""
+        text, style = chunk.text, colours.style(chunk) if colours and chunk.depth else ""
         if thoughts.take(text):
             style = f"dim {style}"
         print(styled(without_controls(text), style) if is_terminal else text, end="", flush=True)
@@ -318,7 +318,7 @@ def report(output: Output, chunks: list[Chunk], show_depth: bool) -> None:
         screen.print(depth_chart(output.depths, layers))
         if not sys.stdout.isatty():  # else the text is there already
             screen.print(colours.text(chunks))
-        screen.print(colours.legend())
+        screen.print(colours.legend(drafts=output.drafted_tokens > 0))
     screen.print(summary(output), style="dim", soft_wrap=True)
 
 

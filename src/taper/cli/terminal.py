@@ -76,20 +76,26 @@ class DepthColours:
         """The colour of a depth."""
         return _COLOURS[(self._layers - depth) * (len(_COLOURS) - 1) // max(1, len(self._depths) - 1)]
 
+    def style(self, chunk: Chunk) -> str:
+        """The colour of a token's depth, underlined if the token had been proposed."""
+        return self.of(chunk.depth or self._layers) + " underline" * chunk.is_drafted
+
     def text(self, chunks: Sequence[Chunk]) -> Text:
-        """An output with each token in the colour of its depth."""
+        """An output with each token in its style."""
         text = Text()
         for chunk in chunks:
-            text.append(without_controls(chunk.text), style=self.of(chunk.depth or self._layers))
+            text.append(without_controls(chunk.text), style=self.style(chunk))
         return text
 
-    def legend(self) -> Text:
-        """Which colours stand for which depths."""
+    def legend(self, drafts: bool = False) -> Text:
+        """Which colours stand for which depths, and what is underlined if there are drafts."""
         text = Text("layers: ", style="dim")
         for name in _COLOURS:
             if group := [depth for depth in self._depths if self.of(depth) == name]:
                 text.append(f"{group[0]}" if len(group) == 1 else f"{group[0]}-{group[-1]}", style=f"not dim {name}")
                 text.append("  ")
+        if drafts:
+            text.append("drafted", style="not dim underline")
         return text
 
 

@@ -27,7 +27,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from .. import engine
+from ..engine import Request as EngineRequest
+from ..engine import TokenFilter
 from ..errors import TaperError, printable
 from . import protocol
 from .completions import ChatEvents, CompletionResponse, Events, TextEvents
@@ -43,7 +44,7 @@ MAX_WAITING_SCHEMAS = 8  # each may take two seconds, and SIGTERM waits for them
 SMALL_BODY = 1 << 16  # bytes; checked in milliseconds
 _PUBLIC_PATHS = ("/health", "/ready")  # need no key, like the page's files: they hold no secrets and show no data
 _CONTENT_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
-_FilterFactory = Callable[[], engine.TokenFilter]
+_FilterFactory = Callable[[], TokenFilter]
 # The page may load its own files and talk to its own server, and nothing else.
 _PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -118,7 +119,7 @@ def _add_openai_routes(app: FastAPI, served: ServedModel, limits: Limits, engine
     one_schema = CapacityLimiter(1)  # at a time; requests without a schema do not wait for it
 
     def complete(
-        body: protocol.CompletionFields, events: Events, prepare: Callable[[], Awaitable[list[engine.Request]]]
+        body: protocol.CompletionFields, events: Events, prepare: Callable[[], Awaitable[list[EngineRequest]]]
     ) -> CompletionResponse:
         if limits.log_prompts:
             log.info("request: %s", body.model_dump_json(exclude_unset=True))
@@ -135,7 +136,7 @@ def _add_openai_routes(app: FastAPI, served: ServedModel, limits: Limits, engine
     async def chat_completions(body: protocol.ChatRequest) -> Response:
         """Complete a conversation."""
 
-        async def prepare() -> list[engine.Request]:
+        async def prepare() -> list[EngineRequest]:
             token_filter = None
             if body.json_schema is not None:
                 compile_ = partial(served.llm.grammars.compile, body.json_schema)

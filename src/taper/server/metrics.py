@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import prometheus_client as prometheus
 
 from ..engine import Engine
+from ..engine.drafting import MAX_TOKENS
 from ..llm import Chunk
 
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
@@ -50,15 +51,26 @@ class Metrics:
             running = [sequence for sequence in list(slots.sequences) if sequence]
             return sum(sequence.num_tokens for sequence in running) + sum(map(len, list(slots.kept)))
 
-        gauges = {
+        gauges: dict[str, tuple[str, Callable[[], float]]] = {
             "taper_waiting_sequences": ("Sequences that wait for a slot", lambda: engine.num_waiting),
             "taper_running_sequences": ("Sequences that run", lambda: len(slots.sequences) - slots.num_free),
             "taper_slots": ("Sequences that can run at a time", lambda: len(slots.sequences)),
             "taper_kv_cache_tokens": ("Tokens in the key-value cache, kept prompts included", tokens),
             "taper_kv_cache_capacity_tokens": ("Tokens that fit the cache", lambda: len(slots.sequences) * context),
         }
+        planner = engine.planner
+        gauges |= {
+            "taper_draft_seconds": ("Time of forwards that proposed tokens", lambda: planner.draft_seconds),
+            "taper_verify_seconds": ("Time of forwards that verified proposed tokens", lambda: planner.verify_seconds),
+        }
         for name, (text, value) in gauges.items():
             prometheus.Gauge(name, text, registry=registry).set_function(value)
+
+        for name, counts in (("verified", planner.num_verified), ("accepted", planner.num_accepted)):
+            text = f"Proposed tokens that were {name}, by their place in a draft"
+            gauge = prometheus.Gauge(f"taper_{name}_by_place", text, ["place"], registry=registry)
+            for place in range(MAX_TOKENS):
+                gauge.labels(str(place + 1)).set_function(partial(counts.__getitem__, place))
 
     def count_step(self, chunks: Sequence[Chunk], seconds: float) -> None:
         """Count a step of the engine and the chunks it made, stop tokens included."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
-from ..drafting import Drafting
 from ..engine import Request, TokenFilter, takes_filled
+from ..engine.drafting import Drafting
 from ..errors import EXACT, REUSE, RequestError, one_of, whole_number
 from ..llm import LLM
 from ..policy import DepthPolicy

@@ -68,6 +68,8 @@ export class Answer {
     this.figures.append(` of ${this.layers}, `);
     create(this.figures, "b", "", speed.toFixed(1));
     this.figures.append(" tokens/s");
+    const { accepted_tokens: accepted, drafted_tokens: drafted } = this.summary ?? {};
+    if (drafted) this.figures.append(`, ${accepted} of ${drafted} drafted tokens accepted`);
     if (this.stopped) this.figures.append(", stopped");
     if (this.summary?.finish_reason === "length") this.figures.append(", cut at the token limit");
   }

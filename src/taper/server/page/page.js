@@ -18,6 +18,7 @@ const SAMPLING = {
 const NOTES = {
   full: "Every layer for every token: the model as it is.",
   taper: "Fewer layers per token as the answer grows.",
+  exact: "Every layer for every token, sooner where the text can be drafted.",
   compare: "The same prompt at full depth and tapered, a token of each in turn, so that what slows the machine slows both alike.",
 };
 
@@ -28,7 +29,7 @@ let running = null; // AbortController of the turn that runs
 // Completes a conversation into one answer, or into the two that are compared.
 async function complete(answers, conversation, signal) {
   const { policy } = answers.at(-1).element.dataset;
-  const taper = policy === "full" ? { mode: "full" } : { policy };
+  const taper = policy === "full" ? { mode: chosen("mode") === "exact" ? "exact" : "full" } : { policy };
   const body = {
     model: model.id,
     messages: [...systemMessage(), ...conversation.map(({ role, content }) => ({ role, content }))],
@@ -108,7 +109,7 @@ async function turn(text) {
   const conversation = history; // "New chat" begins another one
   conversation.push({ role: "user", content: text });
   const parent = create($("messages"), "div", mode === "compare" ? "pair" : "");
-  const tapered = mode === "full" ? "full" : policy;
+  const tapered = runsAll(mode) ? "full" : policy;
   running = new AbortController();
   const { signal } = running;
   showRunning(true);
@@ -175,10 +176,12 @@ function showRunning(runs) {
   $("stop").hidden = !runs;
 }
 
+const runsAll = (mode) => mode === "full" || mode === "exact";
+
 function showMode() {
   const mode = chosen("mode");
   $("mode-note").textContent = NOTES[mode];
-  $("policies").disabled = mode === "full";
+  $("policies").disabled = runsAll(mode);
   const { num_hidden_layers: layers, policies } = model.taper;
   showLegend($("legend"), layers, policies[chosen("policy")]?.min_depth ?? layers);
 }
@@ -203,7 +206,7 @@ function showModel() {
   }
   const isFull = !tapering.length || policies.full?.default;
   for (const input of document.querySelectorAll("[name=mode]")) {
-    input.disabled = !tapering.length && input.value !== "full";
+    input.disabled = !tapering.length && !runsAll(input.value);
     input.checked = input.value === (isFull ? "full" : "taper");
   }
   showMode();

@@ -9,14 +9,14 @@ where that would be slower. Knows no model and no backend.
 from __future__ import annotations
 
 from bisect import bisect
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
-from .errors import DRAFTERS, RequestError, number, one_of, whole_number
-from .policy import DepthPolicy
+from ..errors import DRAFTERS, RequestError, number, one_of, whole_number
+from ..policy import DepthPolicy
 
 MAX_TOKENS, MIN_MATCH, MIN_PROBABILITY = 16, 4, 0.5
 RECENT = 5  # timed forwards of a size that count; their median is taken
@@ -175,21 +175,27 @@ class Planner:
         self._num_forwards = 0
         self._records: dict[int, Record] = {}  # of all sequences, by the size of the match before a token
         self._draft_times: deque[float] = deque(maxlen=RECENT)  # seconds of forwards under a policy that proposes
+        self.draft_seconds = self.verify_seconds = 0.0  # of all forwards that proposed, and of those that verified
+        self.num_verified, self.num_accepted = Counter[int](), Counter[int]()  # tokens by their place in a draft
 
-    def note_forward(self, num_tokens: int, seconds: float) -> None:
-        """Count the time of a forward that only decodes."""
+    def note_forward(self, num_tokens: int, seconds: float, verifies: bool = False) -> None:
+        """Count the time of a forward that only decodes; it verifies if some of its tokens are proposed ones."""
         self._num_forwards += 1
+        self.verify_seconds += seconds * verifies
         times = self._times.setdefault(num_tokens, deque(maxlen=RECENT))
         times.append(seconds)
         self._seconds[num_tokens], self._timed_at[num_tokens] = median(times), self._num_forwards
         if len(self._sizes) < len(self._seconds) or self._num_forwards % RECENT == 0:
-            for size in [size for size, when in self._timed_at.items() if self._num_forwards - when >= STALE]:
-                del self._times[size], self._seconds[size], self._timed_at[size]
-            self._sizes = sorted(self._seconds)
+            stale = {size for size, when in self._timed_at.items() if self._num_forwards - when >= STALE}
+            self._sizes = sorted(self._seconds.keys() - stale)  # first: an interrupt may come at any line
+            for table in (self._times, self._seconds, self._timed_at):
+                for size in stale:
+                    table.pop(size, None)
 
     def note_draft(self, seconds: float) -> None:
         """Count the time of a forward under a policy that proposes."""
         self._draft_times.append(seconds)
+        self.draft_seconds += seconds
 
     def seconds(self, num_tokens: int) -> float | None:
         """The time of a forward: measured, or from the sizes beside it; None if it is too far from those measured."""

@@ -14,192 +14,29 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable
 from functools import cached_property
 from itertools import count
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
-from .adapters import Adapters
-from .backends import Backend, ForwardOutput, TokenBatch
-from .drafting import PROBE_STEPS, Draft, Drafting, NgramDrafter, Planner, Record
-from .errors import REUSE, RequestError, one_of, whole_number
-from .policy import DepthPolicy, active_prefixes
-from .sampling import NOT_A_NUMBER, SamplingParams, TokenCounts, TokenLogprobs, check_token_ids, sample, token_logprobs
+from ..adapters import Adapters
+from ..backends import Backend, ForwardOutput, TokenBatch
+from ..errors import REUSE, RequestError, one_of, whole_number
+from ..policy import DepthPolicy, active_prefixes
+from ..sampling import NOT_A_NUMBER, check_token_ids, sample, token_logprobs
+from .drafting import PROBE_STEPS, Draft, Planner
+from .sequence import Request, Sequence, StepOutput, TokenFilter, takes_filled
+from .slots import MIN_SHARED, Slots, common_prefix
+
+__all__ = ["Engine", "Request", "Sequence", "Slots", "StepOutput", "TokenFilter", "takes_filled"]
 
 MAX_NUM_BATCHED_TOKENS = 512  # tokens of a step; bounds the memory of activations and the wait for the next token
 MAX_WIDTH, TRIED_POSITIONS = 17, (0, 600)  # of forwards in which the rounding of several tokens is tried
-MIN_SHARED = 16  # tokens; copying fewer, or waiting for them, takes as long as computing them
 
-Tokens = list[int] | tuple[int, ...]
 Prediction = np.ndarray | int  # logits float32 [vocab_size], or the argmax
 Layers = tuple[tuple[int, ...], Adapters | None]  # the skip order of a forward, and the adapters of skipped layers
-
-
-class TokenFilter(Protocol):
-    """Says which tokens may come next in one completion, such as those that keep it valid JSON."""
-
-    def restrict(self, logits: np.ndarray) -> np.ndarray:
-        """A copy of logits float32 [vocab_size], with -inf for the tokens that may not come next."""
-        ...
-
-    def accept(self, token_id: int) -> None:
-        """Note the token that was chosen."""
-        ...
-
-    def num_allowed(self, token_ids: list[int]) -> int:
-        """How many of these tokens, from the first one on, may come next one after the other."""
-        ...
-
-
-def takes_filled(policy: DepthPolicy, reuse: str) -> bool:
-    """Whether a request with this policy and kind of reuse fills keys and values, and may see those that others did."""
-    return reuse == "filled" and policy.tapers
-
-
-@dataclass(frozen=True)
-class Request:
-    """A prompt and how to complete it.
-
-    `eos_token_ids` are the model's own; `params` may add to them. `token_filter` makes the filter of its completion.
-    `reuse`, one of `REUSE`, says what it may take from earlier requests: "filled" also keys and values of layers that
-    they skipped, if its own policy skips layers; "exact" only what full depth computed. `text_goes_on` is for whoever
-    decodes the completion: its text goes on from that of the prompt.
-    """
-
-    prompt_ids: Tokens
-    params: SamplingParams
-    policy: DepthPolicy
-    eos_token_ids: frozenset[int] = frozenset()
-    token_filter: Callable[[], TokenFilter] | None = None
-    reuse: str = REUSE[0]
-    text_goes_on: bool = False
-    drafting: Drafting | None = None
-
-    @property
-    def takes_filled(self) -> bool:
-        """Whether it fills keys and values of skipped layers, and may see those that others filled."""
-        return takes_filled(self.policy, self.reuse)
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the argmax of the model's own logits is all that is asked for."""
-        return self.params.is_greedy and self.token_filter is None
-
-
-@dataclass(frozen=True)
-class StepOutput:
-    """One token of a sequence, the stop token included.
-
-    `token_id` is -1, with `finish_reason` "error", if the model's output was not a number or its filter allowed none.
-    """
-
-    sequence_id: int
-    token_id: int
-    depth: int
-    finish_reason: str | None
-    logprobs: TokenLogprobs | None = None
-    is_drafted: bool = False  # whether it was proposed, and came true
-
-
-@dataclass(eq=False)
-class Sequence:
-    """A request on its way through the engine, which alone changes it."""
-
-    id: int
-    request: Request
-    depth: int  # layers of the forward that predicts the next token: set by the policy, after each token
-    outputs: list[StepOutput] = field(default_factory=list)  # the completion: each token once, in order
-    slot: int | None = None  # of the key-value cache; None while it waits and once it has finished
-    num_computed_tokens: int = 0  # leading tokens with keys and values in every layer, computed or filled
-    num_exact_tokens: int = 0  # those of them for which every layer ran, on exact tokens before
-    num_cached_tokens: int = 0  # prompt tokens that were not computed for this sequence
-    finish_reason: str | None = None  # "stop", "length", "abort" or "error"
-    is_held: bool = False  # its caller uses its slot (`Engine.forward`): it advances only when it is asked for
-    num_drafted: int = 0  # tokens that were proposed and verified
-    drafter: NgramDrafter | None = field(init=False)
-    drafts: Record = field(default_factory=Record)  # how often copied tokens came true
-    predictions: Record = field(default_factory=Record)  # how often those that a policy predicted did
-    rng: np.random.Generator = field(init=False)
-    token_filter: TokenFilter | None = field(init=False)
-    counts: TokenCounts | None = field(init=False)  # for the penalties, where there are any
-
-    def __post_init__(self) -> None:
-        drafting = self.request.drafting
-        copies = drafting is not None and drafting.kind != "policy"
-        self.drafter = NgramDrafter(drafting.min_match) if drafting is not None and copies else None
-        self._begin()
-
-    def _begin(self) -> None:
-        """Set the state that sampling keeps from token to token to what it is before the first one."""
-        self.rng = np.random.default_rng(self.request.params.seed)
-        self.token_filter = self.request.token_filter and self.request.token_filter()
-        self.counts = TokenCounts(self.request.prompt_ids) if self.request.params.has_penalties else None
-
-    def accept(self, token_id: int) -> None:
-        """Note a token of the completion, for the sampling of the next one."""
-        if self.token_filter is not None:
-            self.token_filter.accept(token_id)
-        if self.counts is not None:
-            self.counts.add(token_id)
-
-    @property
-    def step(self) -> int:
-        """Index of the next token of the completion."""
-        return len(self.outputs)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the prompt and of the completion so far."""
-        return len(self.request.prompt_ids) + len(self.outputs)
-
-    @property
-    def completion_ids(self) -> list[int]:
-        """The completion as token ids, a stop token included."""
-        return [output.token_id for output in self.outputs if output.token_id != NOT_A_NUMBER]
-
-    def leading(self, count: int) -> list[int]:
-        """The first `count` tokens of prompt and completion."""
-        missing = max(0, count - len(self.request.prompt_ids))
-        return [*self.request.prompt_ids[:count], *(output.token_id for output in self.outputs[:missing])]
-
-    def count_computed(self, position: int, depths: list[int], num_hidden_layers: int) -> None:
-        """Count tokens of a forward, from a position on, whose keys and values may be used again."""
-        at_full_depth = depths.count(num_hidden_layers)  # the first ones
-        if self.num_exact_tokens == position:
-            self.num_exact_tokens += at_full_depth
-        if self.num_computed_tokens == position:
-            self.num_computed_tokens += len(depths) if self.request.takes_filled else at_full_depth
-
-    def propose(self, most: int) -> Draft | None:
-        """Tokens that might come next, at most so many, as they followed the same tokens before."""
-        if self.drafter is None:
-            return None
-        first = self.drafter.num_tokens
-        prompt, outputs = self.request.prompt_ids, self.outputs[max(0, first - len(self.request.prompt_ids)) :]
-        draft = self.drafter.propose([*prompt[first:], *(output.token_id for output in outputs)], most)
-        if draft is not None and self.token_filter is not None:
-            draft = draft._replace(token_ids=draft.token_ids[: self.token_filter.num_allowed(draft.token_ids)])
-        return draft if draft is not None and draft.token_ids else None
-
-    def is_proposed(self, before: list[int], logits: np.ndarray) -> bool:
-        """Whether the argmax of a policy's logits, after proposed tokens, is to be proposed too."""
-        assert self.request.drafting is not None
-        token_id = int(np.argmax(logits))
-        probability = 1 / float(np.exp(logits - logits[token_id]).sum(dtype=np.float64))
-        if not probability >= self.request.drafting.min_probability:  # or not a number
-            return False
-        return self.token_filter is None or self.token_filter.num_allowed([*before, token_id]) > len(before)
-
-    def recover(self) -> None:
-        """Return to the last committed token, after an interrupt while a token was being committed."""
-        self.depth = self.request.policy.depth(self.step)
-        self._begin()
-        self.rng.random(self.step)  # `sample` draws one number a token
-        for token_id in self.completion_ids:
-            self.accept(token_id)
 
 
 class Scheduled(NamedTuple):
@@ -546,7 +383,7 @@ class Engine:
             started = time.perf_counter() if is_timed else 0.0
             output = self.backend.forward(batch)
             if is_timed:
-                self.planner.note_forward(len(tokens), time.perf_counter() - started)
+                self.planner.note_forward(len(tokens), time.perf_counter() - started, len(tokens) > len(members))
             for row, logits in zip(batch.logits_rows, output.logits, strict=True):
                 predictions[tokens[row].part].append(logits)
             for row, token_id in zip(batch.greedy_rows, output.greedy_ids.tolist(), strict=True):
@@ -572,6 +409,7 @@ class Engine:
         first = len(part.token_ids) - max(1, part.num_outputs)  # the last token that is not a proposed one
         proposed = part.token_ids[first + 1 :]
         sequence.num_drafted += len(proposed)
+        self.planner.num_verified.update(range(len(proposed)))
         sequence.count_computed(part.position, part.depths[: first + 1], self._num_hidden_layers)
         for place, prediction in enumerate(predictions):
             if place:
@@ -580,6 +418,7 @@ class Engine:
             expected = proposed[place] if place < len(proposed) else None
             outputs.append(self._advance(sequence, prediction, expected))
             token_id = outputs[-1].token_id
+            self.planner.num_accepted[place] += token_id == expected
             if part.draft is not None and place < len(part.draft.token_ids):
                 self._note_proposed(sequence, part.draft, place, token_id)
             if token_id != expected or sequence.finish_reason is not None:
@@ -633,87 +472,6 @@ class Engine:
         self.slots.release(sequence)
 
 
-class Slots:
-    """The slots of the key-value cache: which sequence owns each one, and what the free ones still hold.
-
-    Only tokens with keys and values in every layer are used again: in place if the slot is free, or as a copy in
-    another slot. A request that must not see filled ones takes only the leading exact ones of them.
-    """
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self.sequences: list[Sequence | None] = [None] * backend.num_slots
-        # What each free slot still holds: leading tokens with keys and values in every layer, so many of them exact.
-        self.kept: list[list[int]] = [[] for _ in range(backend.num_slots)]
-        self.num_exact = [0] * backend.num_slots
-        self._released, self._times = [0] * backend.num_slots, count(1)
-
-    @property
-    def num_free(self) -> int:
-        """Slots without a sequence."""
-        return self.sequences.count(None)
-
-    def take(self, sequence: Sequence) -> None:
-        """Give a sequence a free slot, and keep the prefix of its prompt that the slot holds.
-
-        Prefer a slot that loses nothing, then one that loses no more than it shares, such as a conversation whose last
-        output comes back in other tokens, then the least recently used.
-        """
-        prompt = sequence.request.prompt_ids
-        free = [slot for slot, owner in enumerate(self.sequences) if owner is None]
-        shared = {slot: common_prefix(self._held(slot, sequence.request), prompt) for slot in free}
-
-        def cost(slot: int) -> tuple[int, int]:
-            lost = len(self.kept[slot]) - shared[slot]
-            return (2, self._released[slot]) if lost > shared[slot] else (bool(lost), -shared[slot])
-
-        slot = min(free, key=cost)
-        # The last token runs in any case: its logits predict the first token of the completion.
-        sequence.num_computed_tokens = sequence.num_cached_tokens = min(shared[slot], len(prompt) - 1)
-        sequence.num_exact_tokens = min(sequence.num_computed_tokens, self.num_exact[slot])
-        sequence.slot = slot
-        self.sequences[slot] = sequence
-
-    def share(self, sequence: Sequence) -> None:
-        """Copy the prefix of a prompt that another slot holds, if it is longer than that of its own slot."""
-        own, prompt = sequence.num_computed_tokens, list(sequence.request.prompt_ids[:-1])
-        least = prompt[: own + MIN_SHARED]
-        if len(least) < own + MIN_SHARED or sequence.slot is None:
-            return
-        slots = range(len(self.kept))
-        holders = [slot for slot in slots if self._held(slot, sequence.request, len(least)) == least]
-        shared = {slot: common_prefix(self._held(slot, sequence.request), prompt) for slot in holders}
-        if shared:
-            source = max(holders, key=lambda slot: shared[slot])
-            self._backend.copy(source, sequence.slot, own, shared[source])
-            sequence.num_cached_tokens += shared[source] - own
-            if sequence.num_exact_tokens == own:
-                sequence.num_exact_tokens = max(own, min(shared[source], self._num_exact(source)))
-            sequence.num_computed_tokens = shared[source]
-
-    def release(self, sequence: Sequence) -> None:
-        """Take back the slot of a sequence, if it has one; it goes on holding the tokens that can be used again."""
-        slot = sequence.slot
-        if slot is not None and self.sequences[slot] is sequence:
-            self.kept[slot] = sequence.leading(sequence.num_computed_tokens)
-            self.num_exact[slot] = sequence.num_exact_tokens
-            self._released[slot] = next(self._times)
-            self.sequences[slot] = None
-        sequence.slot = None
-
-    def _num_exact(self, slot: int) -> int:
-        owner = self.sequences[slot]
-        return self.num_exact[slot] if owner is None else owner.num_exact_tokens
-
-    def _held(self, slot: int, request: Request, length: int | None = None) -> list[int]:
-        """The first `length` tokens that a request may take from a slot; by default all of them."""
-        owner, limit = self.sequences[slot], self._num_exact(slot)
-        if request.takes_filled:
-            limit = len(self.kept[slot]) if owner is None else owner.num_computed_tokens
-        limit = limit if length is None else min(length, limit)
-        return self.kept[slot][:limit] if owner is None else owner.leading(limit)
-
-
 def _predicting(sequence: Sequence, proposed: list[int]) -> Scheduled:
     """The next token of a draft, under the policy for drafting."""
     drafting = sequence.request.drafting
@@ -735,8 +493,3 @@ def _can_wait(sequence: Sequence, prompts: list[Scheduled]) -> bool:
         if shared >= sequence.num_computed_tokens + MIN_SHARED:
             return True
     return False
-
-
-def common_prefix(a: Tokens, b: Tokens) -> int:
-    """How many leading tokens two lists share."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
