@@ -9,7 +9,7 @@
 FROM python:3.12-slim AS build
 WORKDIR /src
 RUN python -m venv /opt/taper
-COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY pyproject.toml setup.py constraints.txt README.md LICENSE ./
 COPY src src
 RUN /opt/taper/bin/pip install --no-cache-dir -c constraints.txt ".[serve]"
 
@@ -21,7 +21,7 @@ ENV PATH=/opt/taper/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     TAPER_CACHE=/models \
     HF_HOME=/models/huggingface
-USER taper
+USER 1000
 WORKDIR /home/taper
 VOLUME /models
 EXPOSE 8000

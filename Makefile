@@ -3,6 +3,7 @@
 # make native  compiles ggml for this processor, about three minutes: faster prompts of larger models
 # make test  installs what the tests need and runs lint, types and tests
 # make test-libraries  the CPU backend's tests with each ggml library that is installed
+# make test-package  builds the wheel, and tries it in an empty environment of every Python from 3.10 to 3.13 that is here
 # make docs  builds the documentation site into build/site, and fails if there is a warning
 # make test-vllm  the vLLM plug-in's tests, on a CPU, in an environment of their own
 PYTHON ?= python3
@@ -17,7 +18,7 @@ VLLM_BIN := .venv-vllm/bin
 VLLM_TESTS := pytest==9.2.0 hypothesis==6.170.15 gguf==0.19.0 transformers==5.19.0
 VLLM_PIP := $(VLLM_BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: demo demo-large native test test-libraries test-vllm docs lint format clean
+.PHONY: demo demo-large native test test-libraries test-package test-vllm docs lint format clean
 
 demo: $(VENV)/installed
 	@$(BIN)/taper pull
@@ -46,6 +47,10 @@ test-vllm: .venv-vllm/installed
 	@$(VLLM_BIN)/taper pull
 	@OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest tests/vllm
 
+test-package: $(VENV)/installed
+	@$(PIP) build twine
+	@$(BIN)/python tests/package.py
+
 docs: $(VENV)/installed-docs
 	@$(BIN)/python -m mkdocs build
 
@@ -53,6 +58,9 @@ lint: $(VENV)/installed-test
 	@$(BIN)/ruff check src tests research docs
 	@$(BIN)/ruff format --check --quiet src tests research docs
 	@$(BIN)/mypy
+	@$(BIN)/hadolint Dockerfile
+	@$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml > $(VENV)/workflows.log || \
+		{ cat $(VENV)/workflows.log; exit 1; }
 
 format: $(VENV)/installed-test
 	@$(BIN)/ruff check --fix src tests research docs
@@ -65,7 +73,7 @@ $(BIN)/python:
 	@echo "creating $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 
-$(VENV)/installed: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/installed: pyproject.toml setup.py constraints.txt | $(BIN)/python
 	@echo "installing Taper"
 	@$(PIP) -e .
 	@touch $@

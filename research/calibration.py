@@ -1,12 +1,14 @@
 """What calibration takes and what comes out of it: one JSON file for a model, part by part.
 
     python research/calibration.py --cache EMPTY_FOLDER policies healed orders growth
-    python research/calibration.py --cache EMPTY_FOLDER --model qwen2.5-coder-1.5b-instruct policies healed
+    python research/calibration.py --cache EMPTY_FOLDER --model qwen2.5-coder-1.5b-instruct policies healed same_curves
 
 `policies` makes the shipped policies without adapters from an empty cache (a quarter of an hour for the default model),
-`healed` those over the adapters in the model's folder of policies, which `taper heal` has trained. `orders` compares
-the order found with every baseline on held-out prompts (a quarter of an hour), `growth` times whole calibrations on
-more and more prompts (half an hour). The last two are of the default model. Leave the machine alone while it runs.
+`healed` those over the adapters in the model's folder of policies, which `taper heal` has trained. A healed policy
+ships if its KL is lower than that of the plain one and their intervals do not overlap; it takes the plain one's name,
+and that one ends in `-plain`. `same_curves` tries the adapters on the plain curves of the others. `orders` compares the
+order found with every baseline on held-out prompts (a quarter of an hour), `growth` times whole calibrations on more
+and more prompts (half an hour). The last two are of the default model. Leave the machine alone while it runs.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +31,14 @@ from comparison import MEASURED_ORDER, baseline_policies, random_orders
 
 from taper.lab.calibration.progress import SILENT
 from taper.lab.calibration.prompts import builtin_prompts
+from taper.lab.calibration.run import MAX_PROMPTS
 from taper.lab.calibration.statistics import Estimate, by_completion, ratio_estimate
 from taper.lab.calibration.store import Measurements, skipping
 from taper.lab.calibration.summary import to_plain
 from taper.models.download import DEFAULT_MODEL, PACKAGED_MODELS
+from taper.models.files import write_whole
 from taper.models.policies import load_policy
-from taper.policy import middle_first_order
+from taper.policy import DepthPolicy, middle_first_order
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "research" / "results"
@@ -41,7 +46,7 @@ SHIPPED = ROOT / "src" / "taper" / "policies"
 PAGES = ROOT / "research" / "pages"
 SPEEDS = {"fast": 1.20, "balanced": 1.10, "gentle": 1.05}  # the first finds the cache empty
 REPORTED = "balanced"  # has a report
-ADAPTERS = "adapters.safetensors"
+ADAPTERS, PLAIN = "adapters.safetensors", "-plain"
 ANSWER_TOKENS, CONTEXT, THREADS = 128, 1024, 2
 COMPARED_STEPS = 48  # first steps of each held-out output, on which orders are compared
 DEPTHS = range(29, 19, -1)
@@ -64,26 +69,80 @@ def run_cli(cache: Path, *options: str) -> tuple[dict[str, Any], dict[str, Any]]
 
 def policies(cache: Path, model: str) -> dict[str, Any]:
     """The shipped policies without adapters: time, memory, speed as predicted and measured, held-out quality."""
-    return calibrated(cache, model, SPEEDS, None)
+    for name in SPEEDS:
+        (SHIPPED / model / f"{name}{PLAIN}.json").unlink(missing_ok=True)
+    return calibrated(cache, model, None)
 
 
 def healed(cache: Path, model: str) -> dict[str, Any]:
-    """The same of policies with adapters, JSON files that name the file of the adapters."""
-    speeds = {f"{name}-healed": speed for name, speed in SPEEDS.items()}
-    results = calibrated(cache, model, speeds, SHIPPED / model / ADAPTERS)
-    for name in speeds:
+    """The same of policies with adapters; those that are better than the plain ones are shipped in their place."""
+    folder, results = SHIPPED / model, calibrated(cache, model, SHIPPED / model / ADAPTERS)
+    for name in SPEEDS:
         policy = load_policy(cache / f"{name}.safetensors")
-        data = json.loads(policy.without_adapters().to_json()) | {"adapters": ADAPTERS}
-        (SHIPPED / model / f"{name}.json").write_text(json.dumps(data) + "\n")
+        results[name]["shipped"] = ship(folder, name, policy)
     return results
 
 
-def calibrated(cache: Path, model: str, speeds: Mapping[str, float], adapters: Path | None) -> dict[str, Any]:
-    """Policies of these speeds by name; with adapters, they are written to the cache folder."""
+def same_curves(cache: Path, model: str) -> dict[str, Any]:
+    """Adapters on the plain policies' own curves, where they are not shipped on curves of their own."""
+    os.environ["TAPER_CACHE"] = str(cache)
+    from taper import LLM
+    from taper.lab.calibration.measured_model import measured_model
+    from taper.lab.calibration.problems import word_problems
+    from taper.lab.calibration.prompts import encode_prompts, split
+    from taper.lab.calibration.validation import validate
+
+    folder, results = SHIPPED / model, {}
+    trained = load_policy(folder / ADAPTERS)
+    llm = LLM(model, threads=THREADS, context=CONTEXT, max_batch_size=64)
+    with measured_model(llm, lambda stage, part: None) as measured:
+        prompts = list(encode_prompts(llm, builtin_prompts(), 0, MAX_PROMPTS))
+        middle = sorted(prompts, key=len)[len(prompts) // 2]
+        references = measured.complete("outputs at full depth", prompts, measured.full, ANSWER_TOKENS)
+        problems, held_out = word_problems(llm, measured.store), split(references)[1]
+        for name in SPEEDS:
+            if (folder / f"{name}{PLAIN}.json").exists():
+                continue
+            plain = load_policy(folder / f"{name}.json")
+            adapters = trained.adapters.only(plain.skip_order[: plain.num_hidden_layers - plain.min_depth])
+            policy = replace(plain, adapters=adapters)
+            validated = to_plain(validate(measured, held_out, policy, ANSWER_TOKENS, problems)[0])
+            cost = measured.cost(middle, ANSWER_TOKENS, policy)
+            timed = {
+                kind: to_plain(measured.speedup(middle, one, ANSWER_TOKENS))
+                for kind, one in (("measured", policy), ("plain", plain))
+            }
+            speedup = {"predicted": round(cost.speedup(policy, ANSWER_TOKENS), 4), **timed}
+            found = {**validated, "mean_depth": plain.provenance["mean_depth"], "speedup": speedup}
+            found |= {"conditions": to_plain(measured.conditions)}
+            provenance = {**plain.provenance, **found}
+            results[name] = found | {"shipped": ship(folder, name, replace(policy, provenance=provenance))}
+    return results
+
+
+def ship(folder: Path, name: str, healed: DepthPolicy) -> bool:
+    """Ship a healed policy as `name` and the plain one as `name`-plain, if the healed one is better by its interval.
+
+    It is a JSON file that names the file of the adapters.
+    """
+    file, plain_file = folder / f"{name}.json", folder / f"{name}{PLAIN}.json"
+    plain = json.loads((plain_file if plain_file.exists() else file).read_text())
+    below, above = (made["held_out"]["all steps"]["kl"] for made in (healed.provenance, plain["provenance"]))
+    if below[2] >= above[1]:
+        return False
+    plain["name"] = plain["provenance"]["policy"] = plain_file.stem
+    shipped = json.loads(healed.without_adapters().to_json()) | {"adapters": ADAPTERS}
+    for path, policy in ((plain_file, plain), (file, shipped)):
+        write_whole(path, json.dumps(policy, indent=1).encode() + b"\n")
+    return True
+
+
+def calibrated(cache: Path, model: str, adapters: Path | None) -> dict[str, Any]:
+    """Policies of all speeds by name; with adapters, they are written to the cache folder."""
     (SHIPPED / model).mkdir(exist_ok=True)
     results = {}
     resumed = (cache / "calibration.sqlite").exists()  # so the minutes of the first one are not of a whole calibration
-    for name, speed in speeds.items():
+    for name, speed in SPEEDS.items():
         options = ["--model", model, "--speedup", str(speed), "--answer-tokens", str(ANSWER_TOKENS), "--name", name]
         options += ["--threads", str(THREADS), "--context", str(CONTEXT)]
         if adapters is None:
@@ -116,7 +175,7 @@ def orders(cache: Path, model: str) -> dict[str, Any]:
     prompts = list(encode_prompts(llm, builtin_prompts(), 0, 256))
     _, held_out = split(completions(llm, prompts, full, ANSWER_TOKENS, store, SILENT))
     measurements = Measurements(llm.engine, first_steps(held_out, COMPARED_STEPS), store)
-    order = load_policy(SHIPPED / model / "fast.json").skip_order
+    order = load_policy(SHIPPED / model / f"fast{PLAIN}.json").skip_order
     started = time.perf_counter()
     compared = compare_orders(measurements, order, {"first sketch": FIRST_SKETCH})
     include_zero = {
@@ -199,9 +258,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cache", type=Path, required=True, help="folder for what is measured; empty at first")
     parser.add_argument("--model", choices=PACKAGED_MODELS, default=DEFAULT_MODEL, help="default %(default)s")
-    parser.add_argument("parts", nargs="+", choices=["policies", "healed", "orders", "growth"])
+    parser.add_argument("parts", nargs="+", choices=["policies", "healed", "same_curves", "orders", "growth"])
     options = parser.parse_args()
-    if options.model != DEFAULT_MODEL and not {*options.parts} <= {"policies", "healed"}:
+    if options.model != DEFAULT_MODEL and not {*options.parts} <= {"policies", "healed", "same_curves"}:
         parser.error(f"orders and growth are of {DEFAULT_MODEL}")
     with_model(options.cache, options.model)
     path = RESULTS / f"calibration-{options.model}.json"

@@ -1,9 +1,9 @@
-"""What rank, learning rate, on-policy outputs and prompts are worth in `taper heal`: one change at a time.
+"""What rank, learning rate, on-policy outputs, prompts and the seed are worth in `taper heal`: one change at a time.
 
-    python research/healing.py --model MODEL --device cuda --minutes 1 --out research/results/healing-MODEL.json
+    python research/healing.py --model MODEL --device cpu --minutes 5 --out research/results/healing-MODEL.json
 
-Each variant trains from the beginning on the same held-out prompts. Results are written one by one, and a second run
-trains only what FILE lacks.
+Each variant trains from the beginning and is judged by the same held-out prompts. The results of a device are written
+one by one, and a second run trains only what the file lacks.
 """
 
 from __future__ import annotations
@@ -17,17 +17,27 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
+from decode import conditions
+
 import taper
 from taper.lab.calibration.run import batch_size
 from taper.lab.calibration.store import current_conditions
 from taper.lab.calibration.summary import to_plain
 from taper.lab.healing import prompts, run, train
 
-POLICY = "fast"
-BASE = {"rank": 64, "rate": 2e-3, "on_policy": True, "forms": prompts.FORMS_OF_A_TOPIC}
+POLICY = "fast-plain"
+BASE = {
+    "rank": run.RANK,
+    "rate": train.LEARNING_RATE,
+    "on_policy": True,
+    "forms": prompts.FORMS_OF_A_TOPIC,
+    "seed": 0,
+}
 VARIANTS: dict[str, dict[str, Any]] = {
-    "rank 64": {},
-    "rank 128": {"rank": 128},
+    "as shipped": {},
+    "another seed": {"seed": 1},
+    "rank 64": {"rank": 64},
     "rank 256": {"rank": 256},
     "learning rate 1e-3": {"rate": 1e-3},
     "learning rate 4e-3": {"rate": 4e-3},
@@ -36,36 +46,45 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def healed(llm: taper.LLM, policy: taper.DepthPolicy, minutes: float, seed: int, **options: Any) -> taper.Healing:
-    """A healing with some of its settings replaced."""
+def healed(llm: taper.LLM, policy: taper.DepthPolicy, minutes: float, options: dict[str, Any]) -> taper.Healing:
+    """A healing with some of its settings replaced. The seed has no part in which prompts are held out."""
     rounds = run.ROUNDS if options["on_policy"] else (1.0,)
+    encode = run.encode_prompts
     with (
         mock.patch.object(train, "LEARNING_RATE", options["rate"]),
         mock.patch.object(run, "ROUNDS", rounds),
+        mock.patch.object(run, "encode_prompts", lambda llm, texts, seed, most: encode(llm, texts, 0, most)),
         mock.patch.object(prompts, "FORMS_OF_A_TOPIC", options["forms"]),
     ):
         texts = prompts.builtin_prompts()
-        return taper.heal(llm, policy, texts, minutes=minutes, rank=options["rank"], seed=seed)
+        return taper.heal(llm, policy, texts, minutes=minutes, rank=options["rank"], seed=options["seed"])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--policy", default=POLICY)
-    parser.add_argument("--device", default="auto")
+    parser.add_argument("--device", choices=["cpu", "cuda"], required=True)
+    parser.add_argument("--threads", type=int, default=2, help="on a CPU; default %(default)s")
     parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the policies too")
     options = parser.parse_args()
-    result = json.loads(options.out.read_text()) if options.out.exists() else {"variants": {}}
-    llm = taper.LLM(options.model, device=options.device, dtype="auto", max_batch_size=batch_size(32, options.device))
+    results = json.loads(options.out.read_text()) if options.out.exists() else {}
+    result = results.setdefault(options.device, {"variants": {}})
+    threads = options.threads if options.device == "cpu" else None
+    torch.set_num_threads(options.threads)
+    llm = taper.LLM(
+        options.model, device=options.device, threads=threads, max_batch_size=batch_size(32, options.device)
+    )
     policy = llm.resolve_policy(options.policy)
+    about = conditions(llm.path)
     result["conditions"] = to_plain(current_conditions(llm)) | {
+        "commit": about["commit"],
+        "torch": torch.__version__,
         "policy": options.policy,
         "minutes": options.minutes,
-        "seed": options.seed,
         "base": BASE,
     }
     for name in options.variants.split(","):
@@ -73,7 +92,7 @@ def main() -> None:
             continue
         began = time.perf_counter()
         with tempfile.TemporaryDirectory() as cache, mock.patch.dict("os.environ", TAPER_CACHE=cache):
-            healing = healed(llm, policy, options.minutes, options.seed, **BASE | VARIANTS[name])
+            healing = healed(llm, policy, options.minutes, BASE | VARIANTS[name])
         took = time.perf_counter() - began
         result["variants"][name] = healing.plain() | {"took_s": round(took)}
         if options.keep:
@@ -84,7 +103,7 @@ def main() -> None:
             f"{name}: {healing.tokens} tokens, KL {last.kl:.3f}, agreement {last.agreement:.1%}, {took:.0f} s",
             file=sys.stderr,
         )
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        options.out.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

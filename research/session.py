@@ -4,9 +4,10 @@
 
 A client asks four questions that belong together, and sends all that was said before with each of them. Requests leave
 sampling to the server ("default", as a client does that sets nothing) or ask for temperature 0 ("greedy"). Full depth,
-the shipped policies of the model and llama-server take turns; servers keep their caches of prompts, but no run repeats
-the text of another. Each cell, a kind of sampling and a number of clients, is written when it is finished; other cells
-of the file stay. Leave the machine alone while it runs. Ends with exit status 1 if a check fails.
+the shipped policies of the model, those that end in -plain left out, and llama-server take turns; servers keep their
+caches of prompts, but no run repeats the text of another. Each cell, a kind of sampling and a number of clients, is
+written when it is finished; other cells of the file stay. Leave the machine alone while it runs. Ends with exit status
+1 if a check fails.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from taper.models.policies import fitting_policies
 Json = dict[str, Any]
 CONTEXT, FIRST_NUMBER = 2048, 10_000
 FULL, LLAMA_SERVER = "full", "llama_server"
+PLAIN = "-plain"  # policies without adapters that one with adapters replaces: as fast, and worse
 SAMPLING: dict[str, Json] = {"default": {}, "greedy": {"temperature": 0}}
 # How many times as fast as llama-server a target must at least be, by model and cell.
 LEAST_RATIOS = {
@@ -290,7 +292,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"{options.out} has results of another model")
     numbers = count(FIRST_NUMBER)
     fields: dict[str, Json] = {FULL: {"mode": "full"}}
-    fields |= {name: {"policy": name} for name in fitting_policies(config.num_hidden_layers, config.identity)}
+    shipped = fitting_policies(config.num_hidden_layers, config.identity)
+    fields |= {name: {"policy": name} for name in shipped if not name.endswith(PLAIN)}
     for clients in options.clients or (1, 8):
         with ExitStack() as stack:
             ports = {}

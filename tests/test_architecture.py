@@ -37,7 +37,7 @@ ALLOWED = {
     "vllm_plugin": {"errors", "adapters", "policy", "models"},
     "cli": {*LLM, "calibration", "healing", "evals", "bench", "server", "vllm_plugin"},
     "__init__": {"errors", "policy", "sampling", "llm", "models", "calibration", "healing"},
-    "__main__": {"cli"},
+    "__main__": {"__init__", "cli"},
 }
 SERVER = {"fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client", "llguidance"}
 # vLLM's classes, names of files to fetch, and llama.cpp's programs and shapes of models as users name them.

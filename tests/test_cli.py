@@ -148,6 +148,31 @@ def test_names_that_are_nearly_right_get_a_hint(tiny_gguf):
         assert meant in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "now"),
+    [
+        (["reproduce", "model.gguf"], "research/reproduce.py"),
+        (["calibrate", "--model", "model.gguf", "--baselines"], "research/reproduce.py"),
+        (["generate", "--no-repack", "hi"], "--repack never"),
+    ],
+)
+def test_command_lines_of_older_versions_are_told_what_to_write_instead(arguments, now):
+    done = subprocess.run([sys.executable, "-m", "taper", *arguments], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert now in done.stderr
+
+
+def test_windows_is_told_in_one_line_that_it_cannot_run_this():
+    script = "import sys; sys.platform = 'win32'; from taper.__main__ import run; run()"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "WSL" in done.stderr
+    script = "import sys, taper; sys.platform = 'win32'; print(taper.__version__); taper.LLM"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("0.")
+    assert "ImportError: Taper runs on Linux and macOS" in done.stderr
+
+
 def test_options_come_from_variables_too(tiny_gguf, monkeypatch, generate):
     monkeypatch.setenv("TAPER_GENERATE_MAX_TOKENS", "9")
     result = CliRunner().invoke(cli, ["generate", "hi", "--json", *GREEDY, "--model", str(tiny_gguf), "-t", "1"])

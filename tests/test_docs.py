@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+import runpy
 import shlex
 import types
 from collections.abc import Iterator
@@ -37,6 +38,7 @@ README, TOUR = ROOT / "README.md", ROOT / "docs" / "tour.md"
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "research").rglob("*.md"))]
 PAGES.append(ROOT / "CONTRIBUTING.md")
 PROSE = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "SECURITY.md"]  # the changelog names commands that are gone
+LINKS = re.compile(r"\]\(([^)]+)\)")
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
@@ -64,6 +66,22 @@ def test_pictures_are_small_and_load_nothing_from_elsewhere():
         assert set(re.findall(r"\w+://[^\s\"')]+", text)) == {"http://www.w3.org/2000/svg"}
         assert not re.search(r"@import|@font-face|url\((?!#)|href|<script|<image", text)
     assert all(picture.stat().st_size < 300_000 for picture in (ROOT / "docs" / "pictures").glob("*.png"))
+
+
+def test_the_packages_description_has_no_relative_link(monkeypatch):
+    given: dict[str, str] = {}
+    monkeypatch.setattr("setuptools.setup", lambda **options: given.update(options))
+    monkeypatch.chdir(ROOT)
+    runpy.run_path("setup.py")
+    text = given["long_description"]
+    urls = dict(entry.split(", ") for entry in metadata("taper-llm").get_all("Project-URL"))
+    repository = urls["Repository"]
+    for old, new in zip(LINKS.findall(README.read_text()), LINKS.findall(text), strict=True):
+        if old.startswith(("https:", "#")):
+            assert new == old
+        else:
+            pictures = repository.replace("github.com", "raw.githubusercontent.com") + f"/main/{old}"
+            assert new == (pictures if Path(old).suffix == ".svg" else f"{repository}/blob/main/{old}")
 
 
 # Commands

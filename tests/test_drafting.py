@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import BACKENDS, FAMILIES, PLAIN, make_backend, make_tiny, policies, random_prompt
+from tiny import BACKENDS, FAMILIES, PLAIN, make_backend, make_tiny, policies, random_prompt, with_adapters
 
 from taper import LLM, DepthPolicy, SamplingParams
 from taper import engine as engine_module
@@ -155,14 +155,18 @@ def with_drafting(requests: list[Request], **options) -> list[Request]:
 
 
 @BACKENDS
-@pytest.mark.parametrize("policy", [FULL, DepthPolicy.d3(6, 0.97, skip_order=[4, 1, 2])], ids=["full", "d3"])
+@pytest.mark.parametrize("name", ["full", "d3", "healed"])
 @pytest.mark.parametrize("drafter", ["right", "wrong", "random", "ngram", "policy"])
-def test_drafts_change_nothing(tiny_llama, kind, policy, drafter, monkeypatch):
-    """Eight requests at a time, each with windows of another size."""
-    loaded, requests = tiny_llama.load(), mixed_requests(policy)
+def test_drafts_change_nothing(tiny_llama, kind, name, drafter, monkeypatch):
+    """Eight requests at a time, each with windows of another size; also with adapters in policy and drafter."""
+    loaded, policy = tiny_llama.load(), {"full": FULL}.get(name, DepthPolicy.d3(6, 0.97, skip_order=[4, 1, 2]))
+    drafts_with = DRAFTER
+    if name == "healed":
+        policy, drafts_with = (with_adapters(plain, loaded.config.hidden_size) for plain in (policy, DRAFTER))
+    requests = mixed_requests(policy)
     expected = finished(Engine(make_backend(kind, loaded, num_slots=8)), requests)
     options = (
-        {"kind": "policy", "policy": DRAFTER, "min_probability": 0.0} if drafter == "policy" else {"kind": "ngram"}
+        {"kind": "policy", "policy": drafts_with, "min_probability": 0.0} if drafter == "policy" else {"kind": "ngram"}
     )
     if drafter in ("right", "wrong", "random"):
         truth = {tuple(r.prompt_ids): ids for r, (ids, *_) in zip(requests, expected, strict=True)}

@@ -92,19 +92,47 @@ def test_lessons_together_lose_what_they_lose_alone(tmp_path, family):
     torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-4)
 
 
-def test_the_precision_is_the_fastest_one_and_as_before_afterwards(monkeypatch):
-    seconds = {"highest": 1.0, "high": 1.0, "medium": 0.4}
-    now = torch.get_float32_matmul_precision
-    monkeypatch.setattr(precision, "_seconds", lambda x, matrix: seconds[now()])
-    before = now()
-    with precision.fast_products():
-        assert now() == "medium"
-    assert now() == before
-    seconds["medium"] = 0.9  # too little for what it rounds off
-    assert precision.fastest_precision() == "highest"
-    with pytest.raises(ZeroDivisionError), precision.fast_products():
-        1 / 0  # noqa: B018
-    assert now() == before
+def test_products_are_of_the_faster_type_if_it_is_worth_the_rounding(monkeypatch):
+    seconds = {torch.float32: 1.0, torch.bfloat16: 0.4}
+    monkeypatch.setattr(precision, "_seconds", lambda x, matrix: seconds[matrix.dtype])
+    assert precision.fastest_dtype("cpu") == "bf16"
+    seconds[torch.bfloat16] = 0.9  # too little for what it rounds off
+    assert precision.fastest_dtype("cpu") == "f32"
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "granitemoe", "qwen3"])
+def test_products_of_bf16_lose_about_as_much(tmp_path, family):
+    architecture, options = FAMILIES.get(family, (family, {}))
+    loaded = make_tiny(tmp_path, architecture, **options).load()
+    layers = loaded.config.num_hidden_layers
+    losses, grads = [], []
+    for dtype in ("f32", "bf16"):
+        student = Student(loaded, range(1, layers), 64, "cpu", dtype)
+        adapters = student.new_adapters([1, 2], 8, seed=0)
+        lessons = [student.lesson(reference(seed, length)) for seed, length in ((1, 24), (2, 17))]
+        kl, _ = student.losses(lessons, [[layers - 2] * lesson.num_steps for lesson in lessons], adapters)
+        kl.mean().backward()
+        losses.append(float(kl.detach().mean()))
+        grads.append(torch.cat([up.grad.flatten() for _, up in adapters.values()]))
+    assert losses[1] == pytest.approx(losses[0], rel=0.05, abs=0.01)
+    assert torch.cosine_similarity(*grads, dim=0) > 0.9  # a router may choose other experts
+
+
+@pytest.mark.parametrize("rows", [1, 16, 37])
+def test_the_divergence_has_the_gradient_that_pytorch_finds(rows):
+    generator = torch.Generator().manual_seed(rows)
+    logits, full = torch.randn(2, rows, 80, generator=generator)
+    logits.requires_grad_()
+    top = full.log_softmax(-1).topk(12, -1)
+    kl, agrees = student_module._Divergence.apply(logits, top.indices, top.values)
+    log_q = logits.log_softmax(-1).gather(-1, top.indices)
+    p_rest, q_rest = (1 - x.exp().sum(-1) for x in (top.values, log_q))
+    slow = (top.values.exp() * (top.values - log_q)).sum(-1) + p_rest * (p_rest / q_rest).log()
+    torch.testing.assert_close(kl, slow, rtol=1e-4, atol=1e-5)
+    assert torch.equal(agrees, logits.argmax(-1) == full.argmax(-1))
+    weights = torch.rand(rows, generator=generator)
+    wanted = torch.autograd.grad((slow * weights).sum(), logits)
+    torch.testing.assert_close(torch.autograd.grad((kl * weights).sum(), logits), wanted, rtol=1e-3, atol=1e-5)
 
 
 @pytest.fixture(scope="module")

@@ -124,7 +124,7 @@ def test_a_method_has_one_colour_at_every_length():
 @pytest.mark.skipif(not DEFAULT_MODEL_FILE.is_file(), reason="fetch the default model with: taper pull")
 def test_the_default_model_end_to_end(run, arguments, tmp_path):
     arguments[0] = str(DEFAULT_MODEL_FILE)
-    arguments += ["--policy=fast", "--lengths=16", "--tasks=gsm8k", "--dtype=auto", "--fewshot=0", "--chat"]
+    arguments += ["--policy=fast-plain", "--lengths=16", "--tasks=gsm8k", "--dtype=auto", "--fewshot=0", "--chat"]
     run(arguments)
     data = results(tmp_path)
     assert data["left_out"] == []

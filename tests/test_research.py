@@ -9,9 +9,11 @@ import json
 import re
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+import calibration
 import claims
 import comparison
 import fill_cost
@@ -437,13 +439,13 @@ def test_sessions_have_a_page_and_a_table(tmp_path):
         result = {"model": model, "cells": cells, "passed": session.checks(model, cells)}
         (results / f"session-{model}.json").write_text(json.dumps(result))
     pages = {path.relative_to(render.ROOT).as_posix(): page for path, page in render.rendered(results).items()}
-    for name in ("README.md", "docs/serving.md"):
-        assert f"| {render.DEFAULT_MODEL} | full depth | 16.0 | 1.00x (0.90 to 1.10) | 0.20 |" in pages[name]
-        assert (
-            "|  | `balanced` | 10.0 | 1.12x (0.80 to 2.20) | 0.20 |\n|  | llama-server | 16.0 |  | 0.10 |"
-            in pages[name]
-        )
-        assert pages[name].index("| other-1.5b |") > pages[name].index(f"| {render.DEFAULT_MODEL} | full depth | 16.0")
+    said = " ".join(pages["README.md"].split())
+    for model in (render.DEFAULT_MODEL, "other-1.5b"):
+        assert f"{model} is 1.00x as fast as llama-server at full depth and 1.12x with `balanced`" in said
+    page = pages["docs/serving.md"]
+    assert f"| {render.DEFAULT_MODEL} | full depth | 16.0 | 1.00x (0.90 to 1.10) | 0.20 |" in page
+    assert "|  | `balanced` | 10.0 | 1.12x (0.80 to 2.20) | 0.20 |\n|  | llama-server | 16.0 |  | 0.10 |" in page
+    assert page.index("| other-1.5b |") > page.index(f"| {render.DEFAULT_MODEL} | full depth | 16.0")
     page = pages["research/pages/session.md"]
     assert page.count("the server's own sampling, one client") == page.count("greedy, 8 clients at once") == 2
     assert (
@@ -545,12 +547,29 @@ def test_a_second_model_has_a_place_on_every_page(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("model", DEFAULT_POLICIES)
 def test_the_default_policy_is_the_fastest_that_costs_no_circles_and_no_word_problems(model):
-    # Policies with adapters have not been measured in conversations yet.
-    policies = {name: one for name, one in render.shipped(model).items() if not name.endswith("-healed")}
+    policies = {name: one for name, one in render.shipped(model).items() if not name.endswith("-plain")}
     counts = render.load()["repetition"][model]["default"]
     fewer = tables.solves_less(policies)
     passing = [name for name in policies if counts[name]["loops"] <= counts["full"]["loops"] and name not in fewer]
     assert DEFAULT_POLICIES[model] == passing[-1]
+
+
+def test_a_healed_policy_ships_if_it_is_better_by_its_interval(tmp_path):
+    def policy(*kl: float) -> DepthPolicy:
+        provenance = {"policy": "fast", "held_out": {"all steps": {"kl": list(kl)}}}
+        return replace(DepthPolicy.static(6, 4, [3, 2]), name="fast", provenance=provenance)
+
+    def shipped() -> dict[str, list[float]]:
+        files = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
+        assert all(one["name"] == one["provenance"]["policy"] == name for name, one in files.items())
+        return {name: one["provenance"]["held_out"]["all steps"]["kl"] for name, one in files.items()}
+
+    (tmp_path / "fast.json").write_text(policy(0.3, 0.25, 0.35).to_json())
+    assert not calibration.ship(tmp_path, "fast", policy(0.2, 0.15, 0.26))
+    assert shipped() == {"fast": [0.3, 0.25, 0.35]}
+    for kl in ([0.2, 0.1, 0.24], [0.1, 0.1, 0.1]):  # the second time, the plain one has its other name already
+        assert calibration.ship(tmp_path, "fast", policy(*kl))
+        assert shipped() == {"fast": kl, "fast-plain": [0.3, 0.25, 0.35]}
 
 
 NAMES = r"arxiv\.org/abs/\S+|arXiv \d+\.\d+|Qwen2\.5-Coder-1\.5B"  # which have digits

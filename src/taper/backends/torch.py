@@ -44,7 +44,7 @@ class TorchBackend:
 
     `dtype` is that of weights, activations and cache; memory for the whole cache is allocated at once. PyTorch's
     own tensors are shared, if they are of this device and dtype. Without `graphs`, every step runs eagerly, in
-    PyTorch's own operations.
+    PyTorch's own operations. `matrix_dtype` is that of matrices, if it is another one: for use under `torch.autocast`.
 
     Raises:
         RequestError: no CUDA device, or a dtype that does not run here.
@@ -59,6 +59,7 @@ class TorchBackend:
         num_slots: int = 1,
         context_length: int,
         dtype: str = "bf16",
+        matrix_dtype: str = "",
         device: str = "cuda",
         graphs: bool = True,
     ) -> None:
@@ -69,6 +70,7 @@ class TorchBackend:
         self.kernels = f"torch {torch.__version__}"
         self.layouts = "one layout for any number of tokens"
         self.device, self.dtype = torch.device(device), DTYPES[dtype]
+        self._matrix_dtype = DTYPES[matrix_dtype or dtype]
         self._use_graphs = graphs and self.device.type == "cuda"
         self._weights = {name: self._convert(name, to_torch(tensor)) for name, tensor in tensors.items()}
         self.weight_bytes = {name: weight.nbytes for name, weight in self._weights.items()}
@@ -85,7 +87,7 @@ class TorchBackend:
         self._fused = self._open_fused() if self._use_graphs else None
 
     def _convert(self, name: str, weights: Tensor) -> Tensor:
-        converted = weights.to(self.device, self.dtype)
+        converted = weights.to(self.device, self._matrix_dtype if weights.ndim > 1 else self.dtype)
         if self.dtype == torch.float16 and not converted.isfinite().all():
             value = float(weights[~converted.isfinite().to(weights.device)][0])
             raise ModelError(f"tensor {name} has the value {value:g}, which f16 cannot hold", "use --dtype bf16 or f32")
@@ -390,7 +392,9 @@ class TorchBackend:
     def _norm(self, x: Tensor, name: str) -> Tensor:
         """RMS norm along rows, where the model has one of this name; else x itself."""
         weight = self._weights.get(name)
-        return x if weight is None else F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
+        if weight is None:
+            return x
+        return F.rms_norm(x.to(weight.dtype), (x.shape[-1],), weight, self.config.rms_norm_eps)
 
 
 def stacked(batch: TokenBatch) -> np.ndarray:

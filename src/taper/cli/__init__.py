@@ -23,6 +23,8 @@ _ADVICE = {
     "AVX2": "this processor is old, or ggml was built on another one; every kernel is slow",
     "REPACK": f"matrices cannot be repacked for this processor; {_NATIVE}",
 }
+_REPRODUCE = "it is research/reproduce.py now, in a copy of the repository"
+_RENAMED = {"reproduce": _REPRODUCE, "--baselines": _REPRODUCE, "--no-repack": "write --repack never"}  # since 0.1.0
 
 
 def _version(context: click.Context, parameter: click.Parameter, wanted: bool) -> None:
@@ -93,12 +95,15 @@ def main() -> NoReturn:
         click.echo(error.format_message(), err=True)
         sys.exit(_WRONG)
     except click.exceptions.NoSuchOption as error:
+        if error.option_name in _RENAMED:
+            _fail(TaperError(f"No such option {error.option_name}", _RENAMED[error.option_name]))
         hint = "see --help"
         if error.ctx is not None and any(param.name == "prompt" for param in error.ctx.command.params):
             hint += '; a prompt that begins with a dash comes after --: taper generate -- "-1 + 2 = ?"'
         _fail(TaperError(error.format_message(), hint))
     except click.ClickException as error:
-        _fail(TaperError(error.format_message(), "see --help"))
+        message = error.format_message()
+        _fail(TaperError(message, next((now for old, now in _RENAMED.items() if f"'{old}'" in message), "see --help")))
     except (KeyboardInterrupt, click.Abort):
         sys.exit(INTERRUPTED)
     except OSError as error:

@@ -30,7 +30,7 @@ from ..calibration.run import REFERENCE_TOKENS
 from ..calibration.store import digest, numbers
 from ..calibration.summary import Validation, to_plain
 from ..calibration.validation import validate
-from .precision import fast_products
+from .precision import fastest_dtype
 from .prompts import builtin_prompts
 from .student import Student, frozen
 from .train import Evaluation, Training
@@ -110,7 +110,7 @@ def heal(
         raise RequestError(f"policy {policy.label} has adapters already", "give the policy that it was trained from")
     if policy.min_depth == policy.num_hidden_layers:
         raise RequestError(f"policy {policy.label} skips no layer", "choose another policy")
-    with measured_model(llm, progress) as measured, fast_products():
+    with measured_model(llm, progress) as measured:
         ids = list(encode_prompts(llm, prompts, seed, MAX_PROMPTS))
         return _Healer(measured, policy, ids, 60 * minutes, rank, seed).run(report or (lambda evaluation: None))
 
@@ -130,7 +130,8 @@ class _Healer:
         self._checkpoint = cache_folder() / "heal" / f"{self._run}.safetensors"
         layers = policy.skip_order[: policy.num_hidden_layers - policy.min_depth + BEYOND]
         device = choose_device("auto") if model.conditions.backend == "torch" else "cpu"
-        student = Student(load_model(model.llm.path), layers, model.llm.engine.backend.context_length, device)
+        context_length = model.llm.engine.backend.context_length
+        student = Student(load_model(model.llm.path), layers, context_length, device, fastest_dtype(device))
         self._training = Training(student, policy, layers, rank, seconds, seed)
 
     def run(self, report: Callable[[Evaluation], None]) -> Healing:

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from ...adapters import Adapters
-from ...backends.torch import Rotations, TorchBackend, adapt, visible_cells
+from ...backends.torch import DTYPES, Rotations, TorchBackend, adapt, visible_cells
 from ...models.tensors import LoadedModel
 from ...policy import DepthPolicy, active_prefixes
 from ..calibration.replay import Reference
 
 TOP = 256  # tokens of full depth's distribution that a target keeps; all others share one bucket
 TOGETHER = 4  # lessons in one forward
+_ROWS = 16  # whose probabilities are computed together: they fit into a processor's cache
 _TINY = 1e-6  # least probability of the bucket, which rounding may leave empty
 
 AdapterParameters = Mapping[int, tuple[torch.Tensor, torch.Tensor]]  # `down` and `up` by layer, f32
@@ -32,7 +34,7 @@ class Lesson:
 
     prompt_length: int
     hidden_states: torch.Tensor  # f32 [T, hidden_size], what enters the first layer that may be skipped
-    # By layer, keys and values f16 [prompt, heads, head_dim].
+    # By layer, keys and values [prompt, heads, head_dim], f16 or bf16.
     prompt_cache: dict[int, tuple[torch.Tensor, torch.Tensor]]
     top_ids: torch.Tensor  # int64 [T, TOP], full depth's likeliest tokens, the argmax first
     top_logprobs: torch.Tensor  # f32 [T, TOP]
@@ -44,12 +46,30 @@ class Lesson:
 
 
 class Student:
-    """The frozen weights of a model in f32, and the layers that `skip_order` may skip."""
+    """The frozen weights of a model, and the layers that `skip_order` may skip.
 
-    def __init__(self, model: LoadedModel, skip_order: Sequence[int], context_length: int, device: str) -> None:
+    Factors of matrix products are of `product_dtype`, f32 or bf16; sums, norms and hidden states are always f32.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        skip_order: Sequence[int],
+        context_length: int,
+        device: str,
+        product_dtype: str = "f32",
+    ) -> None:
         self._backend = TorchBackend(
-            model.config, model.tensors, num_slots=1, context_length=context_length, dtype="f32", device=device
+            model.config,
+            model.tensors,
+            num_slots=1,
+            context_length=context_length,
+            dtype="f32",
+            matrix_dtype=product_dtype,
+            device=device,
         )
+        self._product_dtype = DTYPES[product_dtype]
+        self._products = partial(torch.autocast, device, torch.bfloat16, enabled=product_dtype == "bf16")
         self.config, self.skip_order, self.first_layer = model.config, tuple(skip_order), min(skip_order)
         self._group = model.config.num_attention_heads // model.config.num_key_value_heads
 
@@ -58,17 +78,20 @@ class Student:
         prompt, cache, hidden_states = len(reference.prompt_ids), {}, torch.empty(0)
         token_ids = [*reference.prompt_ids, *reference.completion_ids[:-1]]
         positions = torch.arange(len(token_ids), device=self._backend.device)
-        with torch.no_grad():
-            rotations, x = self._backend.rotations(positions), self._backend.embed(self._put(np.array(token_ids)))
+        kept = torch.float16 if self._product_dtype == torch.float32 else self._product_dtype
+        with torch.no_grad(), self._products():
+            rotations = self._backend.rotations(positions)
+            x = self._backend.embed(self._put(np.array(token_ids))).float()
             for layer in range(self.config.num_hidden_layers):
                 if layer == self.first_layer:
                     hidden_states = x[prompt:]
                 q, k, v = self._project(x, layer, rotations)
                 if layer >= self.first_layer:
-                    cache[layer] = (k[:prompt].half().cpu(), v[:prompt].half().cpu())
+                    cache[layer] = (k[:prompt].to(kept).cpu(), v[:prompt].to(kept).cpu())
                 x = self._backend.finish_layer(x, self._attend(q, k, v, layer), layer)
-            top = self._backend.logits(x[prompt:]).log_softmax(-1).topk(min(TOP, self.config.vocab_size), -1)
-        return Lesson(prompt, hidden_states.cpu(), cache, top.indices.cpu(), top.values.cpu())
+            logits = self._backend.logits(x[prompt:]).float()
+            top, ids = logits.topk(min(TOP, self.config.vocab_size), -1)
+        return Lesson(prompt, hidden_states.cpu(), cache, ids.cpu(), (top - logits.logsumexp(-1, keepdim=True)).cpu())
 
     def losses(
         self, lessons: Sequence[Lesson], depths: Sequence[Sequence[int]], adapters: AdapterParameters
@@ -81,17 +104,21 @@ class Student:
         rows = [self._put(lesson.hidden_states) for lesson in lessons]
         layers = self.config.num_hidden_layers
         active = [active_prefixes(self.skip_order, layers, own) for own in depths]
-        for layer in range(self.first_layer, layers):
-            counts = [prefixes[layer] for prefixes in active]
-            run = torch.cat([x[:n] for x, n in zip(rows, counts, strict=True)])
-            skip = torch.cat([x[n:] for x, n in zip(rows, counts, strict=True)])
-            if len(run):
-                run = self._run_layer(run, layer, lessons, counts)
-            if len(skip) and layer in adapters:
-                skip = adapt(skip, *adapters[layer])
-            skipped = skip.split([len(x) - n for x, n in zip(rows, counts, strict=True)])
-            rows = [torch.cat(parts) for parts in zip(run.split(counts), skipped, strict=True)]
-        return self._compare(self._backend.logits(torch.cat(rows)), lessons)
+        with self._products():
+            for layer in range(self.first_layer, layers):
+                counts = [prefixes[layer] for prefixes in active]
+                run = torch.cat([x[:n] for x, n in zip(rows, counts, strict=True)])
+                skip = torch.cat([x[n:] for x, n in zip(rows, counts, strict=True)])
+                if len(run):
+                    run = self._run_layer(run, layer, lessons, counts)
+                if len(skip) and layer in adapters:
+                    skip = adapt(skip, *adapters[layer])
+                skipped = skip.split([len(x) - n for x, n in zip(rows, counts, strict=True)])
+                rows = [torch.cat(parts) for parts in zip(run.split(counts), skipped, strict=True)]
+            logits = self._backend.logits(torch.cat(rows))
+        ids = self._put(torch.cat([lesson.top_ids for lesson in lessons]))
+        kl, agrees = _Divergence.apply(logits, ids, self._put(torch.cat([lesson.top_logprobs for lesson in lessons])))
+        return kl, agrees
 
     def _run_layer(self, x: torch.Tensor, layer: int, lessons: Sequence[Lesson], counts: Sequence[int]) -> torch.Tensor:
         """A layer on rows x: the first `counts` steps of each lesson, one lesson after the other."""
@@ -101,7 +128,7 @@ class Student:
         attended = []
         for lesson, q, k, v in zip(lessons, *(part.split(list(counts)) for part in projected), strict=True):
             if len(q):
-                past_k, past_v = (self._put(past).float() for past in lesson.prompt_cache[layer])
+                past_k, past_v = (self._put(past).to(k.dtype) for past in lesson.prompt_cache[layer])
                 attended.append(self._attend(q, torch.cat((past_k, k)), torch.cat((past_v, v)), layer))
         return self._backend.finish_layer(x, torch.cat(attended), layer)
 
@@ -115,17 +142,9 @@ class Student:
             for layer, down in downs.items()
         }
 
-    def _compare(self, logits: torch.Tensor, lessons: Sequence[Lesson]) -> tuple[torch.Tensor, torch.Tensor]:
-        ids = self._put(torch.cat([lesson.top_ids for lesson in lessons]))
-        p = self._put(torch.cat([lesson.top_logprobs for lesson in lessons]))
-        q = logits.gather(-1, ids) - logits.logsumexp(-1, keepdim=True)
-        p_rest, q_rest = ((1 - x.exp().sum(-1)).clamp_min(_TINY) for x in (p, q))
-        kl = (p.exp() * (p - q)).sum(-1) + p_rest * (p_rest.log() - q_rest.log())
-        return kl, logits.argmax(-1) == ids[:, 0]
-
     def _project(self, x: torch.Tensor, layer: int, rotations: Rotations) -> tuple[torch.Tensor, ...]:
         """Queries, keys and values of hidden states x [n, hidden_size] before a layer: each [n, heads, head_dim]."""
-        h = self._backend.attention_input(x, layer)
+        h = self._backend.attention_input(x, layer).to(self._product_dtype)  # once for all three
         return self._backend.queries(h, layer, rotations), *self._backend.keys_values(h, layer, rotations)
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
@@ -133,12 +152,51 @@ class Student:
         spec = self.config.layers[layer]
         positions = torch.arange(len(k) - len(q), len(k), device=q.device)
         visible = visible_cells(positions, len(k), spec.window)
-        keys, values = (x.transpose(0, 1).repeat_interleave(self._group, 0) for x in (k, v))
-        out = F.scaled_dot_product_attention(q.transpose(0, 1), keys, values, visible, scale=spec.attention_scale)
-        return out.transpose(0, 1).flatten(1)
+        # On a CPU, faster with gradients than PyTorch's own attention, most of all in bf16. The heads of a group share
+        # keys and values, so their queries are the rows of one product: [key-value heads, group * n, head_dim].
+        mask = torch.zeros(visible.shape, device=q.device).masked_fill_(~visible, -torch.inf).repeat(self._group, 1)
+        queries = q.unflatten(1, (-1, self._group)).permute(1, 2, 0, 3).flatten(1, 2)
+        scores = torch.baddbmm(mask, queries, k.permute(1, 2, 0), alpha=spec.attention_scale)
+        out = torch.bmm(scores.softmax(-1), v.transpose(0, 1))
+        return out.unflatten(1, (self._group, -1)).permute(2, 0, 1, 3).flatten(1)
 
     def _put(self, values: torch.Tensor | np.ndarray) -> torch.Tensor:
         return torch.as_tensor(values).to(self._backend.device)
+
+
+class _Divergence(torch.autograd.Function):  # type: ignore[misc]  # PyTorch does not type it
+    """KL(full || tapered) of each row, and whether the argmax is the same.
+
+    Works on a few rows at a time, and on their gradient at once, since new memory for all logits takes longer than
+    the arithmetic.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, top_ids: torch.Tensor, top_logprobs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits [n, vocab_size] of the tapered model; full depth's likeliest tokens and their log-probabilities."""
+        kl, agrees, ctx.gradient = [], [], torch.empty_like(logits)
+        parts = (x.split(_ROWS) for x in (logits, top_ids, top_logprobs, ctx.gradient))
+        for row, ids, log_p, gradient in zip(*parts, strict=True):
+            x = row.to(torch.float32, copy=True)
+            highest, likeliest = x.max(-1, keepdim=True)
+            log_q = x.gather(-1, ids) - highest
+            total = x.sub_(highest).exp_().sum(-1, keepdim=True)
+            p, log_q = log_p.exp(), log_q - total.log()
+            p_rest, q_rest = ((1 - y.exp().sum(-1, keepdim=True)).clamp_min(_TINY) for y in (log_p, log_q))
+            kl.append((p * (log_p - log_q)).sum(-1) + (p_rest * (p_rest / q_rest).log())[:, 0])
+            agrees.append(likeliest[:, 0] == ids[:, 0])
+            # With respect to logits: q - p of likely tokens, q (1 - p_rest / q_rest) of those that share the bucket.
+            gradient.copy_(x.mul_((1 - p_rest / q_rest) / total).scatter_(-1, ids, log_q.exp() - p))
+        agreement = torch.cat(agrees)
+        ctx.mark_non_differentiable(agreement)
+        return torch.cat(kl), agreement
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        gradient, ctx.gradient = ctx.gradient, None
+        return gradient.mul_(grads[0].unsqueeze(-1).to(gradient.dtype)), None, None
 
 
 def frozen(adapters: AdapterParameters) -> Adapters:

@@ -1,0 +1,23 @@
+"""The package's description: README.md, with links that work outside of the repository. pyproject.toml has the rest."""
+
+import re
+from pathlib import Path
+
+from setuptools import setup
+
+REPOSITORY = "taper-llm/taper"
+PICTURES = (".svg", ".png")
+LINK = re.compile(r"(?<=\]\()(?!https?:|#)[^)\s]+")
+
+
+def absolute(link: re.Match[str]) -> str:
+    """The address of a file of the repository."""
+    if link[0].endswith(PICTURES):
+        return f"https://raw.githubusercontent.com/{REPOSITORY}/main/{link[0]}"
+    return f"https://github.com/{REPOSITORY}/blob/main/{link[0]}"
+
+
+setup(
+    long_description=LINK.sub(absolute, Path("README.md").read_text(encoding="utf-8")),
+    long_description_content_type="text/markdown",
+)
