@@ -64,17 +64,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL, help="name or file; default %(default)s")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--policies", help="only these, with commas between; other rows of the file stay")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
     llm = LLM(options.model, context=1024, threads=options.threads, max_batch_size=10)
     policies = {"full": llm.resolve_policy(mode="full"), **llm.shipped_policies()}
+    wanted = options.policies.split(",") if options.policies else list(policies)
     about = conditions(llm.path) | {"threads": options.threads, "answer_tokens": TOKENS, "sampling": llm.sampling}
     result: dict[str, Any] = {"conditions": about, "questions": list(QUESTIONS), "default": {}, "greedy": {}}
+    if options.policies:
+        result |= json.loads(options.out.read_text())
     for name, policy in policies.items():
+        if name not in wanted:
+            continue
         sampled = [llm.sampling_params(max_tokens=TOKENS, seed=seed) for seed in range(len(QUESTIONS))]
         greedy = [SamplingParams(max_tokens=TOKENS)] * len(QUESTIONS)
         for kind, params in (("default", sampled), ("greedy", greedy)):
-            result[kind][name] = cell(llm, policy, params)
+            result[kind][name] = cell(llm, policy, params) | {"commit": about["commit"]}
             write(options.out, result)
     print(json.dumps(result, indent=1))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import overlap
 import pytest
 import torch
 from click.testing import CliRunner
@@ -133,6 +134,14 @@ def test_the_divergence_has_the_gradient_that_pytorch_finds(rows):
     weights = torch.rand(rows, generator=generator)
     wanted = torch.autograd.grad((slow * weights).sum(), logits)
     torch.testing.assert_close(torch.autograd.grad((kl * weights).sum(), logits), wanted, rtol=1e-3, atol=1e-5)
+
+
+def test_no_prompt_is_a_problem_of_gsm8k_or_bbh():
+    known = set(np.fromfile(overlap.FILE, np.uint32).tolist())
+    janet = "Janet\u2019s ducks lay 16 eggs per day. She eats three for breakfast"
+    assert known & set(overlap.fingerprints(f"Solve this: {janet}")), "the first problem of GSM8K's test split"
+    for prompt in builtin_prompts():
+        assert not known & set(overlap.fingerprints(prompt)), prompt
 
 
 @pytest.fixture(scope="module")

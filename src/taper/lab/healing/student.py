@@ -48,7 +48,7 @@ class Lesson:
 class Student:
     """The frozen weights of a model, and the layers that `skip_order` may skip.
 
-    Factors of matrix products are of `product_dtype`, f32 or bf16; sums, norms and hidden states are always f32.
+    `product_dtype` is f32, or bf16 for matrix products and attention; norms and hidden states are always f32.
     """
 
     def __init__(
