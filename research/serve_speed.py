@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--batch", type=int, default=16, help="streams at a time")
     parser.add_argument("--tokens", type=int, default=128, help="of each stream")
-    parser.add_argument("--policy", default="fast", help="a shipped policy of the model")
+    parser.add_argument("--policy", default="fast-plain", help="a shipped policy of the model")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--llama-bin", type=Path, metavar="DIR", help="folder of llama-server")
     parser.add_argument("--out", type=Path)

@@ -478,8 +478,9 @@ class LLM:
         if width == 1:
             message = "these kernels round two tokens differently from one, so nothing is drafted"
             warnings.warn(message, TaperWarning, stacklevel=2)
-        drafter = min(self.shipped_policies().values(), key=lambda shipped: shipped.mean_depth(128), default=None)
-        if mode == EXACT and policy is not None:
+        if mode != EXACT or policy is None:
+            drafter = min(self.shipped_policies().values(), key=lambda shipped: shipped.mean_depth(128), default=None)
+        else:
             drafter = self.resolve_policy(policy)
             if not drafter.tapers:
                 raise RequestError("policy full runs every layer, so it cannot draft", "name another, or leave it out")
