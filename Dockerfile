@@ -26,6 +26,6 @@ WORKDIR /home/taper
 VOLUME /models
 EXPOSE 8000
 # The first start fetches the model before it answers.
-HEALTHCHECK --start-period=5m --interval=30s --timeout=5s \
-    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
+HEALTHCHECK --start-period=15m --interval=30s --timeout=5s \
+    CMD ["python", "-c", "import os, urllib.request; urllib.request.urlopen(f'http://127.0.0.1:{os.environ.get(\"TAPER_SERVE_PORT\", 8000)}/health', timeout=4)"]
 CMD ["taper", "serve", "--host", "0.0.0.0"]

@@ -1,6 +1,6 @@
 # make demo  installs Taper, fetches the default model and answers one question at full depth and tapered
 # make demo-large  the same with a model of 1.5 billion parameters (1.1 GB to fetch)
-# make native  compiles ggml for this processor, about three minutes: faster prompts of larger models
+# make native  compiles ggml for this processor, about three minutes: faster prompts
 # make test  installs what the tests need and runs lint, types and tests
 # make test-libraries  the CPU backend's tests with each ggml library that is installed
 # make test-package  builds the wheel, and tries it in an empty environment of every Python from 3.10 to 3.13 that is here
@@ -49,7 +49,7 @@ test-vllm: .venv-vllm/installed
 
 test-package: $(VENV)/installed
 	@$(PIP) build twine
-	@$(BIN)/python tests/package.py
+	@PYTHONPATH=research $(BIN)/python tests/package.py
 
 docs: $(VENV)/installed-docs
 	@$(BIN)/python -m mkdocs build

@@ -1,14 +1,16 @@
-"""What calibration takes and what comes out of it: one JSON file for a model, part by part.
+"""What calibration takes and what comes out of it, part by part: JSON files for a model.
 
-    python research/calibration.py --cache EMPTY_FOLDER policies healed orders growth
-    python research/calibration.py --cache EMPTY_FOLDER --model qwen2.5-coder-1.5b-instruct policies healed same_curves
+    python research/calibration.py --cache EMPTY_FOLDER policies training healed orders growth
+    python research/calibration.py --cache EMPTY_FOLDER --model MODEL policies healed earlier_curves
 
 `policies` makes the shipped policies without adapters from an empty cache (a quarter of an hour for the default model),
 `healed` those over the adapters in the model's folder of policies, which `taper heal` has trained. A healed policy
 ships if its KL is lower than that of the plain one and their intervals do not overlap; it takes the plain one's name,
-and that one ends in `-plain`. `same_curves` tries the adapters on the plain curves of the others. `orders` compares the
-order found with every baseline on held-out prompts (a quarter of an hour), `growth` times whole calibrations on more
-and more prompts (half an hour). The last two are of the default model. Leave the machine alone while it runs.
+and that one ends in `-plain`. What does not ship stays as it was, so a policy with adapters then has new ones on the
+curve of the old ones; `earlier_curves` measures that. `training` keeps how the adapters were trained. The results of
+these three are in `healing-MODEL.json`, the others in `calibration-MODEL.json`. `orders` compares the order found with
+every baseline on held-out prompts (a quarter of an hour), `growth` times whole calibrations on more and more prompts
+(half an hour). The last two are of the default model. Leave the machine alone while it runs.
 """
 
 from __future__ import annotations
@@ -47,6 +49,8 @@ PAGES = ROOT / "research" / "pages"
 SPEEDS = {"fast": 1.20, "balanced": 1.10, "gentle": 1.05}  # the first finds the cache empty
 REPORTED = "balanced"  # has a report
 ADAPTERS, PLAIN = "adapters.safetensors", "-plain"
+PARTS, HEALING_PARTS = ("policies", "orders", "growth"), ("training", "healed", "earlier_curves")
+HEALED = ("mean_depth", "speedup", "held_out", "free_running", "problems", "conditions")  # what is kept of those
 ANSWER_TOKENS, CONTEXT, THREADS = 128, 1024, 2
 COMPARED_STEPS = 48  # first steps of each held-out output, on which orders are compared
 DEPTHS = range(29, 19, -1)
@@ -76,15 +80,22 @@ def policies(cache: Path, model: str) -> dict[str, Any]:
 
 def healed(cache: Path, model: str) -> dict[str, Any]:
     """The same of policies with adapters; those that are better than the plain ones are shipped in their place."""
-    folder, results = SHIPPED / model, calibrated(cache, model, SHIPPED / model / ADAPTERS)
-    for name in SPEEDS:
-        policy = load_policy(cache / f"{name}.safetensors")
-        results[name]["shipped"] = ship(folder, name, policy)
-    return results
+    calibrated(cache, model, SHIPPED / model / ADAPTERS)
+    policies = {name: load_policy(cache / f"{name}.safetensors") for name in SPEEDS}
+    return {name: shipped(SHIPPED / model, name, policy) for name, policy in policies.items()}
 
 
-def same_curves(cache: Path, model: str) -> dict[str, Any]:
-    """Adapters on the plain policies' own curves, where they are not shipped on curves of their own."""
+def training(cache: Path, model: str) -> dict[str, Any]:
+    """How `taper heal` made the adapters, from their file."""
+    policy = load_policy(SHIPPED / model / ADAPTERS)
+    assert policy.adapters is not None
+    made = policy.provenance["healing"]
+    kept = {key: made[key] for key in ("seconds", "tokens", "before", "after")}
+    return {"policy": policy.name, "rank": len(next(iter(policy.adapters.layers.values()))[0]), **kept}
+
+
+def earlier_curves(cache: Path, model: str) -> dict[str, Any]:
+    """Adapters on the curves that the policies have, where they are not shipped on curves of their own."""
     os.environ["TAPER_CACHE"] = str(cache)
     from taper import LLM
     from taper.lab.calibration.measured_model import measured_model
@@ -94,6 +105,7 @@ def same_curves(cache: Path, model: str) -> dict[str, Any]:
 
     folder, results = SHIPPED / model, {}
     trained = load_policy(folder / ADAPTERS)
+    on_own_curves = json.loads((RESULTS / f"healing-{model}.json").read_text())["healed"]
     llm = LLM(model, threads=THREADS, context=CONTEXT, max_batch_size=64)
     with measured_model(llm, lambda stage, part: None) as measured:
         prompts = list(encode_prompts(llm, builtin_prompts(), 0, MAX_PROMPTS))
@@ -101,9 +113,9 @@ def same_curves(cache: Path, model: str) -> dict[str, Any]:
         references = measured.complete("outputs at full depth", prompts, measured.full, ANSWER_TOKENS)
         problems, held_out = word_problems(llm, measured.store), split(references)[1]
         for name in SPEEDS:
-            if (folder / f"{name}{PLAIN}.json").exists():
+            if on_own_curves.get(name, {}).get("shipped"):
                 continue
-            plain = load_policy(folder / f"{name}.json")
+            plain = load_policy(folder / f"{name}.json").without_adapters()
             adapters = trained.adapters.only(plain.skip_order[: plain.num_hidden_layers - plain.min_depth])
             policy = replace(plain, adapters=adapters)
             validated = to_plain(validate(measured, held_out, policy, ANSWER_TOKENS, problems)[0])
@@ -115,9 +127,15 @@ def same_curves(cache: Path, model: str) -> dict[str, Any]:
             speedup = {"predicted": round(cost.speedup(policy, ANSWER_TOKENS), 4), **timed}
             found = {**validated, "mean_depth": plain.provenance["mean_depth"], "speedup": speedup}
             found |= {"conditions": to_plain(measured.conditions)}
-            provenance = {**plain.provenance, **found}
-            results[name] = found | {"shipped": ship(folder, name, replace(policy, provenance=provenance))}
+            healing = {key: trained.provenance[key] for key in ("healing",) if key in trained.provenance}
+            provenance = {**plain.provenance, **found, **healing}
+            results[name] = shipped(folder, name, replace(policy, provenance=provenance))
     return results
+
+
+def shipped(folder: Path, name: str, policy: DepthPolicy) -> dict[str, Any]:
+    """What the page of healing says of a policy with adapters. It is shipped if it is better than the plain one."""
+    return {key: policy.provenance[key] for key in HEALED} | {"shipped": ship(folder, name, policy)}
 
 
 def ship(folder: Path, name: str, healed: DepthPolicy) -> bool:
@@ -258,14 +276,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cache", type=Path, required=True, help="folder for what is measured; empty at first")
     parser.add_argument("--model", choices=PACKAGED_MODELS, default=DEFAULT_MODEL, help="default %(default)s")
-    parser.add_argument("parts", nargs="+", choices=["policies", "healed", "same_curves", "orders", "growth"])
+    parser.add_argument("parts", nargs="+", choices=[*PARTS, *HEALING_PARTS])
     options = parser.parse_args()
-    if options.model != DEFAULT_MODEL and not {*options.parts} <= {"policies", "healed", "same_curves"}:
+    if options.model != DEFAULT_MODEL and {"orders", "growth"} & {*options.parts}:
         parser.error(f"orders and growth are of {DEFAULT_MODEL}")
     with_model(options.cache, options.model)
-    path = RESULTS / f"calibration-{options.model}.json"
     for part in options.parts:
         print(f"{part} ...", file=sys.stderr)
+        kind = "healing" if part in HEALING_PARTS else "calibration"
+        path = RESULTS / f"{kind}-{options.model}.json"
         result = globals()[part](options.cache, options.model)
         results = json.loads(path.read_text()) if path.exists() else {}
         path.write_text(json.dumps(results | {part: result}, indent=1) + "\n")

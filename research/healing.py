@@ -24,7 +24,7 @@ import taper
 from taper.lab.calibration.run import batch_size
 from taper.lab.calibration.store import current_conditions
 from taper.lab.calibration.summary import to_plain
-from taper.lab.healing import prompts, run, train
+from taper.lab.healing import prompts, run, stages, train
 
 POLICY = "fast-plain"
 BASE = {
@@ -48,11 +48,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def healed(llm: taper.LLM, policy: taper.DepthPolicy, minutes: float, options: dict[str, Any]) -> taper.Healing:
     """A healing with some of its settings replaced. The seed has no part in which prompts are held out."""
-    rounds = run.ROUNDS if options["on_policy"] else (1.0,)
+    rounds = stages.ROUNDS if options["on_policy"] else (1.0,)
     encode = run.encode_prompts
     with (
         mock.patch.object(train, "LEARNING_RATE", options["rate"]),
-        mock.patch.object(run, "ROUNDS", rounds),
+        mock.patch.object(stages, "ROUNDS", rounds),
         mock.patch.object(run, "encode_prompts", lambda llm, texts, seed, most: encode(llm, texts, 0, most)),
         mock.patch.object(prompts, "FORMS_OF_A_TOPIC", options["forms"]),
     ):

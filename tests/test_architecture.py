@@ -52,7 +52,7 @@ OTHERS_NAMES = {
 HEAVY = {
     "torch": {
         *(f"backends/{name}.py" for name in ("__init__", "fused", "torch")),
-        *(f"lab/healing/{name}.py" for name in ("precision", "student", "train")),
+        *(f"lab/healing/{name}.py" for name in ("precision", "stages", "student", "train")),
         *(
             "hf.py",
             "lab/bench/torch_device.py",
@@ -182,6 +182,20 @@ def test_import_loads_only_what_it_needs(code, unwanted):
 
 def test_every_public_name_is_there():
     assert all(hasattr(taper, name) for name in taper.__all__)
+
+
+def test_without_pytorch_every_public_name_is_there_and_heal_says_what_to_install():
+    code = """if True:
+        import sys
+        sys.modules["torch"] = None
+        from taper import *
+        try:
+            heal("model.gguf", "fast")
+        except RequestError as error:
+            print(error)
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == 'training adapters needs PyTorch (pip install "taper-llm[heal]")\n'
 
 
 def test_shared_fixtures_need_no_ggml():

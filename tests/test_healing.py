@@ -24,8 +24,8 @@ from taper.lab.calibration.replay import Reference, Replay
 from taper.lab.healing import precision
 from taper.lab.healing import student as student_module
 from taper.lab.healing.prompts import builtin_prompts
-from taper.lab.healing.run import Healing
 from taper.lab.healing.student import Student
+from taper.lab.healing.summary import Healing
 from taper.lab.healing.train import Training
 from taper.models.policies import load_policy, save_policy
 
@@ -288,7 +288,7 @@ def test_calibration_with_healing_writes_only_adapters_that_help(tiny_gguf, tmp_
         trained.append(policy)
         return SimpleNamespace(policy=with_adapters(policy, 64), helped=helped)
 
-    monkeypatch.setattr("taper.cli.calibrate.import_heal", lambda: heal)
+    monkeypatch.setattr("taper.lab.healing.run.heal", heal)
     run = CliRunner().invoke(cli, calibrate_command(tiny_gguf, tmp_path, "--heal", "0.1"))
     assert run.exit_code == (0 if helped else 1), run.output
     assert (tmp_path / "found.safetensors").exists() == helped

@@ -551,7 +551,8 @@ def test_the_default_policy_is_the_fastest_that_costs_no_circles_and_no_word_pro
     counts = render.load()["repetition"][model]["default"]
     fewer = tables.solves_less(policies)
     passing = [name for name in policies if counts[name]["loops"] <= counts["full"]["loops"] and name not in fewer]
-    assert DEFAULT_POLICIES[model] == passing[-1]
+    # With so few problems, a large loss need not be significant.
+    assert DEFAULT_POLICIES[model] == [p for p in passing if policies[p]["problems"]["difference"][0] >= -0.08][-1]
 
 
 def test_a_healed_policy_ships_if_it_is_better_by_its_interval(tmp_path):

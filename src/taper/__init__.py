@@ -1,4 +1,4 @@
-"""Taper: language models that run fewer layers per token as the answer grows, without retraining."""
+"""Taper: language models that run fewer layers per token as the output grows, without retraining."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .errors import ModelError, PolicyError, RequestError, TaperError, TaperWarning
     from .lab.calibration.run import Calibration, calibrate
-    from .lab.healing.run import Healing, heal
+    from .lab.healing.run import heal
+    from .lab.healing.summary import Healing
     from .llm import LLM, Chunk, Output, Stream
     from .models.policies import load_policy, save_policy
     from .policy import DepthPolicy
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 _NAMES = {  # of each module
     "errors": ("ModelError", "PolicyError", "RequestError", "TaperError", "TaperWarning"),
     "lab.calibration.run": ("Calibration", "calibrate"),
-    "lab.healing.run": ("Healing", "heal"),
+    "lab.healing.run": ("heal",),
+    "lab.healing.summary": ("Healing",),
     "llm": ("LLM", "Chunk", "Output", "Stream"),
     "models.policies": ("load_policy", "save_policy"),
     "policy": ("DepthPolicy",),

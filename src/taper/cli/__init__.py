@@ -57,7 +57,7 @@ def _version(context: click.Context, parameter: click.Parameter, wanted: bool) -
 @click.group(
     context_settings={"help_option_names": ["-h", "--help"], "show_default": True, "auto_envvar_prefix": "TAPER"}
 )
-@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_version)
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, allow_from_autoenv=False)
 def cli() -> None:
     """Language models that run fewer layers per token as the output grows, without retraining.
 

@@ -13,7 +13,7 @@ import click
 
 from ..errors import RequestError
 from ..models.policies import ADAPTERS_SUFFIX, load_policy, save_policy
-from .common import NOT_HEALED, GroupedCommand, check_file, check_report, import_heal, load, model_options, say, stages
+from .common import NOT_HEALED, GroupedCommand, check_file, check_report, load, model_options, say, stages
 
 if TYPE_CHECKING:
     from ..lab.calibration.run import Calibration
@@ -135,12 +135,14 @@ def _to_prompts(out: Path, as_json: bool, options: dict[str, Any]) -> DepthPolic
     from ..lab.calibration.prompts import builtin_prompts, read_prompts
     from ..lab.calibration.run import calibrate as run
     from ..lab.calibration.summary import Budget
+    from ..lab.healing.run import heal, import_healer
 
     Budget(**{name: options[name] for name in _LIMITS})  # reports a mistake before the model loads
     healed = None if options["adapters"] is None else load_policy(options["adapters"])
-    train = None if options["heal"] is None else import_heal()
-    if train and healed:
-        raise RequestError("--heal trains adapters; --adapters gives them", "leave out one of the two")
+    if options["heal"] is not None:
+        if healed:
+            raise RequestError("--heal trains adapters; --adapters gives them", "leave out one of the two")
+        import_healer()  # reports that PyTorch is missing before the model loads
     prompts = builtin_prompts() if options["prompts"] is None else read_prompts(options["prompts"])
     if options["report"] is not None:
         check_report("--report", options["report"])
@@ -149,9 +151,9 @@ def _to_prompts(out: Path, as_json: bool, options: dict[str, Any]) -> DepthPolic
     find = partial(run, llm, prompts, quick=bool(options["quick"]), **{name: options[name] for name in names})
     with stages() as progress:
         result = find(progress=progress, healed=healed)
-    if train:
+    if options["heal"] is not None:
         with stages() as progress:
-            healing = train(llm, result.policy, minutes=options["heal"], seed=options["seed"], progress=progress)
+            healing = heal(llm, result.policy, minutes=options["heal"], seed=options["seed"], progress=progress)
         if not healing.helped:
             say(f"taper: {NOT_HEALED}; {out} was not written")
             return None

@@ -16,7 +16,6 @@ from ..errors import DEVICES, DRAFTERS, DTYPES, OFF, REPACK, RequestError
 from ..models.files import check_writable
 
 if TYPE_CHECKING:
-    from ..lab.healing.run import Healing
     from ..llm import LLM
 
 INTERRUPTED = 130
@@ -166,12 +165,3 @@ def stages() -> Generator[Callable[[str, float], None], None, None]:
             bars.advance(tasks[stage], part)
 
         yield advance
-
-
-def import_heal() -> Callable[..., Healing]:
-    """`taper.heal`; raises RequestError if PyTorch is missing."""
-    try:
-        from ..lab.healing.run import heal
-    except ImportError:
-        raise RequestError("training adapters needs PyTorch", 'pip install "taper-llm[heal]"') from None
-    return heal

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import RequestError
-from .common import NOT_HEALED, check_file, import_heal, load, model_options, say, stages
+from .common import NOT_HEALED, check_file, load, model_options, say, stages
 
 if TYPE_CHECKING:
-    from ..lab.healing.run import Healing
+    from ..lab.healing.summary import Healing
     from ..lab.healing.train import Evaluation
 
 _NOT_BETTER = 1
@@ -44,10 +44,12 @@ def heal(
     if out.suffix != ADAPTERS_SUFFIX:
         raise RequestError(f"--out is {out}; a policy with adapters is a {ADAPTERS_SUFFIX} file", "rename it")
     check_file("--out", out)
-    run = import_heal()
     from ..lab.calibration.measured_model import batch_size
     from ..lab.calibration.prompts import BATCH, read_prompts
+    from ..lab.healing.run import heal as run
+    from ..lab.healing.run import import_healer
 
+    import_healer()  # reports that PyTorch is missing before the model loads
     texts = None if prompts is None else read_prompts(prompts)
     llm = load(options, max_batch_size=batch_size(BATCH, options["device"]))
     with stages() as progress:

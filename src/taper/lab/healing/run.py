@@ -1,71 +1,26 @@
-"""From a policy to the same policy with adapters, and what each of them costs on held-out prompts.
-
-Adapters learn from the model alone: from its outputs at full depth, then from those that the tapered model writes
-itself (on-policy distillation, GKD, arXiv 2306.13649), always towards full depth's distribution.
-"""
+"""From a policy to the same policy with adapters, and what each of them costs on held-out prompts."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from ...backends import choose_device
 from ...errors import RequestError, number, whole_number
 from ...llm import LLM, Prompt
-from ...models import load_model
-from ...models.download import cache_folder
 from ...policy import DepthPolicy
-from ..calibration.measured_model import MeasuredModel, batch_size, measured_model
-from ..calibration.problems import word_problems
+from ..calibration.measured_model import batch_size, measured_model
 from ..calibration.progress import Report
 from ..calibration.prompts import BATCH, encode_prompts
-from ..calibration.replay import Reference
-from ..calibration.run import REFERENCE_TOKENS
-from ..calibration.store import digest, numbers
-from ..calibration.summary import Validation, to_plain
-from ..calibration.validation import validate
-from .precision import fastest_dtype
 from .prompts import builtin_prompts
-from .student import Student, frozen
-from .train import Evaluation, Training
+from .summary import Healing
+
+if TYPE_CHECKING:
+    from .stages import Healer
+    from .train import Evaluation
 
 RANK = 128
-BEYOND = 2  # further layers, which the policy does not skip, get an adapter too: for policies that skip a little more
-CHOOSING, VALIDATION = 16, 36  # held-out prompts to choose the best state by, and those of the final figures
 MAX_PROMPTS = 4000
-MIN_STEPS = 8  # shorter completions teach nothing
-TEMPERATURE = 0.8  # of every second output at full depth
-ROUNDS = (0.5, 0.65, 0.8, 1.0)  # shares of the time at which rounds end; each begins with outputs to learn from
-FULL_DEPTH, ON_POLICY = 0.15, 0.05  # shares of the time for those outputs, in the first round and in each later one
-_Ids = tuple[int, ...]  # of a prompt's tokens
-
-
-@dataclass(frozen=True)
-class Healing:
-    """A healed policy, and what it costs with and without its adapters, as calibration measures it."""
-
-    policy: DepthPolicy  # with the adapters of lowest held-out KL
-    before: Validation
-    after: Validation
-    history: list[Evaluation]  # of training, on prompts held out from it
-    seconds: float  # that training took, outputs of the tapered model included
-    tokens: int  # that losses were computed on
-
-    @property
-    def helped(self) -> bool:
-        """Whether KL on held-out prompts fell."""
-        return self.after.held_out.all_steps.kl.value < self.before.held_out.all_steps.kl.value
-
-    def plain(self) -> dict[str, Any]:
-        """All figures as plain data."""
-        names = ("before", "after", "history", "seconds", "tokens")
-        return {name: to_plain(getattr(self, name)) for name in names} | {"helped": self.helped}
 
 
 def heal(
@@ -95,10 +50,12 @@ def heal(
         report: called after each evaluation on held-out prompts.
 
     Raises:
-        RequestError: an argument out of its range, too few prompts, or PyTorch is missing.
-        PolicyError: the policy is for another model, skips nothing or has adapters already.
+        RequestError: an argument out of its range, too few prompts, no time left to train, or PyTorch is missing; the
+            policy skips nothing or has adapters already.
+        PolicyError: the policy is for another model.
         ModelError: the model is missing, damaged or not supported.
     """
+    healer = import_healer()
     minutes = number("minutes", minutes, 0, 1e6, above=True)
     rank, seed = whole_number("rank", rank, 1, 4096), whole_number("seed", seed, 0)
     if isinstance(prompts, str | Path):
@@ -112,89 +69,17 @@ def heal(
         raise RequestError(f"policy {policy.label} skips no layer", "choose another policy")
     with measured_model(llm, progress) as measured:
         ids = list(encode_prompts(llm, prompts, seed, MAX_PROMPTS))
-        return _Healer(measured, policy, ids, 60 * minutes, rank, seed).run(report or (lambda evaluation: None))
+        return healer(measured, policy, ids, 60 * minutes, rank, seed).run(report or (lambda evaluation: None))
 
 
-class _Healer:
-    """The stages of a healing; measurements and checkpoints are kept under what they were made from."""
+def import_healer() -> type[Healer]:
+    """What does the work.
 
-    def __init__(
-        self, model: MeasuredModel, policy: DepthPolicy, prompts: Sequence[_Ids], seconds: float, rank: int, seed: int
-    ) -> None:
-        self._model, self._policy, self._seconds, self._seed = model, policy, seconds, seed
-        choosing, validation = (min(most, len(prompts) // 8 + 1) for most in (CHOOSING, VALIDATION))
-        self._choosing, self._validation = prompts[:choosing], prompts[choosing:][:validation]
-        self._prompts = prompts[choosing + validation :]
-        key = {"heal": numbers(policy), "prompts": prompts, "seconds": seconds, "rank": rank, "seed": seed}
-        self._run = digest([model.identity.sha256, key])
-        self._checkpoint = cache_folder() / "heal" / f"{self._run}.safetensors"
-        layers = policy.skip_order[: policy.num_hidden_layers - policy.min_depth + BEYOND]
-        device = choose_device("auto") if model.conditions.backend == "torch" else "cpu"
-        context_length = model.llm.engine.backend.context_length
-        student = Student(load_model(model.llm.path), layers, context_length, device, fastest_dtype(device))
-        self._training = Training(student, policy, layers, rank, seconds, seed)
-
-    def run(self, report: Callable[[Evaluation], None]) -> Healing:
-        """All stages in turn."""
-        model, training = self._model, self._training
-        choosing, validation = (
-            self._outputs(prompts, model.full, "held-out prompts") for prompts in (self._choosing, self._validation)
-        )
-        held_out = _long_enough(choosing)
-        self._stage = model.progress.stage("training", self._seconds)
-        if self._checkpoint.exists():
-            training.restore(self._checkpoint)
-            self._stage.done(training.elapsed_s)
-        pools = [_long_enough(self._outputs_at_full_depth())]
-        if not (held_out and pools[0]):
-            raise RequestError(f"outputs of fewer than {MIN_STEPS} tokens teach nothing", "give other prompts")
-        for round_number, until in enumerate(ROUNDS):
-            if training.elapsed_s < until * self._seconds:
-                if round_number:
-                    pools[1:] = [_long_enough(self._outputs_of_the_tapered_model(round_number))]
-                training.run(pools, held_out, until, self._checkpoint, self._stage, report)
-        problems = word_problems(model.llm, model.store)
-        healed = replace(self._policy, adapters=frozen(training.best))
-        before, after = (
-            validate(model, validation, policy, REFERENCE_TOKENS, problems)[0] for policy in (self._policy, healed)
-        )
-        healing = Healing(healed, before, after, training.history, round(training.elapsed_s), training.tokens)
-        provenance = {**self._policy.provenance, "healing": healing.plain()}
-        self._checkpoint.unlink(missing_ok=True)
-        return replace(healing, policy=replace(healed, provenance=provenance))
-
-    def _outputs(self, prompts: Sequence[_Ids], policy: DepthPolicy, stage: str) -> list[Reference]:
-        """Outputs of a policy, every second one sampled."""
-        complete = partial(self._model.complete, stage, policy=policy, max_tokens=REFERENCE_TOKENS)
-        return complete(prompts=prompts[::2]) + complete(prompts=prompts[1::2], temperature=TEMPERATURE)
-
-    def _outputs_within(
-        self, share: float, prompts: Sequence[_Ids], policy: DepthPolicy, stage: str
-    ) -> list[Reference]:
-        """Outputs of a policy, as many as a share of the time allows."""
-        began, references = time.perf_counter(), []
-        for first in range(0, len(prompts), 2 * BATCH):
-            if time.perf_counter() - began >= share * self._seconds:
-                break
-            references += self._outputs(prompts[first : first + 2 * BATCH], policy, stage)
-        spent = time.perf_counter() - began
-        self._training.elapsed_s += spent
-        self._stage.done(spent)
-        return references
-
-    def _outputs_at_full_depth(self) -> list[Reference]:
-        """The first round's outputs. Their number is stored, so that a killed training continues with the same ones."""
-        full, stage = self._model.full, "outputs at full depth"
-        made = partial(self._outputs_within, FULL_DEPTH, self._prompts, full, stage)
-        count = self._model.store.remember({"outputs of": self._run}, lambda: len(made()))
-        return self._outputs(self._prompts[:count], full, stage)
-
-    def _outputs_of_the_tapered_model(self, round_number: int) -> list[Reference]:
-        rng = np.random.default_rng((self._seed, round_number))
-        prompts = [self._prompts[i] for i in rng.permutation(len(self._prompts))]
-        policy = replace(self._policy, adapters=frozen(self._training.adapters))
-        return self._outputs_within(ON_POLICY, prompts, policy, "outputs of the tapered model")
-
-
-def _long_enough(references: Sequence[Reference]) -> list[Reference]:
-    return [reference for reference in references if len(reference.completion_ids) > MIN_STEPS]
+    Raises:
+        RequestError: PyTorch is missing.
+    """
+    try:
+        from .stages import Healer
+    except ImportError:
+        raise RequestError("training adapters needs PyTorch", 'pip install "taper-llm[heal]"') from None
+    return Healer

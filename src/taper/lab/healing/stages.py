@@ -1,0 +1,130 @@
+"""The stages of a healing: outputs to learn from, training in rounds, and what adapters cost on held-out prompts.
+
+Adapters learn from the model alone: from its outputs at full depth, then from those that the tapered model writes
+itself (on-policy distillation, GKD, arXiv 2306.13649), always towards full depth's distribution.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from ...backends import choose_device
+from ...errors import RequestError
+from ...models import load_model
+from ...models.download import cache_folder
+from ...policy import DepthPolicy
+from ..calibration.measured_model import MeasuredModel
+from ..calibration.problems import word_problems
+from ..calibration.prompts import BATCH
+from ..calibration.replay import Reference
+from ..calibration.run import REFERENCE_TOKENS
+from ..calibration.store import digest, numbers
+from ..calibration.validation import validate
+from .precision import fastest_dtype
+from .student import Student, frozen
+from .summary import Healing
+from .train import Evaluation, Training
+
+BEYOND = 2  # further layers, which the policy does not skip, get an adapter too: for policies that skip a little more
+CHOOSING, VALIDATION = 16, 36  # held-out prompts to choose the best state by, and those of the final figures
+MIN_STEPS = 8  # shorter completions teach nothing
+TEMPERATURE = 0.8  # of every second output at full depth
+ROUNDS = (0.5, 0.65, 0.8, 1.0)  # shares of the time at which rounds end; each begins with outputs to learn from
+FULL_DEPTH, ON_POLICY = 0.15, 0.05  # shares of the time for those outputs, in the first round and in each later one
+_Ids = tuple[int, ...]  # of a prompt's tokens
+
+
+class Healer:
+    """A healing with its arguments; measurements and checkpoints are kept under what they were made from."""
+
+    def __init__(
+        self, model: MeasuredModel, policy: DepthPolicy, prompts: Sequence[_Ids], seconds: float, rank: int, seed: int
+    ) -> None:
+        self._model, self._policy, self._seconds, self._seed = model, policy, seconds, seed
+        choosing, validation = (min(most, len(prompts) // 8 + 1) for most in (CHOOSING, VALIDATION))
+        self._choosing, self._validation = prompts[:choosing], prompts[choosing:][:validation]
+        self._prompts = prompts[choosing + validation :]
+        key = {"heal": numbers(policy), "prompts": prompts, "seconds": seconds, "rank": rank, "seed": seed}
+        self._run = digest([model.identity.sha256, key])
+        self._checkpoint = cache_folder() / "heal" / f"{self._run}.safetensors"
+        layers = policy.skip_order[: policy.num_hidden_layers - policy.min_depth + BEYOND]
+        device = choose_device("auto") if model.conditions.backend == "torch" else "cpu"
+        context_length = model.llm.engine.backend.context_length
+        student = Student(load_model(model.llm.path), layers, context_length, device, fastest_dtype(device))
+        self._training = Training(student, policy, layers, rank, seconds, seed)
+
+    def run(self, report: Callable[[Evaluation], None]) -> Healing:
+        """All stages in turn.
+
+        Raises:
+            RequestError: outputs are too short, or making them took all the time.
+        """
+        model, training = self._model, self._training
+        choosing, validation = (
+            self._outputs(prompts, model.full, "held-out prompts") for prompts in (self._choosing, self._validation)
+        )
+        held_out = _long_enough(choosing)
+        self._stage = model.progress.stage("training", self._seconds)
+        if self._checkpoint.exists():
+            training.restore(self._checkpoint)
+            self._stage.done(training.elapsed_s)
+        pools = [_long_enough(self._outputs_at_full_depth())]
+        if not (held_out and pools[0]):
+            raise RequestError(f"outputs of fewer than {MIN_STEPS} tokens teach nothing", "give other prompts")
+        for round_number, until in enumerate(ROUNDS):
+            if training.elapsed_s < until * self._seconds:
+                if round_number:
+                    pools[1:] = [_long_enough(self._outputs_of_the_tapered_model(round_number))]
+                training.run(pools, held_out, until, self._checkpoint, self._stage, report)
+        if not training.steps:
+            raise RequestError("outputs to learn from took all the time, none is left to train", "give more minutes")
+        problems = word_problems(model.llm, model.store)
+        healed = replace(self._policy, adapters=frozen(training.best))
+        before, after = (
+            validate(model, validation, policy, REFERENCE_TOKENS, problems)[0] for policy in (self._policy, healed)
+        )
+        healing = Healing(healed, before, after, training.history, round(training.elapsed_s), training.tokens)
+        provenance = {**self._policy.provenance, "healing": healing.plain()}
+        self._checkpoint.unlink(missing_ok=True)
+        return replace(healing, policy=replace(healed, provenance=provenance))
+
+    def _outputs(self, prompts: Sequence[_Ids], policy: DepthPolicy, stage: str) -> list[Reference]:
+        """Outputs of a policy, every second one sampled."""
+        complete = partial(self._model.complete, stage, policy=policy, max_tokens=REFERENCE_TOKENS)
+        return complete(prompts=prompts[::2]) + complete(prompts=prompts[1::2], temperature=TEMPERATURE)
+
+    def _outputs_within(
+        self, share: float, prompts: Sequence[_Ids], policy: DepthPolicy, stage: str
+    ) -> list[Reference]:
+        """Outputs of a policy, as many as a share of the time allows."""
+        began, references = time.perf_counter(), []
+        for first in range(0, len(prompts), 2 * BATCH):
+            if time.perf_counter() - began >= share * self._seconds:
+                break
+            references += self._outputs(prompts[first : first + 2 * BATCH], policy, stage)
+        spent = time.perf_counter() - began
+        self._training.elapsed_s += spent
+        self._stage.done(spent)
+        return references
+
+    def _outputs_at_full_depth(self) -> list[Reference]:
+        """The first round's outputs. Their number is stored, so that a killed training continues with the same ones."""
+        full, stage = self._model.full, "outputs at full depth"
+        made = partial(self._outputs_within, FULL_DEPTH, self._prompts, full, stage)
+        count = self._model.store.remember({"outputs of": self._run}, lambda: len(made()))
+        return self._outputs(self._prompts[:count], full, stage)
+
+    def _outputs_of_the_tapered_model(self, round_number: int) -> list[Reference]:
+        rng = np.random.default_rng((self._seed, round_number))
+        prompts = [self._prompts[i] for i in rng.permutation(len(self._prompts))]
+        policy = replace(self._policy, adapters=frozen(self._training.adapters))
+        return self._outputs_within(ON_POLICY, prompts, policy, "outputs of the tapered model")
+
+
+def _long_enough(references: Sequence[Reference]) -> list[Reference]:
+    return [reference for reference in references if len(reference.completion_ids) > MIN_STEPS]
