@@ -27,5 +27,5 @@ VOLUME /models
 EXPOSE 8000
 # The first start fetches the model before it answers.
 HEALTHCHECK --start-period=15m --interval=30s --timeout=5s \
-    CMD ["python", "-c", "import os, urllib.request; urllib.request.urlopen(f'http://127.0.0.1:{os.environ.get(\"TAPER_SERVE_PORT\", 8000)}/health', timeout=4)"]
+    CMD ["python", "-c", "import os, http.client as http; c = http.HTTPConnection('127.0.0.1', int(os.environ.get('TAPER_SERVE_PORT', 8000)), timeout=4); c.request('GET', '/health'); exit(c.getresponse().status != 200)"]
 CMD ["taper", "serve", "--host", "0.0.0.0"]

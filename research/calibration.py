@@ -62,7 +62,7 @@ def run_cli(cache: Path, *options: str) -> tuple[dict[str, Any], dict[str, Any]]
     """`taper calibrate` in a process of its own: its summary, and the time and memory it took."""
     command = [sys.executable, "-m", "taper", "calibrate", "--json", *options]
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    done = subprocess.run(command, stdout=-1, env={**os.environ, "TAPER_CACHE": str(cache)}, check=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, env={**os.environ, "TAPER_CACHE": str(cache)}, check=True)
     seconds, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
     return json.loads(done.stdout), {
         "seconds": round(seconds, 1),

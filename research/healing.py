@@ -18,12 +18,10 @@ from typing import Any
 from unittest import mock
 
 import torch
-from decode import conditions
+from task_options import made_with
 
 import taper
 from taper.lab.calibration.run import batch_size
-from taper.lab.calibration.store import current_conditions
-from taper.lab.calibration.summary import to_plain
 from taper.lab.healing import prompts, run, stages, train
 
 POLICY = "fast-plain"
@@ -79,14 +77,20 @@ def main() -> None:
         options.model, device=options.device, threads=threads, max_batch_size=batch_size(32, options.device)
     )
     policy = llm.resolve_policy(options.policy)
-    about = conditions(llm.path)
-    result["conditions"] = to_plain(current_conditions(llm)) | {
-        "commit": about["commit"],
-        "torch": torch.__version__,
-        "policy": options.policy,
-        "minutes": options.minutes,
-        "base": BASE,
-    }
+    about = (
+        made_with(llm)
+        | {
+            "torch": torch.__version__,
+            "policy": options.policy,
+            "minutes": options.minutes,
+            "base": BASE,
+        }
+        | ({"gpu": torch.cuda.get_device_name()} if options.device == "cuda" else {})
+    )
+    before = result.get("conditions", about)
+    if differing := [key for key in ("minutes", "policy", "base", "kernels") if before[key] != about[key]]:
+        parser.error(f"{options.out} has results of another {differing[0]}; name another file")
+    result["conditions"] = about
     for name in options.variants.split(","):
         if name in result["variants"]:
             continue

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 HOST = "127.0.0.1"
@@ -108,22 +109,25 @@ def serving(command: Sequence[str], port: int) -> Iterator[Server]:
         RuntimeError: it ended, or is not ready in time.
     """
     started = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        while asyncio.run(_status(port)) != 200:
-            if process.poll() is not None or time.perf_counter() - started > START_SECONDS:
-                raise RuntimeError(f"{command[0]} is not ready (exit status {process.poll()})")
-            time.sleep(0.02)
-        yield Server(process, port, time.perf_counter() - started)
-    finally:
-        process.kill()
-        process.wait()
+    with TemporaryFile() as said:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=said)
+        try:
+            while asyncio.run(_status(port)) != 200:
+                if process.poll() is not None or time.perf_counter() - started > START_SECONDS:
+                    said.seek(0)
+                    last = said.read()[-1000:].decode(errors="replace")
+                    raise RuntimeError(f"{command[0]} is not ready (exit status {process.poll()}): {last}")
+                time.sleep(0.02)
+            yield Server(process, port, time.perf_counter() - started)
+        finally:
+            process.kill()
+            process.wait()
 
 
 async def _status(port: int) -> int:
     try:
-        return (await send(port, request_bytes("GET", "/health"))).status
-    except (OSError, ValueError):
+        return (await asyncio.wait_for(send(port, request_bytes("GET", "/health")), 5)).status
+    except (OSError, ValueError, asyncio.TimeoutError):  # in Python 3.10, the last one is no OSError
         return 0
 
 

@@ -215,12 +215,12 @@ def cheaper_than_middle(core: Json) -> list[int]:
 
 def claims_by_verdict(titles: Mapping[str, str], models: Iterable[Json]) -> dict[str, list[str]]:
     """The claims that hold wherever they were measured, that fail somewhere, and the others."""
-    titles: dict[str, list[str]] = {HOLDS: [], FAILS: [], UNKNOWN: []}
+    by_verdict: dict[str, list[str]] = {HOLDS: [], FAILS: [], UNKNOWN: []}
     for part, title in titles.items():
         every = [verdict for model in models if part in model for verdict in verdicts(part, model[part]).values()]
         if every:
-            titles[all_of(every)].append(title)
-    return titles
+            by_verdict[all_of(every)].append(title)
+    return by_verdict
 
 
 # Signals

@@ -400,6 +400,7 @@ def test_options_reach_the_benchmark_and_have_its_defaults(monkeypatch):
 WRONG = {
     "--shape=llama-9": "shape is 'llama-9'; it must be one of llama-2-7b, llama-2-13b, llama-3-8b, 34b",
     "--shape=34b --model=x": "give one of the two",
+    "--shape=34b --offline": "give one of the two",
     "--lengths=0": "lengths are '0'",
     "--lengths=128,,512": "lengths are '128,,512'",
     "--prompts=1": "whole numbers from 2",

@@ -252,6 +252,17 @@ def test_a_speed_skips_more_layers_later_where_that_costs_less():
     assert made_up(many).kl.mean() <= best * 1.05
 
 
+def test_a_speed_is_searched_beyond_a_number_of_layers_that_costs_more():
+    candidates = power_curves_of_speed(ORDER, 64, 1.15, COST)
+    second = sorted({policy.min_depth for policy in candidates})[-2]
+
+    def replay(policy: DepthPolicy) -> Scores:
+        scores = made_up(policy)
+        return replace(scores, kl=2 * scores.kl) if policy.min_depth == second else scores
+
+    assert fit_speed(candidates, 0, made_up_table(), replay, lambda policy: policy.min_depth).min_depth < second
+
+
 def test_a_speed_out_of_reach_is_rejected_with_what_can_be_had():
     with pytest.raises(RequestError, match=r"most .* 2\.0"):
         power_curves_of_speed(ORDER, 64, 3.0, COST)

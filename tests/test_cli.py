@@ -7,12 +7,14 @@ import re
 import subprocess
 import sys
 
+import click
 import pytest
 from click.testing import CliRunner
 
 from taper import Chunk, DepthPolicy, __version__
 from taper.cli import cli
 from taper.cli.terminal import DepthColours, Thoughts, depth_chart, policy_picture, styled
+from taper.errors import RequestError
 
 KEYS = ["text", "finish_reason", "prompt_tokens", "completion_tokens", "num_hidden_layers", "mean_depth", "depths"]
 KEYS += ["ttft_s", "tokens_per_second", "drafted_tokens", "accepted_tokens", "mode", "policy", "model", "sampling"]
@@ -177,6 +179,35 @@ def test_options_come_from_variables_too(tiny_gguf, monkeypatch, generate):
     monkeypatch.setenv("TAPER_GENERATE_MAX_TOKENS", "9")
     result = CliRunner().invoke(cli, ["generate", "hi", "--json", *GREEDY, "--model", str(tiny_gguf), "-t", "1"])
     assert json.loads(result.stdout)["text"] == generate()["text"]
+
+
+def test_every_long_option_has_a_variable_of_its_name(monkeypatch):
+    def commands(group, names):
+        for name, command in group.commands.items():
+            yield (*names, name), command
+            if isinstance(command, click.Group):
+                yield from commands(command, (*names, name))
+
+    for names, command in commands(cli, ("taper",)):
+        for option in command.params:
+            for flag in getattr(option, "opts", ()):
+                if flag.startswith("--") and flag == max(option.opts, key=len):
+                    variable = "_".join([*names, flag.removeprefix("--")]).replace("-", "_").upper()
+                    assert variable in option.envvar, (variable, option.envvar)
+    monkeypatch.setenv("TAPER_POLICY_SHOW_JSON", "1")
+    shown = CliRunner().invoke(cli, ["policy", "show", "fast"]).stdout
+    assert json.loads(shown)["name"] == "fast"
+    monkeypatch.setenv("TAPER_VERSION", "9")  # many a container has it
+    assert CliRunner().invoke(cli, ["policy", "show", "fast"]).exit_code == 0
+
+
+def test_policies_of_one_name_are_not_for_vllm_together(tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.json").write_text(DepthPolicy.d3(6, 0.9, skip_order=[3]).to_json())
+    allowed = [f"--allow={tmp_path}/{folder}/mine.json" for folder in ("a", "b")]
+    with pytest.raises(RequestError, match="same name"):
+        cli.main(["vllm-args", "--policy", "fast", *allowed], standalone_mode=False)
 
 
 def test_chat_has_commands_and_refuses_others(run):

@@ -19,7 +19,7 @@ from taper.models import load_model
 
 ROOT = Path(__file__).parent.parent
 CONVERTER = ROOT / "build" / "converter"
-pytestmark = pytest.mark.skipif(not CONVERTER.exists(), reason="needs: make build/converter")
+pytestmark = pytest.mark.skipif(not CONVERTER.exists(), reason="needs: make build/converter/installed")
 
 
 def test_converted_files_equal_those_of_the_tests(tmp_path):

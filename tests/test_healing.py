@@ -185,7 +185,36 @@ def test_a_killed_training_goes_on_where_it_was(llm, clock, monkeypatch, tmp_pat
     seconds = [evaluation.elapsed_s for evaluation in healing.history]
     assert seconds == sorted(set(seconds))  # what was trained before the end is not trained again
     assert seconds[-1] == pytest.approx(6, abs=0.5)
+    again = taper.heal(llm, POLICY, PROMPTS, **options)
+    assert again.history == healing.history  # a finished training is not trained again
+    for seed in range(1, 4):
+        taper.heal(llm, POLICY, PROMPTS, seed=seed, minutes=0.02, rank=8)
+    assert len(list(checkpoints[0].parent.iterdir())) == 3
     assert not checkpoints[0].exists()
+
+
+def test_a_damaged_checkpoint_is_removed(llm, clock, tmp_path):
+    options = {"minutes": 0.02, "rank": 8}
+    taper.heal(llm, POLICY, PROMPTS, **options)
+    (checkpoint,) = (tmp_path / "taper-cache" / "heal").iterdir()
+    checkpoint.write_bytes(checkpoint.read_bytes()[:-9])
+    with pytest.raises(RequestError, match="damaged"):
+        taper.heal(llm, POLICY, PROMPTS, **options)
+    assert taper.heal(llm, POLICY, PROMPTS, **options).tokens > 0
+
+
+def test_minutes_that_outputs_use_up_are_too_few(llm, clock):
+    with pytest.raises(RequestError, match="give more minutes"):
+        taper.heal(llm, POLICY, PROMPTS, minutes=1e-6, rank=8)
+
+
+def test_outputs_that_end_before_the_curve_falls_are_seen_at_fewer_layers(tiny_llama):
+    policy = DepthPolicy.d3(6, 0.9, start=99, skip_order=[3, 2, 4])
+    student = Student(tiny_llama.load(), policy.skip_order, 64, "cpu")
+    training = Training(student, policy, [3, 2, 4], 8, 1e9, seed=1)
+    rng = np.random.default_rng(0)
+    assert all(max(training._depths(23, rng)) < 6 for _ in range(50))
+    assert all(np.isfinite(training._step([[reference(4)]])) for _ in range(4))
 
 
 def test_a_checkpoint_holds_all_of_a_training(tiny_llama, tmp_path):
@@ -242,6 +271,7 @@ def test_what_does_not_help_is_not_written(tiny_gguf, tmp_path, monkeypatch):
         (POLICY, {"prompts": ["one", "two"]}, RequestError),
         (POLICY, {"prompts": "one text"}, RequestError),
         (DepthPolicy.full(6), {}, RequestError),
+        (DepthPolicy.d3(6, 1.0, skip_order=[3, 2]), {}, RequestError),
         (DepthPolicy.d3(7, 0.9, skip_order=[1]), {}, PolicyError),
         (with_adapters(POLICY, 64), {}, RequestError),
     ],
@@ -276,6 +306,8 @@ def test_calibration_keeps_the_order_and_the_adapters_of_a_healed_policy(llm, ti
     run = CliRunner().invoke(cli, command)
     assert run.exit_code == 0, run.output
     assert load_policy(tmp_path / "found.safetensors").skip_order[: len(adapted)] == adapted
+    from_file = taper.calibrate(llm, PROMPTS, max_kl=90.0, answer_tokens=32, healed=tmp_path / "healed.safetensors")
+    assert from_file.policy.schedule == result.policy.schedule
     with pytest.raises(RequestError, match="has no adapters"):
         taper.calibrate(llm, PROMPTS, max_kl=90.0, healed=POLICY)
 

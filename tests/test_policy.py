@@ -65,6 +65,12 @@ def test_json_round_trip_gives_an_equal_policy(policy):
     assert DepthPolicy.from_json(policy.to_json()) == policy
 
 
+def test_what_could_not_be_read_again_is_not_written():
+    policy = replace(DepthPolicy.d3(6, 0.9, skip_order=[3]), provenance={"kl": math.nan})
+    with pytest.raises(PolicyError, match="cannot be written"):
+        policy.to_json()
+
+
 @given(policies(), st.data())
 def test_files_give_an_equal_policy_with_all_that_it_can_have(policy, data):
     adapted = data.draw(st.sets(st.sampled_from(policy.skip_order), max_size=3)) if policy.skip_order else set()

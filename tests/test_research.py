@@ -545,6 +545,12 @@ def test_a_second_model_has_a_place_on_every_page(tmp_path, monkeypatch):
     assert "word problems solved, policy, % | –" not in page
 
 
+def test_the_page_of_the_papers_claims_begins_with_all_verdicts():
+    titles = {part: part for part in ("perplexity", "curves", "core", "nesting", "accuracy", "length", "start")}
+    found = tables.claims_by_verdict(titles, render.load()["claims"].values())
+    assert sorted(title for those in found.values() for title in those) == sorted(titles)
+
+
 @pytest.mark.parametrize("model", DEFAULT_POLICIES)
 def test_the_default_policy_is_the_fastest_that_costs_no_circles_and_no_word_problems(model):
     policies = {name: one for name, one in render.shipped(model).items() if not name.endswith("-plain")}

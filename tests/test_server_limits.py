@@ -361,6 +361,12 @@ def test_only_local_addresses_need_no_key():
         assert Limits(host=host, insecure=True)
 
 
+def test_a_path_that_ends_in_a_line_break_leads_nowhere(server):
+    for path in ("/v1/models%0A", "/v1/models/%0A", "/health%0A"):
+        reply = server.http.get(path)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (404, "no_route")
+
+
 def test_a_body_with_two_lengths_is_refused(server):
     lengths = ["Content-Length: 4", "Transfer-Encoding: chunked"]
     for lines in (lengths, lengths[::-1]):

@@ -281,7 +281,7 @@ class DepthPolicy:
         """The policy as versioned JSON text; `from_json` reads it back to an equal policy.
 
         Raises:
-            PolicyError: it has adapters, which JSON has no room for.
+            PolicyError: it has adapters, which JSON has no room for, or a number in `provenance` is none.
         """
         if self.adapters is not None:
             raise PolicyError(f"policy {self.label} has adapters, which JSON cannot hold", "use taper.save_policy")
@@ -295,7 +295,10 @@ class DepthPolicy:
             data["model"] = dict(vars(self.model))
         if self.provenance:
             data["provenance"] = self.provenance
-        return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
+        try:
+            return json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        except ValueError as error:
+            raise PolicyError(f"policy {self.label} cannot be written: {error}") from None
 
     @classmethod
     def from_json(cls, text: str) -> DepthPolicy:

@@ -496,6 +496,8 @@ def to_torch(tensor: StoredTensor | Tensor) -> Tensor:
     rows = tensor.data.reshape(-1, tensor.data.size // int(np.prod(tensor.shape[:-1])))
     try:
         floats = dequantize(np.ascontiguousarray(rows), GGMLQuantizationType[tensor.dtype])
-    except NotImplementedError:
-        raise ModelError(f"{tensor.dtype} weights do not run on this device", "use --device cpu") from None
+    except (KeyError, NotImplementedError):
+        raise ModelError(
+            f"PyTorch does not run {tensor.dtype} weights here", "try a newer gguf package, or another file"
+        ) from None
     return torch.from_numpy(floats.reshape(tensor.shape))

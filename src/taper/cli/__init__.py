@@ -72,6 +72,21 @@ for _command in (chat.run, generate.generate, chat.chat, *_OF_MODELS, *_OF_THE_L
     cli.add_command(_command)
 
 
+def _variables(command: click.Command, prefix: str) -> None:
+    """Give each option a variable of the option's name; click would take the parameter's, which may differ."""
+    if isinstance(command, click.Group):
+        for name, part in command.commands.items():
+            _variables(part, f"{prefix}_{name}")
+    for option in command.params:
+        if isinstance(option, click.Option) and option.allow_from_autoenv:
+            name = max(option.opts, key=len).removeprefix("--")
+            own = [option.envvar] if isinstance(option.envvar, str) else option.envvar or []
+            option.envvar = [*own, f"{prefix}_{name}".replace("-", "_").upper()]
+
+
+_variables(cli, "TAPER")
+
+
 def main() -> NoReturn:
     """Run the command line; a user's mistake is one line and exit code 2."""
     _open_standard_streams()

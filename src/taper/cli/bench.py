@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import RequestError, shown
-from .common import DEVICE, DTYPE, MODEL, REPACK_OPTION, THREADS, check_file, check_matplotlib, say
+from .common import DEVICE, DTYPE, MODEL, OFFLINE, REPACK_OPTION, THREADS, check_file, check_matplotlib, say
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -54,6 +54,7 @@ _PEERS = (("program", "name", 1, "s"), _TTFT, *_SPEED, _ROUNDS)
 @DTYPE
 @THREADS
 @REPACK_OPTION
+@OFFLINE
 @click.option("--llama-bin", type=Path, metavar="DIR", help="Folder of llama.cpp's programs. Default: that on PATH.")
 @click.option("--no-peers", is_flag=True, help="Leave out other programs: llama.cpp and transformers.")
 @click.option("--json", type=Path, metavar="FILE", help="Write the results as JSON, phase by phase.")
@@ -70,7 +71,9 @@ def bench(context: click.Context, /, lengths: str, prompts: str, plot: Path | No
     from ..lab.bench.target import BenchOptions
     from .terminal import console
 
-    chosen = BenchOptions(lengths=_whole_numbers(lengths), prompts=_whole_numbers(prompts), **options)
+    chosen = BenchOptions(
+        lengths=_whole_numbers("lengths", lengths), prompts=_whole_numbers("prompts", prompts), **options
+    )
     if chosen.json is not None:
         check_file("--json", chosen.json)
     if plot is not None:
@@ -85,12 +88,12 @@ def bench(context: click.Context, /, lengths: str, prompts: str, plot: Path | No
     context.exit(_FAILED if failed_checks(result) or result["failed"] else 0)
 
 
-def _whole_numbers(text: str) -> tuple[int, ...]:
+def _whole_numbers(name: str, text: str) -> tuple[int, ...]:
     """Numbers of tokens in ascending order, from text such as "128,512"."""
     numbers = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and 2 <= int(part) <= _MAX_LENGTH for part in numbers):
         rule = f"they must be whole numbers from 2 to {_MAX_LENGTH}"
-        raise RequestError(f"lengths are {shown(text)}; {rule}", "such as 128,512,2048")
+        raise RequestError(f"{name} are {shown(text)}; {rule}", "such as 128,512,2048")
     return tuple(sorted({int(part) for part in numbers}))
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import RequestError
+from ..errors import RequestError, number
 from ..models.policies import ADAPTERS_SUFFIX, load_policy, save_policy
 from .common import NOT_HEALED, GroupedCommand, check_file, check_report, load, model_options, say, stages
 
@@ -135,14 +135,15 @@ def _to_prompts(out: Path, as_json: bool, options: dict[str, Any]) -> DepthPolic
     from ..lab.calibration.prompts import builtin_prompts, read_prompts
     from ..lab.calibration.run import calibrate as run
     from ..lab.calibration.summary import Budget
-    from ..lab.healing.run import heal, import_healer
+    from ..lab.healing.run import MAX_MINUTES, heal, import_healing
 
     Budget(**{name: options[name] for name in _LIMITS})  # reports a mistake before the model loads
     healed = None if options["adapters"] is None else load_policy(options["adapters"])
     if options["heal"] is not None:
         if healed:
             raise RequestError("--heal trains adapters; --adapters gives them", "leave out one of the two")
-        import_healer()  # reports that PyTorch is missing before the model loads
+        number("heal", options["heal"], 0, MAX_MINUTES, above=True)
+        import_healing()  # reports that PyTorch is missing before the model loads
     prompts = builtin_prompts() if options["prompts"] is None else read_prompts(options["prompts"])
     if options["report"] is not None:
         check_report("--report", options["report"])
@@ -232,7 +233,11 @@ def _to_task(out: Path, as_json: bool, options: dict[str, Any]) -> DepthPolicy |
     llm = load(options, max_batch_size=_TASK_BATCH_SIZE)
     seed, asked = options["seed"], {name: options[name] for name in ("max_tokens", "filter_name")}
     problem_set = TaskProblems(llm, selection, chat=bool(options["chat"]), seed=seed, **asked)
-    given = {"problems": options["problems"] or PROBLEMS, "seed": seed, "name": options["name"]}
+    given = {
+        "problems": PROBLEMS if options["problems"] is None else options["problems"],
+        "seed": seed,
+        "name": options["name"],
+    }
     with stages() as progress:
         result = calibrate_to_task(llm, problem_set, options["margin"], healed=healed, progress=progress, **given)
     if as_json:

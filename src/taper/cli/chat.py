@@ -41,7 +41,7 @@ Alt-Enter begins a new line in a message; pasted text keeps its lines."""
 
 @click.command()
 @generation_options
-@click.option("--reuse", type=click.Choice(REUSE), default=REUSE[0], help="Of earlier turns: see docs/reliability.md.")
+@click.option("--reuse", type=click.Choice(REUSE), default=REUSE[0], help="Of earlier turns: see docs/guide.md#chat.")
 def chat(**options: Any) -> None:
     """Chat over several turns. /help lists the commands."""
     converse(options)

@@ -300,7 +300,7 @@ def _as_json(output: Output, llm: LLM, params: SamplingParams) -> dict[str, Any]
         "tokens_per_second": output.tokens_per_second,
         "drafted_tokens": output.drafted_tokens,
         "accepted_tokens": output.accepted_tokens,
-        "mode": "full" if output.policy.min_depth == llm.config.num_hidden_layers else "taper",
+        "mode": "taper" if output.policy.tapers else "full",
         "policy": output.policy.label,
         "model": llm.model,
         "sampling": {name: getattr(params, name) for name in RECOMMENDED},

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import RequestError
+from ..errors import RequestError, number
 from .common import NOT_HEALED, check_file, load, model_options, say, stages
 
 if TYPE_CHECKING:
@@ -46,14 +46,17 @@ def heal(
     check_file("--out", out)
     from ..lab.calibration.measured_model import batch_size
     from ..lab.calibration.prompts import BATCH, read_prompts
+    from ..lab.healing.run import MAX_MINUTES, import_healing
     from ..lab.healing.run import heal as run
-    from ..lab.healing.run import import_healer
 
-    import_healer()  # reports that PyTorch is missing before the model loads
+    import_healing()  # reports that PyTorch is missing before the model loads
+    number("minutes", minutes, 0, MAX_MINUTES, above=True)
     texts = None if prompts is None else read_prompts(prompts)
     llm = load(options, max_batch_size=batch_size(BATCH, options["device"]))
     with stages() as progress:
         result = run(llm, policy, texts, minutes=minutes, rank=rank, seed=seed, progress=progress, report=_report)
+    if result.helped:
+        save_policy(out, result.policy)
     if as_json:
         click.echo(json.dumps(result.plain()))
     else:
@@ -61,7 +64,6 @@ def heal(
     if not result.helped:
         say(f"taper: {NOT_HEALED}; {out} was not written")
         sys.exit(_NOT_BETTER)
-    save_policy(out, result.policy)
     say(f'policy: {out}; try: taper generate --policy {out} "..."')
 
 

@@ -88,7 +88,7 @@ def _measured(policy: DepthPolicy) -> str:
     """What its provenance says of speed and quality; users may have written anything there."""
     with suppress(KeyError, TypeError, IndexError, ValueError):
         speed = policy.provenance["speedup"]["measured"][0]
-        agreement = policy.provenance["held_out"]["tapered steps"]["agreement"][0]
+        agreement = policy.provenance["held_out"]["all steps"]["agreement"][0]
         measured = f"{speed:.2f}x, {agreement:.0%} same tokens"
         with suppress(KeyError, TypeError, IndexError, ValueError):
             own, full = (policy.provenance["free_running"]["repetition"][whose][0] for whose in ("policy", "full"))
@@ -105,8 +105,11 @@ def vllm_args(policy: str, allow: tuple[str, ...], architecture: str | None) -> 
     """Print the flags that make `vllm serve` use a policy."""
     from pathlib import Path
 
+    from ..errors import RequestError
     from ..models.policies import find_policy
     from ..vllm_plugin import options
 
     named = {Path(name).stem: find_policy(name) for name in allow}
+    if len(named) < len(allow):
+        raise RequestError("two policies of --allow have the same name", "rename a file")
     click.echo(shlex.join(options.vllm_args(find_policy(policy), named, architecture)))

@@ -192,6 +192,8 @@ class Gate:
                 )
         elif limits.is_local and not _is_loopback(_named_host(headers.get("host", ""))):
             raise ApiError(403, "this server answers to names of this machine only", code="wrong_host")
+        if scope["path"].endswith("\n"):  # routes end in $, which matches before it
+            raise ApiError(404, "the path ends in a line break", code="no_route")
         if "content-length" in headers and "transfer-encoding" in headers:  # proxies may disagree on where it ends
             raise ApiError(
                 400,

@@ -59,6 +59,10 @@ class BenchOptions:
             raise RequestError("--shape has random weights, and --model a model's own", "give one of the two")
         if self.shape is not None:
             one_of("shape", self.shape, SHAPES)
+            if self.offline:
+                raise RequestError(
+                    "--offline forbids to fetch a model, and --shape fetches none", "give one of the two"
+                )
         whole_number("rounds", self.rounds, 1, 1000)
         number("minutes", self.minutes, 0, 1e6, above=True)
         if self.threads is not None:

@@ -112,7 +112,7 @@ def encode_prompts(llm: LLM, prompts: Sequence[Prompt], seed: int, max_prompts: 
     if len(encoded) < MIN_PROMPTS:
         raise RequestError(
             f"{len(encoded)} different prompts are too few",
-            f"give at least {MIN_PROMPTS}: one half is searched on, the other is held out",
+            f"give at least {MIN_PROMPTS}, so that some can be held out",
         )
     different = list(encoded.items())
     order = np.random.default_rng(seed).permutation(len(different))[:max_prompts]

@@ -111,22 +111,23 @@ def calibrate(
     prompts = builtin_prompts() if prompts is None else prompts
     llm = model if isinstance(model, LLM) else LLM(str(model), max_batch_size=batch_size(len(prompts)))
     if healed is not None:
-        check_adapters(llm, healed)
+        healed = adapted(llm, healed)
     with measured_model(llm, progress) as measured:
         texts = encode_prompts(llm, prompts, seed, QUICK_PROMPTS if flag("quick", quick) else MAX_PROMPTS)
         return _calibrate(measured, texts, budget, answer_tokens, seed, name, healed, quick)
 
 
-def check_adapters(llm: LLM, policy: DepthPolicy) -> None:
-    """Check that a policy has adapters for the first layer that it skips, and is for this model.
+def adapted(llm: LLM, policy: DepthPolicy | str | Path) -> DepthPolicy:
+    """A policy for this model, with adapters from the first layer that it skips on.
 
     Raises:
         RequestError: it has none.
         PolicyError: it is for another model.
     """
-    llm.resolve_policy(policy)
+    policy = llm.resolve_policy(policy)
     if not policy.adapted_layers:
         raise RequestError(f"policy {policy.label} has no adapters", "taper heal makes a policy that has")
+    return policy
 
 
 def search_order(

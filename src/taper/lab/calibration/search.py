@@ -293,21 +293,18 @@ def fit_speed(
 ) -> DepthPolicy:
     """Of policies that are equally fast, one that skips few layers early or many of them late: the lower `score`.
 
-    From the fewest layers that reach the speed, one more is skipped as long as the replayed KL over all steps falls.
-    The end of this path is compared with stopping at the first `harmless` layers, or at those fewest if they are more.
+    For each number of layers that reaches the speed, the curve of lowest predicted loss is replayed. That of the lowest
+    KL over all steps is compared with the best that skips only the first `harmless` layers, or the fewest if they are
+    more.
     """
-    path: list[DepthPolicy] = []
-    lowest = math.inf
+    kl: dict[DepthPolicy, float] = {}  # by policy, from the fewest layers skipped to the most
     for min_depth in sorted({policy.min_depth for policy in candidates}, reverse=True):
         equal = (policy for policy in candidates if policy.min_depth == min_depth)
         policy = min(equal, key=lambda policy: table.predict(policy)[0].kl)
-        kl = float(replay(policy).kl.mean())
-        if kl >= lowest:
-            break
-        path.append(policy)
-        lowest = kl
-    least = min(path[0].min_depth, path[0].num_hidden_layers - harmless)
-    few, many = [policy for policy in path if policy.min_depth >= least][-1], path[-1]
+        kl[policy] = float(replay(policy).kl.mean())
+    fewest = next(iter(kl))
+    least = min(fewest.min_depth, fewest.num_hidden_layers - harmless)
+    few, many = (min(some, key=kl.__getitem__) for some in ([p for p in kl if p.min_depth >= least], kl))
     return few if few == many else min(few, many, key=score)
 
 

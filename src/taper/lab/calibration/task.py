@@ -21,7 +21,7 @@ from .problems import Problems, ProblemSet
 from .progress import Report
 from .prompts import BATCH
 from .replay import Reference
-from .run import check_adapters, search_order
+from .run import adapted, search_order
 from .search import first_steps
 from .statistics import PairedComparison, compare_with_interim_tests
 from .summary import to_plain
@@ -96,7 +96,7 @@ def calibrate_to_task(
     margin = number("margin", margin, 0, 1, above=True, below=True)
     problems = whole_number("problems", problems, FIRST_TEST)
     if healed is not None:
-        check_adapters(llm, healed)
+        healed = adapted(llm, healed)
     shuffled = np.random.default_rng(seed).permutation(len(problem_set)).tolist()
     search, rest = shuffled[:SEARCH_PROBLEMS], shuffled[SEARCH_PROBLEMS:]
     if len(rest) < FIRST_TEST:

@@ -16,11 +16,10 @@ from .prompts import builtin_prompts
 from .summary import Healing
 
 if TYPE_CHECKING:
-    from .stages import Healer
     from .train import Evaluation
 
 RANK = 128
-MAX_PROMPTS = 4000
+MAX_PROMPTS, MAX_MINUTES = 4000, 1e6
 
 
 def heal(
@@ -37,7 +36,7 @@ def heal(
     """Train a stand-in for each layer that a policy skips, by distillation from full depth.
 
     The model's weights stay as they are. Training may be killed at any moment: called again with the same arguments,
-    it continues from its last checkpoint in the cache folder.
+    it continues from its last checkpoint in the cache folder, and gives what it finished once more.
 
     Args:
         model: an `LLM`, or what `LLM` takes.
@@ -55,8 +54,8 @@ def heal(
         PolicyError: the policy is for another model.
         ModelError: the model is missing, damaged or not supported.
     """
-    healer = import_healer()
-    minutes = number("minutes", minutes, 0, 1e6, above=True)
+    healed = import_healing()
+    minutes = number("minutes", minutes, 0, MAX_MINUTES, above=True)
     rank, seed = whole_number("rank", rank, 1, 4096), whole_number("seed", seed, 0)
     if isinstance(prompts, str | Path):
         raise RequestError("prompts must be a list of prompts, not one text or path")
@@ -65,21 +64,23 @@ def heal(
     policy = llm.resolve_policy(policy)
     if policy.adapters is not None:
         raise RequestError(f"policy {policy.label} has adapters already", "give the policy that it was trained from")
-    if policy.min_depth == policy.num_hidden_layers:
+    if not policy.tapers:
         raise RequestError(f"policy {policy.label} skips no layer", "choose another policy")
     with measured_model(llm, progress) as measured:
         ids = list(encode_prompts(llm, prompts, seed, MAX_PROMPTS))
-        return healer(measured, policy, ids, 60 * minutes, rank, seed).run(report or (lambda evaluation: None))
+        return healed(measured, policy, ids, 60 * minutes, rank, seed, report or (lambda evaluation: None))
 
 
-def import_healer() -> type[Healer]:
+def import_healing() -> Callable[..., Healing]:
     """What does the work.
 
     Raises:
         RequestError: PyTorch is missing.
     """
     try:
-        from .stages import Healer
-    except ImportError:
+        from .stages import healed
+    except ImportError as error:
+        if error.name != "torch":
+            raise
         raise RequestError("training adapters needs PyTorch", 'pip install "taper-llm[heal]"') from None
-    return Healer
+    return healed

@@ -12,14 +12,17 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
+import torch
+from safetensors import SafetensorError
 
-from ...backends import choose_device
+from ...backends import available_threads, choose_device
 from ...errors import RequestError
 from ...models import load_model
 from ...models.download import cache_folder
 from ...policy import DepthPolicy
 from ..calibration.measured_model import MeasuredModel
 from ..calibration.problems import word_problems
+from ..calibration.progress import SILENT, Stage
 from ..calibration.prompts import BATCH
 from ..calibration.replay import Reference
 from ..calibration.run import REFERENCE_TOKENS
@@ -32,6 +35,7 @@ from .train import Evaluation, Training
 
 BEYOND = 2  # further layers, which the policy does not skip, get an adapter too: for policies that skip a little more
 CHOOSING, VALIDATION = 16, 36  # held-out prompts to choose the best state by, and those of the final figures
+KEPT = 3  # checkpoints in the cache folder
 MIN_STEPS = 8  # shorter completions teach nothing
 TEMPERATURE = 0.8  # of every second output at full depth
 ROUNDS = (0.5, 0.65, 0.8, 1.0)  # shares of the time at which rounds end; each begins with outputs to learn from
@@ -39,7 +43,27 @@ FULL_DEPTH, ON_POLICY = 0.15, 0.05  # shares of the time for those outputs, in t
 _Ids = tuple[int, ...]  # of a prompt's tokens
 
 
-class Healer:
+def healed(
+    model: MeasuredModel,
+    policy: DepthPolicy,
+    prompts: Sequence[_Ids],
+    seconds: float,
+    rank: int,
+    seed: int,
+    report: Callable[[Evaluation], None],
+) -> Healing:
+    """All stages in turn.
+
+    Raises:
+        RequestError: outputs are too short, making them took all the time, or training diverged, or needs more memory.
+    """
+    try:
+        return _Healer(model, policy, prompts, seconds, rank, seed).run(report)
+    except torch.OutOfMemoryError:
+        raise RequestError("there is not enough memory to train beside the model", "try a lower --rank") from None
+
+
+class _Healer:
     """A healing with its arguments; measurements and checkpoints are kept under what they were made from."""
 
     def __init__(
@@ -55,24 +79,22 @@ class Healer:
         layers = policy.skip_order[: policy.num_hidden_layers - policy.min_depth + BEYOND]
         device = choose_device("auto") if model.conditions.backend == "torch" else "cpu"
         context_length = model.llm.engine.backend.context_length
+        if device == "cpu":
+            torch.set_num_threads(model.conditions.threads or available_threads())
         student = Student(load_model(model.llm.path), layers, context_length, device, fastest_dtype(device))
         self._training = Training(student, policy, layers, rank, seconds, seed)
 
     def run(self, report: Callable[[Evaluation], None]) -> Healing:
-        """All stages in turn.
-
-        Raises:
-            RequestError: outputs are too short, or making them took all the time.
-        """
+        """All stages in turn."""
         model, training = self._model, self._training
+        stage = model.progress.stage("held-out prompts", 4)
         choosing, validation = (
-            self._outputs(prompts, model.full, "held-out prompts") for prompts in (self._choosing, self._validation)
+            self._outputs(prompts, model.full, stage) for prompts in (self._choosing, self._validation)
         )
         held_out = _long_enough(choosing)
         self._stage = model.progress.stage("training", self._seconds)
         if self._checkpoint.exists():
-            training.restore(self._checkpoint)
-            self._stage.done(training.elapsed_s)
+            self._restore()
         pools = [_long_enough(self._outputs_at_full_depth())]
         if not (held_out and pools[0]):
             raise RequestError(f"outputs of fewer than {MIN_STEPS} tokens teach nothing", "give other prompts")
@@ -90,40 +112,57 @@ class Healer:
         )
         healing = Healing(healed, before, after, training.history, round(training.elapsed_s), training.tokens)
         provenance = {**self._policy.provenance, "healing": healing.plain()}
-        self._checkpoint.unlink(missing_ok=True)
+        self._remove_old_checkpoints()
         return replace(healing, policy=replace(healed, provenance=provenance))
 
-    def _outputs(self, prompts: Sequence[_Ids], policy: DepthPolicy, stage: str) -> list[Reference]:
-        """Outputs of a policy, every second one sampled."""
-        complete = partial(self._model.complete, stage, policy=policy, max_tokens=REFERENCE_TOKENS)
-        return complete(prompts=prompts[::2]) + complete(prompts=prompts[1::2], temperature=TEMPERATURE)
+    def _restore(self) -> None:
+        """Continue from the checkpoint; without it, if it is damaged."""
+        training = self._training
+        try:
+            training.restore(self._checkpoint)
+        except (SafetensorError, KeyError, ValueError):
+            self._checkpoint.unlink()
+            raise RequestError("the checkpoint of this training was damaged; it is removed", "start again") from None
+        self._stage.done(training.elapsed_s)
 
-    def _outputs_within(
-        self, share: float, prompts: Sequence[_Ids], policy: DepthPolicy, stage: str
-    ) -> list[Reference]:
+    def _remove_old_checkpoints(self) -> None:
+        """Keep the last few, finished ones too: whatever becomes of the policy, the same command gives it again."""
+        checkpoints = sorted(self._checkpoint.parent.glob("*.safetensors"), key=lambda path: path.stat().st_mtime)
+        for path in checkpoints[:-KEPT]:
+            path.unlink(missing_ok=True)
+
+    def _outputs(self, prompts: Sequence[_Ids], policy: DepthPolicy, stage: Stage = SILENT) -> list[Reference]:
+        """Outputs of a policy, every second one sampled: two parts of a stage."""
+        references: list[Reference] = []
+        for some, temperature in ((prompts[::2], 0.0), (prompts[1::2], TEMPERATURE)):
+            references += self._model.complete(None, some, policy, REFERENCE_TOKENS, temperature)
+            stage.done()
+        return references
+
+    def _outputs_within(self, share: float, prompts: Sequence[_Ids], policy: DepthPolicy) -> list[Reference]:
         """Outputs of a policy, as many as a share of the time allows."""
-        began, references = time.perf_counter(), []
+        references: list[Reference] = []
+        began = now = time.perf_counter()
         for first in range(0, len(prompts), 2 * BATCH):
-            if time.perf_counter() - began >= share * self._seconds:
+            if now - began >= share * self._seconds:
                 break
-            references += self._outputs(prompts[first : first + 2 * BATCH], policy, stage)
-        spent = time.perf_counter() - began
-        self._training.elapsed_s += spent
-        self._stage.done(spent)
+            references += self._outputs(prompts[first : first + 2 * BATCH], policy)
+            last, now = now, time.perf_counter()
+            self._training.elapsed_s += now - last
+            self._stage.done(now - last)
         return references
 
     def _outputs_at_full_depth(self) -> list[Reference]:
         """The first round's outputs. Their number is stored, so that a killed training continues with the same ones."""
-        full, stage = self._model.full, "outputs at full depth"
-        made = partial(self._outputs_within, FULL_DEPTH, self._prompts, full, stage)
+        made = partial(self._outputs_within, FULL_DEPTH, self._prompts, self._model.full)
         count = self._model.store.remember({"outputs of": self._run}, lambda: len(made()))
-        return self._outputs(self._prompts[:count], full, stage)
+        return self._outputs(self._prompts[:count], self._model.full)
 
     def _outputs_of_the_tapered_model(self, round_number: int) -> list[Reference]:
         rng = np.random.default_rng((self._seed, round_number))
         prompts = [self._prompts[i] for i in rng.permutation(len(self._prompts))]
         policy = replace(self._policy, adapters=frozen(self._training.adapters))
-        return self._outputs_within(ON_POLICY, prompts, policy, "outputs of the tapered model")
+        return self._outputs_within(ON_POLICY, prompts, policy)
 
 
 def _long_enough(references: Sequence[Reference]) -> list[Reference]:

@@ -20,7 +20,7 @@ class Healing:
     before: Validation
     after: Validation
     history: list[Evaluation]  # of training, on prompts held out from it
-    seconds: float  # that training took, outputs of the tapered model included
+    seconds: float  # that training took, outputs to learn from included
     tokens: int  # that losses were computed on
 
     @property

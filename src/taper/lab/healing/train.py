@@ -18,6 +18,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save
 
+from ...errors import RequestError
 from ...models.files import write_whole
 from ...policy import DepthPolicy
 from ..calibration.progress import Stage
@@ -112,12 +113,18 @@ class Training:
         self._optimizer.step()
         self.steps += 1
         self.tokens += total
-        return float(loss.detach())
+        if not math.isfinite(value := float(loss.detach())):
+            raise RequestError(f"training diverged: its loss is {value}", "try another seed, or a lower rank")
+        return value
 
     def _depths(self, num_steps: int, rng: np.random.Generator) -> list[int]:
-        """The policy's own depths, or one that skips some of the layers with adapters, the same at every step."""
-        if rng.random() < OWN_CURVE:
-            return [self._policy.depth(step) for step in range(1, num_steps + 1)]
+        """The policy's own depths, or one that skips some of the layers with adapters, the same at every step.
+
+        An output that ends before the policy's own curve falls teaches nothing along it.
+        """
+        own = [self._policy.depth(step) for step in range(1, num_steps + 1)]
+        if rng.random() < OWN_CURVE and own[-1] < self._policy.num_hidden_layers:
+            return own
         return [self._policy.num_hidden_layers - int(rng.integers(1, len(self.adapters) + 1))] * num_steps
 
     def _evaluate(self, held_out: Sequence[Reference], loss: float) -> None:
@@ -141,7 +148,11 @@ class Training:
         write_whole(path, save(tensors, {"counts": json.dumps(counts)}))
 
     def restore(self, path: Path) -> None:
-        """Continue from a checkpoint of a training that began in the same way."""
+        """Continue from a checkpoint of a training that began in the same way.
+
+        Raises:
+            SafetensorError, KeyError or ValueError: it is damaged.
+        """
         with safe_open(path, framework="pt") as file:
             counts = json.loads(file.metadata()["counts"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # the file is not a dict
