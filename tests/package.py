@@ -17,6 +17,7 @@ from pathlib import Path
 from server_process import CHAT, free_port, post, serving
 
 ROOT = Path(__file__).parent.parent
+MODEL = "smollm2-135m-instruct"  # the default one
 VERSIONS = ("3.10", "3.11", "3.12", "3.13")
 
 
@@ -49,7 +50,7 @@ def completion(taper: Path) -> str:
     """What `taper serve` answers to one request."""
     port = free_port()
     with serving([str(taper), "serve", "--port", str(port)], port):
-        body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8}
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8}
         reply = asyncio.run(post(port, CHAT, body))
         if reply.status != 200:
             sys.exit(f"taper serve replied {reply.status}: {reply.body!r}")
