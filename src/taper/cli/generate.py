@@ -123,7 +123,10 @@ def sampling_of(options: dict[str, Any]) -> dict[str, Any]:
     """The sampling parameters that are given, checked."""
     from ..sampling import SamplingParams
 
-    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "seed")
+    names = (
+        *("max_tokens", "temperature", "top_p", "top_k", "min_p"),
+        *("repetition_penalty", "stop", "seed"),
+    )
     given = {name: options[name] for name in names if options[name] is not None}
     SamplingParams(**given)
     if options["temperature"] == 0:
