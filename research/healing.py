@@ -77,16 +77,10 @@ def main() -> None:
         options.model, device=options.device, threads=threads, max_batch_size=batch_size(32, options.device)
     )
     policy = llm.resolve_policy(options.policy)
-    about = (
-        made_with(llm)
-        | {
-            "torch": torch.__version__,
-            "policy": options.policy,
-            "minutes": options.minutes,
-            "base": BASE,
-        }
-        | ({"gpu": torch.cuda.get_device_name()} if options.device == "cuda" else {})
-    )
+    about = made_with(llm) | {"torch": torch.__version__, "policy": options.policy, "minutes": options.minutes}
+    about["base"] = BASE
+    if options.device == "cuda":
+        about["gpu"] = torch.cuda.get_device_name()
     before = result.get("conditions", about)
     if differing := [key for key in ("minutes", "policy", "base", "kernels") if before[key] != about[key]]:
         parser.error(f"{options.out} has results of another {differing[0]}; name another file")

@@ -19,7 +19,7 @@ from ...models import model_name
 from ...models.download import content_hash
 from ...policy import DepthPolicy
 from .clock import CostModel, TimedRuns, measure_cost, measure_speedup
-from .progress import SILENT, Progress, Report
+from .progress import Progress, Report
 from .prompts import BATCH, completions
 from .replay import Reference, Scores
 from .store import Conditions, Measurements, Store, current_conditions, open_store
@@ -64,14 +64,14 @@ class MeasuredModel:
 
     def complete(
         self,
-        stage: str | None,
+        stage: str,
         prompts: Sequence[tuple[int, ...]],
         policy: DepthPolicy,
         max_tokens: int,
         temperature: float = 0.0,
     ) -> list[Reference]:
-        """Outputs of a policy, in a stage of this name, or in none."""
-        batches = SILENT if stage is None else self.progress.stage(stage, -(-len(prompts) // BATCH))
+        """Outputs of a policy, in a stage of this name."""
+        batches = self.progress.stage(stage, -(-len(prompts) // BATCH))
         return completions(self.llm, prompts, policy, max_tokens, self.store, batches, temperature)
 
     def cost(self, prompt: tuple[int, ...], max_tokens: int, healed: DepthPolicy | None = None) -> CostModel:

@@ -23,7 +23,7 @@ from ...policy import DepthPolicy
 from ..calibration.measured_model import MeasuredModel
 from ..calibration.problems import word_problems
 from ..calibration.progress import SILENT, Stage
-from ..calibration.prompts import BATCH
+from ..calibration.prompts import BATCH, completions
 from ..calibration.replay import Reference
 from ..calibration.run import REFERENCE_TOKENS
 from ..calibration.store import digest, numbers
@@ -87,10 +87,9 @@ class _Healer:
     def run(self, report: Callable[[Evaluation], None]) -> Healing:
         """All stages in turn."""
         model, training = self._model, self._training
-        stage = model.progress.stage("held-out prompts", 4)
-        choosing, validation = (
-            self._outputs(prompts, model.full, stage) for prompts in (self._choosing, self._validation)
-        )
+        batches = sum(-(-len(half) // BATCH) for some in (self._choosing, self._validation) for half in _halves(some))
+        stage = model.progress.stage("held-out prompts", batches)
+        choosing, validation = (self._outputs(some, model.full, stage) for some in (self._choosing, self._validation))
         held_out = _long_enough(choosing)
         self._stage = model.progress.stage("training", self._seconds)
         if self._checkpoint.exists():
@@ -116,7 +115,11 @@ class _Healer:
         return replace(healing, policy=replace(healed, provenance=provenance))
 
     def _restore(self) -> None:
-        """Continue from the checkpoint; without it, if it is damaged."""
+        """Continue from the checkpoint.
+
+        Raises:
+            RequestError: it is damaged; then it is removed.
+        """
         training = self._training
         try:
             training.restore(self._checkpoint)
@@ -131,13 +134,14 @@ class _Healer:
         for path in checkpoints[:-KEPT]:
             path.unlink(missing_ok=True)
 
-    def _outputs(self, prompts: Sequence[_Ids], policy: DepthPolicy, stage: Stage = SILENT) -> list[Reference]:
-        """Outputs of a policy, every second one sampled: two parts of a stage."""
-        references: list[Reference] = []
-        for some, temperature in ((prompts[::2], 0.0), (prompts[1::2], TEMPERATURE)):
-            references += self._model.complete(None, some, policy, REFERENCE_TOKENS, temperature)
-            stage.done()
-        return references
+    def _outputs(self, prompts: Sequence[_Ids], policy: DepthPolicy, batches: Stage = SILENT) -> list[Reference]:
+        """Outputs of a policy, every second one sampled."""
+        llm, store = self._model.llm, self._model.store
+        greedy, sampled = _halves(prompts)
+        return [
+            *completions(llm, greedy, policy, REFERENCE_TOKENS, store, batches),
+            *completions(llm, sampled, policy, REFERENCE_TOKENS, store, batches, TEMPERATURE),
+        ]
 
     def _outputs_within(self, share: float, prompts: Sequence[_Ids], policy: DepthPolicy) -> list[Reference]:
         """Outputs of a policy, as many as a share of the time allows."""
@@ -163,6 +167,10 @@ class _Healer:
         prompts = [self._prompts[i] for i in rng.permutation(len(self._prompts))]
         policy = replace(self._policy, adapters=frozen(self._training.adapters))
         return self._outputs_within(ON_POLICY, prompts, policy)
+
+
+def _halves(prompts: Sequence[_Ids]) -> tuple[Sequence[_Ids], Sequence[_Ids]]:
+    return prompts[::2], prompts[1::2]
 
 
 def _long_enough(references: Sequence[Reference]) -> list[Reference]:

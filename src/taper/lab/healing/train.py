@@ -108,13 +108,13 @@ class Training:
         depths = [self._depths(lesson.num_steps, rng) for lesson in chosen]
         kl, _ = self._student.losses(chosen, depths, self.adapters)
         loss = kl.sum() / total
+        if not math.isfinite(value := float(loss.detach())):
+            raise RequestError(f"training diverged: its loss is {value}", "try another seed, or a lower rank")
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self._parameters, CLIP)
         self._optimizer.step()
         self.steps += 1
         self.tokens += total
-        if not math.isfinite(value := float(loss.detach())):
-            raise RequestError(f"training diverged: its loss is {value}", "try another seed, or a lower rank")
         return value
 
     def _depths(self, num_steps: int, rng: np.random.Generator) -> list[int]:
