@@ -252,6 +252,17 @@ def test_a_speed_skips_more_layers_later_where_that_costs_less():
     assert made_up(many).kl.mean() <= best * 1.05
 
 
+def test_the_lower_kl_is_taken_unless_clearly_fewer_problems_are_solved_with_it():
+    candidates = power_curves_of_speed(ORDER, 64, 1.15, COST)
+
+    def found(more: float) -> DepthPolicy:
+        """What is found if each layer skipped costs so much more of the problems."""
+        return fit_speed(candidates, 0, made_up_table(), made_up, lambda policy: -more * policy.min_depth)
+
+    assert found(0.01) == found(-1.0)
+    assert found(1.0).min_depth > found(-1.0).min_depth
+
+
 def test_a_speed_is_searched_beyond_a_number_of_layers_that_costs_more():
     candidates = power_curves_of_speed(ORDER, 64, 1.15, COST)
     second = sorted({policy.min_depth for policy in candidates})[-2]

@@ -12,6 +12,7 @@ import overlap
 import pytest
 import torch
 from click.testing import CliRunner
+from reasoning_prompts import reasoning_prompts
 from tiny import FAMILIES, make_backend, make_tiny, policies, random_prompt, with_adapters
 
 import taper
@@ -20,11 +21,12 @@ from taper.cli import cli
 from taper.engine import Engine
 from taper.errors import PolicyError, RequestError, TaperError
 from taper.lab.calibration import replay as replay_module
+from taper.lab.calibration.problems import builtin_problems
 from taper.lab.calibration.replay import Reference, Replay
 from taper.lab.healing import precision
 from taper.lab.healing import student as student_module
 from taper.lab.healing.prompts import builtin_prompts
-from taper.lab.healing.student import Student
+from taper.lab.healing.student import Student, frozen
 from taper.lab.healing.summary import Healing
 from taper.lab.healing.train import Training
 from taper.models.policies import load_policy, save_policy
@@ -140,7 +142,14 @@ def test_no_prompt_is_a_problem_of_gsm8k_or_bbh():
     known = set(np.fromfile(overlap.FILE, np.uint32).tolist())
     janet = "Janet\u2019s ducks lay 16 eggs per day. She eats three for breakfast"
     assert known & set(overlap.fingerprints(f"Solve this: {janet}")), "the first problem of GSM8K's test split"
-    for prompt in builtin_prompts():
+    for prompt in (*builtin_prompts(), *reasoning_prompts()):
+        assert not known & set(overlap.fingerprints(prompt)), prompt
+
+
+def test_no_reasoning_prompt_is_like_a_word_problem_that_is_measured():
+    measured = [problem.prompt for level in builtin_problems() for problem in level]
+    known = {fingerprint for prompt in measured for fingerprint in overlap.fingerprints(prompt)}
+    for prompt in reasoning_prompts():
         assert not known & set(overlap.fingerprints(prompt)), prompt
 
 
@@ -164,6 +173,25 @@ def test_training_lowers_the_kl_of_held_out_prompts(llm, clock):
     assert set(healed.policy.adapters.layers) == {3, 2, 4}
     assert healed.policy.provenance["healing"]["helped"]
     assert llm.generate("hello", policy=healed.policy, ignore_eos=True).depths[-1] == 3
+
+
+def test_training_goes_on_from_adapters_that_a_policy_has(llm, clock):
+    first = taper.heal(llm, POLICY, PROMPTS, minutes=0.08, rank=16)
+    second = taper.heal(llm, first.policy, PROMPTS, minutes=0.08)
+    assert second.before == first.after
+    assert second.helped
+    assert {len(down) for down, _ in second.policy.adapters.layers.values()} == {16}
+    assert second.policy.provenance["healing"]["went_on_from"] == first.policy.provenance["healing"]
+
+
+def test_new_adapters_begin_where_trained_ones_ended(tiny_llama):
+    student = Student(tiny_llama.load(), POLICY.skip_order, 64, "cpu")
+    trained = with_adapters(POLICY, 64).adapters.only([3, 2])
+    begun = frozen(student.new_adapters([3, 2, 4], 8, 0, trained))
+    assert begun.only([3, 2]) == trained
+    down, up = begun.layers[4]
+    assert down.shape == (8, 64)
+    assert not up.any()
 
 
 def test_a_killed_training_goes_on_where_it_was(llm, clock, monkeypatch, tmp_path):
@@ -235,7 +263,7 @@ def test_a_checkpoint_holds_all_of_a_training(tiny_llama, tmp_path):
     assert steps(again, 3) == pytest.approx(expected[3:], rel=1e-5)
 
 
-def test_the_command_writes_a_policy_that_generates(tiny_gguf, tmp_path):
+def test_the_command_writes_a_policy_that_generates(tiny_gguf, tmp_path, clock):
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
     (tmp_path / "policy.json").write_text(POLICY.to_json())
     files = ["--policy", tmp_path / "policy.json", "--prompts", tmp_path / "prompts.txt", "--model", tiny_gguf]
@@ -243,14 +271,14 @@ def test_the_command_writes_a_policy_that_generates(tiny_gguf, tmp_path):
     command = ["heal", *map(str, files), "--minutes", "0.05", "--rank", "8", "--threads", "1", "--out", str(out)]
     result = CliRunner().invoke(cli, command)
     assert result.exit_code == 0, result.output
-    assert "with adapters" in result.output
+    assert "after" in result.output
     assert load_policy(out).adapters.layers[3][0].shape == (8, 64)
     generated = CliRunner().invoke(cli, ["generate", "hi", "--model", str(tiny_gguf), "--policy", str(out), "--json"])
     assert generated.exit_code == 0, generated.output
     assert json.loads(generated.stdout)["text"]
 
 
-def test_what_does_not_help_is_not_written(tiny_gguf, tmp_path, monkeypatch):
+def test_what_does_not_help_is_not_written(tiny_gguf, tmp_path, monkeypatch, clock):
     monkeypatch.setattr(Healing, "helped", False)
     (tmp_path / "policy.json").write_text(POLICY.to_json())
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
@@ -273,7 +301,7 @@ def test_what_does_not_help_is_not_written(tiny_gguf, tmp_path, monkeypatch):
         (DepthPolicy.full(6), {}, RequestError),
         (DepthPolicy.d3(6, 1.0, skip_order=[3, 2]), {}, RequestError),
         (DepthPolicy.d3(7, 0.9, skip_order=[1]), {}, PolicyError),
-        (with_adapters(POLICY, 64), {}, RequestError),
+        (with_adapters(POLICY, 64), {"rank": 8}, RequestError),
     ],
 )
 def test_mistakes_are_told_before_training(llm, policy, options, error):

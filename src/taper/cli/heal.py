@@ -21,17 +21,26 @@ _NOT_BETTER = 1
 
 @click.command()
 @model_options
-@click.option("--policy", required=True, metavar="NAME|FILE", help="The policy whose skipped layers get adapters.")
+@click.option(
+    "--policy", required=True, metavar="NAME|FILE", help="Its skipped layers get adapters; those it has are trained on."
+)
 @click.option("--minutes", type=float, default=30.0, help="How long to train; the final figures come on top.")
 @click.option(
     "--prompts", type=Path, metavar="FILE", help="Prompts to learn from, as for calibrate. Default: built-in."
 )
-@click.option("--rank", type=click.IntRange(1, 4096), default=128, help="Size of each adapter.")
+@click.option("--rank", type=click.IntRange(1, 4096), help="Size of each new adapter. Default: 128.")
 @click.option("--seed", type=click.IntRange(0), default=0, help="Seed of the training.")
 @click.option("--out", type=Path, default=Path("healed.safetensors"), help="Where to write the policy with adapters.")
 @click.option("--json", "as_json", is_flag=True, help="Print all figures as one JSON object.")
 def heal(
-    policy: str, minutes: float, prompts: Path | None, rank: int, seed: int, out: Path, as_json: bool, **options: Any
+    policy: str,
+    minutes: float,
+    prompts: Path | None,
+    rank: int | None,
+    seed: int,
+    out: Path,
+    as_json: bool,
+    **options: Any,
 ) -> None:
     """Train small stand-ins for the layers that a policy skips, so that it loses less quality.
 
@@ -89,4 +98,4 @@ def _print(result: Healing) -> None:
     solved = [validation.problems.policy for validation in validations if validation.problems]
     if len(solved) == len(validations):
         rows.append(("word problems solved, %", *(interval(share, 100) for share in solved)))
-    print_table(("held-out, 95 % intervals", "without adapters", "with adapters"), rows)
+    print_table(("held-out, 95 % intervals", "before", "after"), rows)

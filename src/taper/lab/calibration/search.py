@@ -32,6 +32,7 @@ COMPLETIONS, STEPS = 36, 32  # of the search: completions (they differ more than
 FIRST_LOOK = 12  # completions on which all candidates are tried; the best ones go on to the others
 CANDIDATES, FINALISTS = 6, 3
 HARMLESS = 1.645  # standard errors: a set that loses nothing goes beyond it by chance one time in twenty
+CLEARLY = 1.0  # standard errors: a lower KL counts more than a smaller difference in problems solved
 COLLAPSED = 4.0  # standard errors: so many fewer problems are solved that asking for more of them says nothing
 PROBES, FITTED = 12, 24  # completions on which the loss is measured by depth and place, and curves are compared
 ATTEMPTS = 4  # candidates that are replayed for a quality budget
@@ -291,11 +292,11 @@ def fit_quality(
 def fit_speed(
     candidates: Sequence[DepthPolicy], harmless: int, table: LossTable, replay: Replayed, score: PolicyScore
 ) -> DepthPolicy:
-    """Of policies that are equally fast, one that skips few layers early or many of them late: the lower `score`.
+    """Of policies that are equally fast, one that skips few layers early or many of them late.
 
-    For each number of layers that reaches the speed, the curve of lowest predicted loss is replayed. That of the lowest
-    KL over all steps is compared with the best that skips only the first `harmless` layers, or the fewest if they are
-    more.
+    For each number of layers that reaches the speed, the curve of lowest predicted loss is replayed. The one of lowest
+    KL over all steps is taken, unless the best that skips only the first `harmless` layers, or the fewest if they are
+    more, has a `score` that is lower by `CLEARLY`.
     """
     kl: dict[DepthPolicy, float] = {}  # by policy, from the fewest layers skipped to the most
     for min_depth in sorted({policy.min_depth for policy in candidates}, reverse=True):
@@ -305,7 +306,7 @@ def fit_speed(
     fewest = next(iter(kl))
     least = min(fewest.min_depth, fewest.num_hidden_layers - harmless)
     few, many = (min(some, key=kl.__getitem__) for some in ([p for p in kl if p.min_depth >= least], kl))
-    return few if few == many else min(few, many, key=score)
+    return few if few == many or score(few) <= score(many) - CLEARLY else many
 
 
 def _mean(losses: np.ndarray) -> Loss:

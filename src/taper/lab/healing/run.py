@@ -28,7 +28,7 @@ def heal(
     prompts: Sequence[Prompt] | None = None,
     *,
     minutes: float = 30.0,
-    rank: int = RANK,
+    rank: int | None = None,
     seed: int = 0,
     progress: Report | None = None,
     report: Callable[[Evaluation], None] | None = None,
@@ -40,35 +40,35 @@ def heal(
 
     Args:
         model: an `LLM`, or what `LLM` takes.
-        policy: a policy without adapters, the name of a shipped one, or a file.
+        policy: a policy, the name of a shipped one, or a file. If it has adapters, training goes on from them.
         prompts: texts or messages to learn from, at least 8 different ones; default about 700 built-in ones.
         minutes: for training and for the outputs to learn from; the final figures come on top.
-        rank: of the adapters, 1 to 4096.
+        rank: of the adapters, 1 to 4096; default 128, or as in the policy's own ones, which keep theirs.
         seed: of the adapters' first values, and of the order of prompts and depths.
         progress: called with a stage and what part of it, 0 to 1, was done since the last call.
         report: called after each evaluation on held-out prompts.
 
     Raises:
         RequestError: an argument out of its range, too few prompts, no time left to train, or PyTorch is missing; the
-            policy skips nothing or has adapters already.
+            policy skips nothing, or a rank is given for one that has adapters.
         PolicyError: the policy is for another model.
         ModelError: the model is missing, damaged or not supported.
     """
     healed = import_healing()
     minutes = number("minutes", minutes, 0, MAX_MINUTES, above=True)
-    rank, seed = whole_number("rank", rank, 1, 4096), whole_number("seed", seed, 0)
+    rank, seed = None if rank is None else whole_number("rank", rank, 1, 4096), whole_number("seed", seed, 0)
     if isinstance(prompts, str | Path):
         raise RequestError("prompts must be a list of prompts, not one text or path")
     prompts = builtin_prompts() if prompts is None else prompts
     llm = model if isinstance(model, LLM) else LLM(str(model), max_batch_size=batch_size(BATCH))
     policy = llm.resolve_policy(policy)
-    if policy.adapters is not None:
-        raise RequestError(f"policy {policy.label} has adapters already", "give the policy that it was trained from")
+    if policy.adapters is not None and rank is not None:
+        raise RequestError(f"policy {policy.label} has adapters, which keep their rank", "leave out the rank")
     if not policy.tapers:
         raise RequestError(f"policy {policy.label} skips no layer", "choose another policy")
     with measured_model(llm, progress) as measured:
         ids = list(encode_prompts(llm, prompts, seed, MAX_PROMPTS))
-        return healed(measured, policy, ids, 60 * minutes, rank, seed, report or (lambda evaluation: None))
+        return healed(measured, policy, ids, 60 * minutes, rank or RANK, seed, report or (lambda evaluation: None))
 
 
 def import_healing() -> Callable[..., Healing]:

@@ -111,6 +111,8 @@ class _Healer:
         )
         healing = Healing(healed, before, after, training.history, round(training.elapsed_s), training.tokens)
         provenance = {**self._policy.provenance, "healing": healing.plain()}
+        if "healing" in self._policy.provenance:
+            provenance["healing"]["went_on_from"] = self._policy.provenance["healing"]
         self._remove_old_checkpoints()
         return replace(healing, policy=replace(healed, provenance=provenance))
 

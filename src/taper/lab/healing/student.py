@@ -132,15 +132,19 @@ class Student:
                 attended.append(self._attend(q, torch.cat((past_k, k)), torch.cat((past_v, v)), layer))
         return self._backend.finish_layer(x, torch.cat(attended), layer)
 
-    def new_adapters(self, layers: Sequence[int], rank: int, seed: int) -> AdapterParameters:
-        """Adapters that change nothing yet: `down` is random, `up` zero."""
-        size, device = self.config.hidden_size, self._backend.device
-        generator = torch.Generator().manual_seed(seed)
-        downs = {layer: torch.randn(rank, size, generator=generator) / size**0.5 for layer in layers}
-        return {
-            layer: (down.to(device).requires_grad_(), torch.zeros(size, rank, device=device, requires_grad=True))
-            for layer, down in downs.items()
-        }
+    def new_adapters(
+        self, layers: Sequence[int], rank: int, seed: int, trained: Adapters | None = None
+    ) -> AdapterParameters:
+        """Adapters to train. Those not among the trained ones change nothing yet: `down` is random, `up` zero."""
+        size, generator = self.config.hidden_size, torch.Generator().manual_seed(seed)
+        adapters = {}
+        for layer in layers:
+            pair = torch.randn(rank, size, generator=generator) / size**0.5, torch.zeros(size, rank)
+            if trained is not None and layer in trained.layers:
+                pair = tuple(torch.from_numpy(matrix.astype(np.float32)) for matrix in trained.layers[layer])
+            down, up = (matrix.to(self._backend.device).requires_grad_() for matrix in pair)
+            adapters[layer] = (down, up)
+        return adapters
 
     def _project(self, x: torch.Tensor, layer: int, rotations: Rotations) -> tuple[torch.Tensor, ...]:
         """Queries, keys and values of hidden states x [n, hidden_size] before a layer: each [n, heads, head_dim]."""

@@ -47,8 +47,8 @@ class Evaluation:
 class Training:
     """The state of a training of `seconds` seconds, which checkpoints hold.
 
-    `layers`, which get adapters, are at least those that the policy skips. `seed` draws first values, completions and
-    depths.
+    `layers`, which get adapters, are at least those that the policy skips. Adapters that the policy has are where
+    training begins. `seed` draws first values, completions and depths.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Training:
     ) -> None:
         self._student, self._policy, self._seconds, self._seed = student, policy, seconds, seed
         self._lesson = cache(student.lesson)  # computed when a completion is first drawn
-        self.adapters: AdapterParameters = student.new_adapters(layers, rank, seed)
+        self.adapters: AdapterParameters = student.new_adapters(layers, rank, seed, policy.adapters)
         self._parameters = [matrix for pair in self.adapters.values() for matrix in pair]
         self.best = _copied(self.adapters)  # the state of the lowest held-out KL
         self.best_kl, self.elapsed_s, self.steps, self.tokens = math.inf, 0.0, 0, 0
