@@ -1,4 +1,4 @@
-"""Prompts for `taper heal`, half of them word problems: what the adapters of Qwen2.5-Coder-1.5B were trained on last.
+"""Prompts for `taper heal`, half of them word problems: what a second training of Qwen2.5-Coder-1.5B learned from.
 
     python research/reasoning_prompts.py > prompts.jsonl
 
