@@ -43,7 +43,7 @@ def heal(
         policy: a policy, the name of a shipped one, or a file. If it has adapters, training goes on from them.
         prompts: texts or messages to learn from, at least 8 different ones; default about 700 built-in ones.
         minutes: for training and for the outputs to learn from; the final figures come on top.
-        rank: of the adapters, 1 to 4096; default 128, or as in the policy's own ones, which keep theirs.
+        rank: of new adapters, 1 to 4096; default 128. Adapters that the policy has keep theirs.
         seed: of the adapters' first values, and of the order of prompts and depths.
         progress: called with a stage and what part of it, 0 to 1, was done since the last call.
         report: called after each evaluation on held-out prompts.

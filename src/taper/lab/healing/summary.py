@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Healing:
-    """A healed policy, and what it costs with and without its adapters, as calibration measures it."""
+    """A healed policy, and what it cost before and costs after, as calibration measures it."""
 
     policy: DepthPolicy  # with the adapters of lowest held-out KL
     before: Validation
