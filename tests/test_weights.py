@@ -58,7 +58,8 @@ def test_bf16_model_beyond_f16_agrees_with_transformers(bf16_folder, name):
     path = bf16_folder(name)
     with pytest.warns(TaperWarning, match="the value 79872, which f16 cannot hold") as warned:
         ours = logits(path)
-    assert len(warned) == 1
+    # Python may warn of files that earlier tests left open, whenever it collects them.
+    assert [entry.category for entry in warned].count(TaperWarning) == 1
     assert np.isfinite(ours).all()
     assert np.corrcoef(ours.ravel(), of_transformers(path).ravel())[0, 1] > 0.99
     np.testing.assert_array_equal(logits(path, "bf16"), ours)
