@@ -86,12 +86,14 @@ def healed(cache: Path, model: str) -> dict[str, Any]:
 
 
 def training(cache: Path, model: str) -> dict[str, Any]:
-    """How `taper heal` made the adapters, from their file."""
+    """How `taper heal` made the adapters, from their file: its runs, each of which went on from the one before."""
     policy = load_policy(SHIPPED / model / ADAPTERS)
     assert policy.adapters is not None
-    made = policy.provenance["healing"]
-    kept = {key: made[key] for key in ("seconds", "tokens", "before", "after")}
-    return {"policy": policy.name, "rank": len(next(iter(policy.adapters.layers.values()))[0]), **kept}
+    runs, made = [], policy.provenance["healing"]
+    while made:
+        runs.insert(0, {key: made[key] for key in ("seconds", "tokens", "before", "after")})
+        made = made.get("went_on_from")
+    return {"policy": policy.name, "rank": policy.adapters.rank, "runs": runs}
 
 
 def earlier_curves(cache: Path, model: str) -> dict[str, Any]:

@@ -278,6 +278,17 @@ def shipped_healed(healing: Json) -> Json:
     return {name: row for rows in curves for name, row in rows.items() if row["shipped"]}
 
 
+def by_minutes_trained(runs: Sequence[Json]) -> list[tuple[str, Json]]:
+    """What a policy costs without adapters and after each of the runs that trained them, as far as it is known."""
+    known, minutes = [], 0
+    for run in runs:
+        title = f"after {minutes} minutes" if minutes else "without adapters"
+        known += [(title, run["before"])] if "before" in run and not known else []
+        minutes += round(run["seconds"] / 60)
+        known += [(f"after {minutes} minutes", run["after"])] if "after" in run else []
+    return known
+
+
 def format_peers(formats: Json) -> list[str]:
     """The names of the llama.cpp's, in the order in which they were measured."""
     speeds = [

@@ -184,6 +184,11 @@ def test_training_goes_on_from_adapters_that_a_policy_has(llm, clock):
     assert second.policy.provenance["healing"]["went_on_from"] == first.policy.provenance["healing"]
 
 
+def test_layers_without_an_adapter_get_one_of_the_same_rank(llm, clock):
+    healed = taper.heal(llm, with_adapters(POLICY, 64, rank=4), PROMPTS, minutes=0.04)
+    assert {layer: len(down) for layer, (down, _) in healed.policy.adapters.layers.items()} == {3: 4, 2: 4, 4: 4}
+
+
 def test_new_adapters_begin_where_trained_ones_ended(tiny_llama):
     student = Student(tiny_llama.load(), POLICY.skip_order, 64, "cpu")
     trained = with_adapters(POLICY, 64).adapters.only([3, 2])

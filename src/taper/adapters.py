@@ -30,6 +30,11 @@ class Adapters:
         """Of the model they were trained for."""
         return int(next(iter(self.layers.values()))[0].shape[1])
 
+    @property
+    def rank(self) -> int:
+        """The highest one of an adapter."""
+        return max(len(down) for down, _ in self.layers.values())
+
     @cached_property
     def digest(self) -> str:
         """A content hash: 32 hex digits."""

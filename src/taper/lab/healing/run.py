@@ -43,7 +43,7 @@ def heal(
         policy: a policy, the name of a shipped one, or a file. If it has adapters, training goes on from them.
         prompts: texts or messages to learn from, at least 8 different ones; default about 700 built-in ones.
         minutes: for training and for the outputs to learn from; the final figures come on top.
-        rank: of new adapters, 1 to 4096; default 128. Adapters that the policy has keep theirs.
+        rank: of new adapters, 1 to 4096; default 128, or that of the adapters which the policy has.
         seed: of the adapters' first values, and of the order of prompts and depths.
         progress: called with a stage and what part of it, 0 to 1, was done since the last call.
         report: called after each evaluation on held-out prompts.
@@ -66,9 +66,10 @@ def heal(
         raise RequestError(f"policy {policy.label} has adapters, which keep their rank", "leave out the rank")
     if not policy.tapers:
         raise RequestError(f"policy {policy.label} skips no layer", "choose another policy")
+    rank = rank or RANK if policy.adapters is None else policy.adapters.rank
     with measured_model(llm, progress) as measured:
         ids = list(encode_prompts(llm, prompts, seed, MAX_PROMPTS))
-        return healed(measured, policy, ids, 60 * minutes, rank or RANK, seed, report or (lambda evaluation: None))
+        return healed(measured, policy, ids, 60 * minutes, rank, seed, report or (lambda evaluation: None))
 
 
 def import_healing() -> Callable[..., Healing]:
