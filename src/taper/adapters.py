@@ -32,7 +32,7 @@ class Adapters:
 
     @property
     def rank(self) -> int:
-        """The highest one of an adapter."""
+        """Of the largest adapter."""
         return max(len(down) for down, _ in self.layers.values())
 
     @cached_property
