@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from comparison import FULL
@@ -278,15 +279,13 @@ def shipped_healed(healing: Json) -> Json:
     return {name: row for rows in curves for name, row in rows.items() if row["shipped"]}
 
 
-def by_minutes_trained(runs: Sequence[Json]) -> list[tuple[str, Json]]:
-    """What a policy costs without adapters and after each of the runs that trained them, as far as it is known."""
-    known, minutes = [], 0
-    for run in runs:
-        title = f"after {minutes} minutes" if minutes else "without adapters"
-        known += [(title, run["before"])] if "before" in run and not known else []
-        minutes += round(run["seconds"] / 60)
-        known += [(f"after {minutes} minutes", run["after"])] if "after" in run else []
-    return known
+def by_minutes_trained(runs: Sequence[Json]) -> dict[int, Json]:
+    """What a policy costs after so many minutes of the runs that trained its adapters, where it was measured."""
+    ends = list(accumulate((round(run["seconds"] / 60) for run in runs), initial=0))
+    known: dict[int, Json | None] = {}
+    for run, start, end in zip(runs, ends, ends[1:], strict=False):
+        known |= {start: run.get("before"), end: run.get("after")}
+    return {minutes: part for minutes, part in known.items() if part}
 
 
 def format_peers(formats: Json) -> list[str]:

@@ -21,7 +21,7 @@ _NOT_BETTER = 1
 
 @click.command()
 @model_options
-@click.option("--policy", required=True, metavar="NAME|FILE", help="The policy. If it has adapters, they learn more.")
+@click.option("--policy", required=True, metavar="NAME|FILE", help="Policy to heal. Adapters that it has learn more.")
 @click.option("--minutes", type=float, default=30.0, help="How long to train; the final figures come on top.")
 @click.option(
     "--prompts", type=Path, metavar="FILE", help="Prompts to learn from, as for calibrate. Default: built-in."
