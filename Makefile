@@ -2,6 +2,7 @@
 # make demo-large  the same with a model of 1.5 billion parameters (1.1 GB to fetch)
 # make native  compiles ggml for this processor, about three minutes: faster prompts
 # make test  installs what the tests need and runs lint, types and tests
+# make test-slow  the tests that take minutes, some with a model of 1.5 billion parameters (1.1 GB to fetch)
 # make test-libraries  the CPU backend's tests with each ggml library that is installed
 # make test-package  builds the wheel, and tries it in an empty environment of every Python from 3.10 to 3.13 that is here
 # make docs  builds the documentation site into build/site, and fails if there is a warning
@@ -18,7 +19,7 @@ VLLM_BIN := .venv-vllm/bin
 VLLM_TESTS := pytest==9.2.0 hypothesis==6.170.15 gguf==0.19.0 transformers==5.19.0
 VLLM_PIP := $(VLLM_BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: demo demo-large native test test-libraries test-package test-vllm docs lint format clean
+.PHONY: demo demo-large native test test-slow test-libraries test-package test-vllm docs lint format clean
 
 demo: $(VENV)/installed
 	@$(BIN)/taper pull
@@ -36,6 +37,10 @@ native: $(VENV)/installed
 test: lint build/converter/installed
 	@$(BIN)/taper pull
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+test-slow: $(VENV)/installed-test
+	@$(BIN)/taper pull $(LARGE)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
 
 test-libraries: $(VENV)/installed-test
 	@for folder in $$($(BIN)/python -c "$(LIBRARIES)"); do \

@@ -100,21 +100,27 @@ def serving(tiny: TinyModel, slots: int = 4, context: int = 256, template: str =
         llm.tokenizer = type(llm.tokenizer)(llm.tokenizer.fast, llm.tokenizer.eos_token_ids, template, {})
     chosen = Limits(port=0, **limits)
     known = {"full": llm.resolve_policy(mode="full"), **policies(LAYERS)}
-    served = ServedModel(NAME, llm, known, "d3", chosen.max_n)
+    with running(ServedModel(NAME, llm, known, "d3", chosen.max_n), chosen) as server:
+        yield server
+
+
+@contextmanager
+def running(served: ServedModel, chosen: Limits) -> Iterator[Server]:
+    """A server of a model."""
     listener = listen(chosen)
-    running = uvicorn.Server(uvicorn_config(served, chosen))
-    thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]}, daemon=True)
+    config = uvicorn.Server(uvicorn_config(served, chosen))
+    thread = threading.Thread(target=config.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     url = "http://{}:{}".format(*listener.getsockname())
-    server = Server(url, llm, served, thread, running)
+    server = Server(url, served.llm, served, thread, config)
     headers = {"authorization": f"Bearer {chosen.api_key}"} if chosen.api_key else {}
     server.http.headers.update(headers)
-    _soon(lambda: running.started or not thread.is_alive(), 20)
-    assert running.started, "the server did not start"
+    _soon(lambda: config.started or not thread.is_alive(), 20)
+    assert config.started, "the server did not start"
     try:
         yield server
     finally:
         server.http.close()
-        running.should_exit = True
+        config.should_exit = True
         thread.join(30)
         assert not thread.is_alive()

@@ -7,7 +7,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -518,7 +518,13 @@ class Stream(Iterator[Chunk]):
             self.add(request)
 
     def add(self, request: Request) -> int:
-        """Add one more request; returns the index that its chunks will have, and raises what `Engine.add` raises."""
+        """Add one more request; returns the index that its chunks will have, and raises what `Engine.add` raises.
+
+        A stop string that is the name of a control token, which texts leave out, ends the output at this token.
+        """
+        special, params = self._llm.tokenizer.special_tokens, request.params
+        if control := tuple(token_id for token_id, name in special.items() if params.stop and name in params.stop):
+            request = replace(request, params=replace(params, stop_token_ids=(*params.stop_token_ids, *control)))
         sequence = self._engine.add(request)
         self._unfinished[sequence] = None
         self._waiting.append(OutputBuilder(self._next_index, sequence, self._llm))

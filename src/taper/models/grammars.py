@@ -6,8 +6,11 @@ it. So a process with limits tries it first.
 
 from __future__ import annotations
 
+import codecs
 import json
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from copy import copy
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,10 +20,12 @@ from llguidance import LLMatcher, LLTokenizer
 
 from ..errors import RequestError
 from . import schema_worker
+from .call_forms import CLOSE, OPEN, find_call, undecided
 from .limited_process import LimitedProcess, LimitExceeded, Limits
 from .tokenizer import Tokenizer, texts_of
 
 MAX_SCHEMA_CHARACTERS = 1 << 16
+MAX_COMPILED = 64  # requests whose grammars are kept
 MAX_REASON = 1000  # characters of what is wrong with a schema
 MAX_SECONDS, MAX_MEGABYTES = 2.0, 512
 # What is added to the logits of eight tokens, by the byte that says which of them are allowed: [256, 8].
@@ -35,10 +40,13 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._compiled: OrderedDict[str, LLMatcher | str] = OrderedDict()  # by request; or what is wrong with it
 
     @cached_property
     def _vocabulary(self) -> LLTokenizer:
-        return LLTokenizer(self._tokenizer.fast.to_str(), self._vocab_size, sorted(self._tokenizer.eos_token_ids))
+        return LLTokenizer(
+            self._tokenizer.without_control_texts, self._vocab_size, sorted(self._tokenizer.eos_token_ids)
+        )
 
     def compile(self, schema: dict[str, Any]) -> Callable[[], GrammarFilter]:
         """A function that makes a filter for each completion that must keep a schema.
@@ -48,33 +56,63 @@ class Grammars:
                 keyword.
         """
         texts_of([schema])  # rejects deep nesting
-        return self._compile({"schema": schema_worker.simplified(schema)})
+        matcher = self._compile({"schema": schema_worker.simplified(schema)})
+        return lambda: GrammarFilter(matcher.deep_copy(), self._vocab_size)
 
-    def compile_calls(self, tools: dict[str, dict[str, Any]], only_one: bool) -> Callable[[], GrammarFilter]:
-        """The same for completions that must call tools; `tools` has the schemas of their arguments, by name."""
+    def compile_calls(
+        self, tools: dict[str, dict[str, Any]], only_one: bool, required: bool
+    ) -> Callable[[], GrammarFilter | CallFilter]:
+        """The same for completions that may call tools; `tools` has the schemas of their arguments, by name.
+
+        If calls are `required`, the completion is nothing else. Otherwise it is any text, and a call keeps its schema
+        from the place on from which it can be nothing but a call.
+        """
         texts_of(list(tools.values()))
         calls = [{"name": name, "arguments": schema_worker.simplified(schema)} for name, schema in tools.items()]
-        return self._compile({"calls": calls, "only_one": only_one})
+        tags = [self._tokenizer.fast.token_to_id(text) or text for text in (OPEN, CLOSE)]
+        tagged = self._compile({"calls": calls, "only_one": only_one or not required, "tags": tags})
+        if required:
+            return lambda: GrammarFilter(tagged.deep_copy(), self._vocab_size)
+        bare = self._compile({"calls": calls, "only_one": True, "tags": []})
+        opening = [tag] if isinstance(tag := tags[0], int) else self._vocabulary.tokenize_str(OPEN)
 
-    def _compile(self, request: dict[str, Any]) -> Callable[[], GrammarFilter]:
+        def begun(form: str, text: str) -> GrammarFilter | None:
+            """A filter for a call that begins with this text, after its tag; None if the text breaks its grammar."""
+            matcher = (tagged if form == "tagged" else bare).deep_copy()
+            token_ids = [*(opening if form == "tagged" else ()), *self._vocabulary.tokenize_str(text)]
+            whole = matcher.try_consume_tokens(token_ids) == len(token_ids)
+            return GrammarFilter(matcher, self._vocab_size) if whole else None
+
+        return lambda: CallFilter(self._tokenizer, tools, begun, only_one)
+
+    def _compile(self, request: dict[str, Any]) -> LLMatcher:
         text = json.dumps(request)
         if len(text) > MAX_SCHEMA_CHARACTERS:
             raise RequestError(f"the schema has {len(text)} characters; it may have at most {MAX_SCHEMA_CHARACTERS}")
         if not self._tokenizer.eos_token_ids:
             raise RequestError("this model has no token that ends an output, so JSON would never end")
+        if text not in self._compiled:
+            self._compiled[text] = self._compile_new(text)
+            if len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(text)  # clients send the same tools with each request
+        if isinstance(compiled := self._compiled[text], str):
+            raise RequestError(f"outputs cannot keep this schema: {compiled[:MAX_REASON]}")
+        return compiled
+
+    def _compile_new(self, text: str) -> LLMatcher | str:
+        """The grammar of a request, or what is wrong with it."""
         try:
             problem = _PROCESS.ask(text)
         except LimitExceeded as error:
             problem = f"compiling it {error}"
         except OSError as error:
             raise RequestError(f"cannot start the process that tries schemas: {error.strerror}") from None
-        if not problem:
-            grammar = schema_worker.grammar(request)
-            matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=schema_worker.LIMITS)
-            problem = matcher.get_error()
         if problem:
-            raise RequestError(f"outputs cannot keep this schema: {problem[:MAX_REASON]}")
-        return lambda: GrammarFilter(matcher.deep_copy(), self._vocab_size)
+            return str(problem)
+        grammar = schema_worker.grammar(json.loads(text))
+        matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=schema_worker.LIMITS)
+        return matcher.get_error() or matcher
 
 
 class GrammarFilter:
@@ -82,6 +120,15 @@ class GrammarFilter:
 
     def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
         self._matcher, self._vocab_size = matcher, vocab_size
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing can continue the text."""
+        return bool(self._matcher.is_stopped())
+
+    def copy(self) -> GrammarFilter:
+        """A filter of its own for the same text so far."""
+        return GrammarFilter(self._matcher.deep_copy(), self._vocab_size)
 
     def restrict(self, logits: np.ndarray) -> np.ndarray:
         """Logits float32 [vocab_size], -inf for tokens that break the schema; for all if it is too complex."""
@@ -98,3 +145,55 @@ class GrammarFilter:
     def num_allowed(self, token_ids: list[int]) -> int:
         """How many of these tokens, from the first one on, keep the schema one after the other."""
         return int(self._matcher.validate_tokens(token_ids))
+
+
+class CallFilter:
+    """A `TokenFilter` that allows everything until a tool call begins, and from there on what continues the call.
+
+    Args:
+        tokenizer: the model's.
+        names: of the tools.
+        begun: makes the filter of a call from its form and its text so far.
+        only_one: the output ends with its first call.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        names: Collection[str],
+        begun: Callable[[str, str], GrammarFilter | None],
+        only_one: bool,
+    ) -> None:
+        self._tokenizer, self._names, self._begun, self._only_one = tokenizer, names, begun, only_one
+        self._text = "\n"  # text that may begin a call; the output begins a line
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._call: GrammarFilter | None = None
+
+    def restrict(self, logits: np.ndarray) -> np.ndarray:
+        """Logits float32 [vocab_size], themselves outside of a call; within, -inf for tokens that break it."""
+        return logits if self._call is None else self._call.restrict(logits)
+
+    def accept(self, token_id: int) -> None:
+        """Advance by the token that was sampled."""
+        if self._call is not None:
+            self._call.accept(token_id)
+            if self._call.has_ended and not self._only_one:
+                self._call, self._text = None, "\n"
+            return
+        self._text += self._decoder.decode(self._tokenizer.token_bytes(token_id))
+        if (call := find_call(self._text, self._names)) is not None:
+            self._call = self._begun(call.form, self._text[call.object :])
+            self._text = ""
+        self._text = self._text[undecided(self._text) :]
+
+    def num_allowed(self, token_ids: list[int]) -> int:
+        """How many of these tokens, from the first one on, may come one after the other."""
+        trial = copy(self)
+        trial._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        trial._decoder.setstate(self._decoder.getstate())
+        trial._call = None if self._call is None else self._call.copy()
+        for count, token_id in enumerate(token_ids):
+            if trial._call is not None and not trial._call.num_allowed([token_id]):
+                return count
+            trial.accept(token_id)
+        return len(token_ids)

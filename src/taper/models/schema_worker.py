@@ -55,7 +55,8 @@ def reply(request: dict[str, Any]) -> str:
 def grammar(request: dict[str, Any]) -> str:
     """The grammar of outputs that keep a `schema`, or that are `calls` of tools, and `only_one` of them if so asked.
 
-    Calls have a name and the schema of their arguments, and the form that `ToolCallParser` reads.
+    Calls have a name and the schema of their arguments. They stand between tags, or as a bare object if there are no
+    `tags`: texts, or the ids of the tokens that models write for these.
     """
     if "schema" in request:
         return LLMatcher.grammar_from_json_schema(json.dumps(request["schema"]), overrides=COMPACT)
@@ -68,10 +69,14 @@ def grammar(request: dict[str, Any]) -> str:
         }
         for call in request["calls"]
     ]
+    if not request["tags"]:
+        return LLMatcher.grammar_from_json_schema(json.dumps({"anyOf": calls}))
     schema = json.dumps({"x-guidance": _CALL_STYLE, "anyOf": calls})
-    more = "" if request["only_one"] else ' ("\\n" call)*'
+    begin, end = (f"<[{tag}]>" if isinstance(tag, int) else json.dumps(tag) for tag in request["tags"])
+    # A model that writes a line break after a call need not make another one.
+    more = "" if request["only_one"] else ' ("\\n" call)* "\\n"?'
     return LLMatcher.grammar_from_lark(
-        f'start: call{more}\ncall: "<tool_call>\\n" json "\\n</tool_call>"\njson: %json {schema}\n'
+        f'start: call{more}\ncall: {begin} "\\n" json "\\n" {end}\njson: %json {schema}\n'
     )
 
 

@@ -25,6 +25,7 @@ MAX_NESTING = 32  # of lists and objects in messages and tools
 _THINKING = ("enable_thinking", "thinking")  # the switch in templates of Qwen and SmolLM, and of Granite
 _MARK, _END_MARK = "\ufdd0", "\ufdd1"  # noncharacters of Unicode, which no text contains
 _BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
+_IN_BRACKETS = re.compile("<.*>", re.DOTALL)
 _NO_OUTPUTS: Mapping[str, Sequence[int]] = {}
 _CONTEXT = 8  # ids before a text that decide how it begins
 # The bytes of the characters in byte-level vocabularies, as in GPT-2's: printable ones stand for themselves.
@@ -103,7 +104,7 @@ class Tokenizer:
         def guarded(value: Any) -> Any:
             if isinstance(value, str):
                 for token in breakable:
-                    value = value.replace(token, token[0] + _MARK + token[1:])
+                    value = value.replace(token, _marked(token))
             elif isinstance(value, list):
                 value = [guarded(item) for item in value]
             elif isinstance(value, dict):
@@ -161,6 +162,21 @@ class Tokenizer:
         steps = [unmark, data["normalizer"]] if data["normalizer"] else [unmark]
         data["normalizer"] = {"type": "Sequence", "normalizers": steps}
         return Tokenizer(FastTokenizer.from_str(json.dumps(data)), self.eos_token_ids, "", {})
+
+    @property
+    def without_control_texts(self) -> str:
+        """The pipeline as JSON, in which no text spells a control token or one in angle brackets: these have a mark.
+
+        For libraries that take such a token where a text spells it, even inside of JSON.
+        """
+        pipeline: str = self.fast.to_str()
+        for token in self._added_tokens.values():
+            if token.special or _IN_BRACKETS.fullmatch(token.content):
+                name, marked = (
+                    json.dumps(text, ensure_ascii=False) for text in (token.content, _marked(token.content))
+                )
+                pipeline = pipeline.replace(name, marked)
+        return pipeline
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids without special tokens. Bytes that are no character become U+FFFD.
@@ -322,6 +338,11 @@ def texts_of(messages: Sequence[Message]) -> list[str]:
         elif isinstance(value, list):
             stack += [(item, depth + 1) for item in value]
     return texts
+
+
+def _marked(token: str) -> str:
+    """The name of a token with a mark in it."""
+    return token[0] + _MARK + token[1:]
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as FastTokenizer
 
 from ..errors import ModelError, RequestError
+from .call_forms import CLOSE, OPEN
 from .files import Settings, read_json, read_text
 from .tokenizer import Tokenizer, loading_tokenizer
 
@@ -107,7 +108,9 @@ def tokenizer_from_folder(path: Path, vocab_size: int) -> Tokenizer:
         if (eos := fast.token_to_id(tokens.get("eos_token", ""))) is not None:
             stops.add(eos)
         declared = frozenset(stops)
-        tokenizer = Tokenizer(fast, declared | _end_of_turn_ids(fast), template, tokens, declared, tool_use)
+        tokenizer = Tokenizer(
+            _with_tags_as_text(fast), declared | _end_of_turn_ids(fast), template, tokens, declared, tool_use
+        )
         _check(tokenizer, file, vocab_size)
     return tokenizer
 
@@ -179,7 +182,19 @@ def _rebuild(settings: Settings, vocab_size: int) -> Tokenizer:
     tokens = {name: pieces[i] for name, i in ids.items() if type(i) is int and 0 <= i < len(pieces)}
     declared = frozenset(i for i in ends if i is not None)
     template, tool_use = (get(f"tokenizer.chat_template{name}", str, "") for name in ("", f".{_TOOL_USE}"))
-    return Tokenizer(fast, declared | _end_of_turn_ids(fast), template, tokens, declared, tool_use)
+    return Tokenizer(_with_tags_as_text(fast), declared | _end_of_turn_ids(fast), template, tokens, declared, tool_use)
+
+
+def _with_tags_as_text(fast: FastTokenizer) -> FastTokenizer:
+    """The pipeline with the tags of tool calls as parts of texts: outputs leave out control tokens, as some files say.
+
+    It is another one only if they are control tokens.
+    """
+    added = fast.get_added_tokens_decoder().values()
+    if not (hidden := [token.content for token in added if token.special and token.content in (OPEN, CLOSE)]):
+        return fast
+    fast.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in hidden])
+    return FastTokenizer.from_str(fast.to_str())  # the library sees the change only then
 
 
 def _byte_level_bpe(settings: Settings, pre: str, vocab: dict[str, int]) -> FastTokenizer:

@@ -137,17 +137,20 @@ def _add_openai_routes(app: FastAPI, served: ServedModel, limits: Limits, engine
         """Complete a conversation."""
 
         async def prepare() -> list[EngineRequest]:
-            token_filter = None
+            token_filter: _FilterFactory | None = None
+            compile_: Callable[[], _FilterFactory]
             if body.json_schema is not None:
                 compile_ = partial(served.llm.grammars.compile, body.json_schema)
                 token_filter = await compiled(compile_, "response_format.json_schema.schema")
-            elif body.required_tools:
-                only_one = body.parallel_tool_calls is False
-                compile_ = partial(served.llm.grammars.compile_calls, body.required_tools, only_one)
-                token_filter = await compiled(compile_, "tools")
+            elif body.usable_tools:
+                how = body.allows_one_call, body.requires_call
+                compile_ = partial(served.llm.grammars.compile_calls, body.callable_tools, *how)
+                # Calls that nobody requires are read without a grammar too.
+                with suppress(*() if body.requires_call or body.has_strict_tools else (TaperError, protocol.ApiError)):
+                    token_filter = await compiled(compile_, "tools")
             return await run_sync(served.chat, body, token_filter)
 
-        goes_on, tools = bool(body.continue_final_message), bool(body.usable_tools)
+        goes_on, tools = bool(body.continue_final_message), list(body.callable_tools)
         events = ChatEvents(served.name, served.llm.tokenizer, body.num_choices, goes_on, tools)
         return complete(body, events, prepare)
 

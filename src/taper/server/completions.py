@@ -208,10 +208,11 @@ class ChatEvents(Events):
 
     id_prefix, event_object, reply_object = "chatcmpl", "chat.completion.chunk", "chat.completion"
 
-    def __init__(self, model: str, tokenizer: Tokenizer, n: int, goes_on: bool, tools: bool) -> None:
+    def __init__(self, model: str, tokenizer: Tokenizer, n: int, goes_on: bool, tools: Sequence[str]) -> None:
+        """Without the names of `tools`, all text is content."""
         super().__init__(model, tokenizer, n, goes_on)
         self._tools = tools
-        self._parsers = defaultdict[int, ToolCallParser](ToolCallParser)  # by index
+        self._parsers = defaultdict[int, ToolCallParser](lambda: ToolCallParser(tools))  # by index
 
     def _part(self, chunk: Chunk) -> Json:
         delta: Json = {"role": "assistant"} if self._num_chunks[chunk.index] == 1 else {}

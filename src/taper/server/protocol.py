@@ -20,8 +20,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from ..errors import ModelError, RequestError, TaperError, printable, shown
+from ..models.call_forms import CLOSE
 from ..models.files import without_mark
-from .tool_calls import CLOSE
 
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 1000
 MAX_BIASED_TOKENS = 1024
@@ -317,12 +317,15 @@ def _read_arguments(arguments: str | dict[str, Any] | None, path: str) -> dict[s
 
 
 class Function(Strict):
-    """A function that the model may call; `parameters` is a JSON schema."""
+    """A function that the model may call; `parameters` is a JSON schema.
+
+    `strict` says that calls must keep it. They do in any case, unless it has a keyword that is not supported.
+    """
 
     name: str = Field(min_length=1, max_length=64)
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Literal[False] | None = None
+    strict: bool | None = None
 
 
 class Tool(Strict):
@@ -399,10 +402,23 @@ class ChatRequest(CompletionFields):
         return [] if self.tool_choice == "none" else self.tools or []
 
     @property
-    def required_tools(self) -> dict[str, dict[str, Any]]:
-        """The tools of which the model must call one: the schemas of their parameters by name. Empty if it need not."""
-        if self.tool_choice in (None, "auto", "none"):
-            return {}
+    def requires_call(self) -> bool:
+        """Whether the model must call a tool."""
+        return self.tool_choice not in (None, "auto", "none")
+
+    @property
+    def allows_one_call(self) -> bool:
+        """Whether the output ends with its first call."""
+        return self.parallel_tool_calls is False or isinstance(self.tool_choice, ToolChoice)
+
+    @property
+    def has_strict_tools(self) -> bool:
+        """Whether calls of a tool have to keep its schema."""
+        return any(tool.function.strict for tool in self.usable_tools)
+
+    @property
+    def callable_tools(self) -> dict[str, dict[str, Any]]:
+        """The schemas of the parameters of the tools that the model may call, or must, by name."""
         name = self.tool_choice.function.name if isinstance(self.tool_choice, ToolChoice) else None
         functions = [tool.function for tool in self.usable_tools if name in (None, tool.function.name)]
         return {function.name: function.parameters or _NO_PARAMETERS for function in functions}
@@ -410,7 +426,7 @@ class ChatRequest(CompletionFields):
     @property
     def stops(self) -> list[str]:
         """The texts that end an output: also the end of a call, if the model may make only one."""
-        return super().stops + ([CLOSE] if self.usable_tools and self.parallel_tool_calls is False else [])
+        return super().stops + ([CLOSE] if self.usable_tools and self.allows_one_call else [])
 
     @property
     def json_schema(self) -> dict[str, Any] | None:
@@ -427,9 +443,9 @@ class ChatRequest(CompletionFields):
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             message = "max_tokens and max_completion_tokens are two names of one limit"
             raise RequestError(message, "give one of the two", "max_tokens")
-        if self.tool_choice not in (None, "auto", "none") and not self.required_tools:
+        if self.requires_call and not self.callable_tools:
             raise RequestError("tool_choice asks for a tool that is not in tools", "add it", "tool_choice")
-        if self.required_tools and self.own.ignore_eos:
+        if self.requires_call and self.own.ignore_eos:
             message = "with ignore_eos, a call would never end"
             raise RequestError(message, "leave out ignore_eos or tool_choice", "taper.ignore_eos")
         if self.json_schema is not None and self.usable_tools:

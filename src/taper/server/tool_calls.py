@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from ..errors import RequestError
+from ..models.call_forms import CLOSE, OPEN, TAGGED_HEAD, find_call, undecided
 from ..models.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 
-_OPEN, CLOSE = "<tool_call>", "</tool_call>"
-# A call up to the object of its arguments, with the keys in the order in which templates ask for them.
-_HEAD = re.compile(_OPEN + r'\s*{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"arguments"\s*:\s*(?={)')
+# What follows the arguments of a call, and what of it may be there where the output ends.
+_RESTS = {
+    "tagged": (re.compile(f".*?{CLOSE}", re.DOTALL), re.compile(r"\s*}?")),
+    "fenced": (re.compile(r"[^}]*}\s*```"), re.compile(r"[^}]*}?\s*`{0,2}")),
+    "bare": (re.compile(r"[^}]*}"), re.compile(r"[^}]*")),
+}
 
 
 def check_tools(tokenizer: Tokenizer) -> None:
@@ -26,8 +30,8 @@ def check_tools(tokenizer: Tokenizer) -> None:
     """
     if not tokenizer.takes_tools:
         raise RequestError("this model's chat template takes no tools", "leave out tools, or serve another model")
-    if _OPEN not in tokenizer.tool_template:
-        raise RequestError(f"this model's chat template does not use {_OPEN} for tool calls", "leave out tools")
+    if OPEN not in tokenizer.tool_template:
+        raise RequestError(f"this model's chat template does not use {OPEN} for tool calls", "leave out tools")
 
 
 class ToolCallParser:
@@ -35,12 +39,17 @@ class ToolCallParser:
 
     Once a call's name has come, its arguments follow piece by piece, as the model writes them: as with OpenAI, whoever
     executes the call checks them. Text that turns out not to be a call before its name has come is content.
+
+    Args:
+        names: of the tools that were given. Between tags, a call may have another name too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, names: Collection[str] = ()) -> None:
+        self._names = names
         self._held = ""  # text that may belong to a call
-        self._arguments: _Arguments | None = None  # of a call whose name has come
-        self._after_call = False  # a call has ended, and no content has come since
+        self._begins_line = True  # no content has come yet, or none since the last call
+        self._form = ""  # of the last call
+        self._arguments: _Arguments | None = None  # of a call whose name has come, and whose end has not
         self.num_calls = 0
 
     def push(self, text: str, last: bool) -> tuple[str, list[Json]]:
@@ -50,31 +59,38 @@ class ToolCallParser:
         """
         self._held += text
         content, deltas = "", list[Json]()
-        while self._arguments is not None or _OPEN in self._held:
-            if self._arguments is not None:
-                if not self._continue(deltas, last):
-                    break
-                continue
-            self._held = self._held.lstrip("\n") if self._after_call else self._held
-            start = self._held.find(_OPEN)
-            if head := _HEAD.match(self._held, start):
-                content += self._held[:start].rstrip("\n")
-                self._begin(head[1], "", deltas)
-                self._arguments, self._held = _Arguments(), self._held[head.end() :]
+        while self._arguments is None or self._continue(deltas, last):
+            if self._begins_line and self.num_calls:
+                self._held = self._held.lstrip("\n")
+            before = "\n" if self._begins_line else ""
+            call = find_call(before + self._held, self._names)
+            if call is None:
+                return content + self._certain(last), deltas
+            start = max(0, call.start - len(before))
+            if call.form != "tagged":
+                head = call.name, call.arguments - len(before)
+            elif match := TAGGED_HEAD.match(self._held, start):
+                head = match[1], match.end()
             elif last or CLOSE in self._held[start:]:
-                text, close, rest = self._held[start + len(_OPEN) :].partition(CLOSE)
-                call = _read_call(text)
-                if call is None:
-                    content += f"{self._held[:start]}{_OPEN}{text}{close}"
-                else:
-                    content += self._held[:start].rstrip("\n")
-                    self._begin(*call, deltas)
-                self._held, self._after_call = rest, call is not None
+                content += self._whole_call(start, deltas)
+                continue
             else:
                 break
-        if self._arguments is None:
-            content += self._certain(last)
+            content += self._take(start).rstrip("\n")
+            self._begin(head[0], "", deltas)
+            self._form, self._arguments, self._held = call.form, _Arguments(), self._held[head[1] - start :]
         return content, deltas
+
+    def _whole_call(self, start: int, deltas: list[Json]) -> str:
+        """Take a tagged call that has come as a whole, in an unusual form; returns the content with it."""
+        text, close, _ = self._held[start + len(OPEN) :].partition(CLOSE)
+        call, size = _read_call(text), start + len(OPEN + text + close)
+        if call is None:
+            return self._take(size)
+        content = self._take(start).rstrip("\n")
+        self._begin(*call, deltas)
+        self._held, self._begins_line = self._held[size - start :], True
+        return content
 
     def _begin(self, name: str, arguments: str, deltas: list[Json]) -> None:
         function = {"name": name, "arguments": arguments}
@@ -93,27 +109,24 @@ class ToolCallParser:
             deltas.append({"index": self.num_calls - 1, "function": {"arguments": piece}})
         if not self._arguments.have_ended:
             return False
-        if (end := self._held.find(CLOSE)) >= 0:
-            self._held = self._held[end + len(CLOSE) :]
-        elif last:
-            self._held = self._held.lstrip().removeprefix("}")
-        else:
+        whole, cut = _RESTS[self._form]
+        rest = whole.match(self._held) or (cut.match(self._held) if last else None)
+        if rest is None:
             return False
-        self._arguments, self._after_call = None, True
+        self._held, self._arguments, self._begins_line = self._held[rest.end() :], None, True
         return True
 
     def _certain(self, last: bool) -> str:
         """Take the content that is certain to be no part of a call from the text that is held."""
-        if self._after_call:
-            self._held = self._held.lstrip("\n")
-        text, start = self._held, self._held.find(_OPEN)
-        if start < 0:
-            sizes = range(len(_OPEN) - 1, 0, -1)
-            start = len(text) - next((size for size in sizes if text.endswith(_OPEN[:size])), 0)
-        size = len(text) if last else len(text[:start].rstrip("\n"))
-        self._held = text[size:]
-        self._after_call &= not size
-        return text[:size]
+        before = "\n" if self._begins_line else ""
+        start = max(0, undecided(before + self._held) - len(before))
+        return self._take(len(self._held) if last else len(self._held[:start].rstrip("\n")))
+
+    def _take(self, size: int) -> str:
+        """Take the first characters of the text that is held."""
+        taken, self._held = self._held[:size], self._held[size:]
+        self._begins_line &= not taken
+        return taken
 
 
 class _Arguments:
