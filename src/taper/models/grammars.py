@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections import OrderedDict
 from collections.abc import Callable, Collection
 from copy import copy
 from functools import cached_property
@@ -40,7 +39,7 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._compiled: OrderedDict[str, LLMatcher | str] = OrderedDict()  # by request; or what is wrong with it
+        self._compiled: dict[str, LLMatcher] = {}  # by request, the latest last
 
     @cached_property
     def _vocabulary(self) -> LLTokenizer:
@@ -91,28 +90,26 @@ class Grammars:
             raise RequestError(f"the schema has {len(text)} characters; it may have at most {MAX_SCHEMA_CHARACTERS}")
         if not self._tokenizer.eos_token_ids:
             raise RequestError("this model has no token that ends an output, so JSON would never end")
-        if text not in self._compiled:
-            self._compiled[text] = self._compile_new(text)
-            if len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(text)  # clients send the same tools with each request
-        if isinstance(compiled := self._compiled[text], str):
-            raise RequestError(f"outputs cannot keep this schema: {compiled[:MAX_REASON]}")
-        return compiled
+        matcher = self._compiled.pop(text, None) or self._compile_new(text)
+        self._compiled[text] = matcher  # the latest last: clients send the same tools with each request
+        if len(self._compiled) > MAX_COMPILED:
+            self._compiled.pop(next(iter(self._compiled)))
+        return matcher
 
-    def _compile_new(self, text: str) -> LLMatcher | str:
-        """The grammar of a request, or what is wrong with it."""
+    def _compile_new(self, text: str) -> LLMatcher:
         try:
             problem = _PROCESS.ask(text)
         except LimitExceeded as error:
             problem = f"compiling it {error}"
         except OSError as error:
             raise RequestError(f"cannot start the process that tries schemas: {error.strerror}") from None
+        if not problem:
+            grammar = schema_worker.grammar(json.loads(text))
+            matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=schema_worker.LIMITS)
+            problem = matcher.get_error()
         if problem:
-            return str(problem)
-        grammar = schema_worker.grammar(json.loads(text))
-        matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=schema_worker.LIMITS)
-        return matcher.get_error() or matcher
+            raise RequestError(f"outputs cannot keep this schema: {problem[:MAX_REASON]}")
+        return matcher
 
 
 class GrammarFilter:
