@@ -30,7 +30,16 @@ SECTIONS = (
 )
 _BY_MODEL = (
     *("bench", "calibration", "claims", "cpu_bench", "exact", "gpu_bench", "harness", "healing", "methods"),
-    *("repetition", "second_turn", "session", "task_calibration", "task_signals"),
+    *(
+        "head",
+        "head_frontier",
+        "head_speed",
+        "repetition",
+        "second_turn",
+        "session",
+        "task_calibration",
+        "task_signals",
+    ),
 )
 MARK = re.compile(r"(<!-- (\w+\.md\.j2): python research/render\.py -->\n).*?(<!-- end of \2 -->\n)", re.S)
 
@@ -118,6 +127,7 @@ def rendered(folder: Path = RESULTS) -> dict[Path, str]:
         "methods": "methods",
         "signals": "task_signals",
         "tasks": "task_calibration",
+        "head": "head",
     }.items():
         if results[kind]:
             pages[PAGES / f"{name}.md"] = text(f"{name}.md.j2")

@@ -348,3 +348,16 @@ def session_title(name: str) -> str:
     sampling, clients = name.split()
     asked = "the server's own sampling" if sampling == "default" else "greedy"
     return f"{asked}, {'one client' if clients == '1' else f'{clients} clients at once'}"
+
+
+def head_row(kinds: dict[str, Any]) -> dict[str, float]:
+    """What a shortlist misses, over all kinds of text."""
+    steps = sum(kind["steps"] for kind in kinds.values())
+    means = ("argmax", "total_variation", "mean_tokens", "whole_head")
+    row = {key: sum(kind[key] * kind["steps"] for kind in kinds.values()) / steps for key in means}
+    return row | {"steps": steps, "worst": min(kind["argmax"] for kind in kinds.values())}
+
+
+def head_steps(head: dict[str, Any]) -> str:
+    """The steps at full depth of each model, as "11,000 and 12,000"."""
+    return " and ".join(f"{head_row(result['policies']['full'])['steps']:,}" for result in head.values())

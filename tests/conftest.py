@@ -13,6 +13,7 @@ from hypothesis import settings
 from tiny import PLAIN, TinyModel, make_tiny, write_gguf
 
 from taper.errors import Names
+from taper.models import preview
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
@@ -53,9 +54,16 @@ def folder(tiny_llama, tmp_path) -> Path:
     return Path(shutil.copytree(tiny_llama.folder, tmp_path / "model"))
 
 
+@pytest.fixture(scope="session")
+def previews(tmp_path_factory) -> Path:
+    """Where previews of heads are kept: all tests share them, as making one of the default model takes a second."""
+    return tmp_path_factory.mktemp("previews")
+
+
 @pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
+def _own_cache(tmp_path, monkeypatch, previews):
     """No test reads or writes the user's cache, and each begins as Python does: the command line sets a global."""
     monkeypatch.setattr(Names, "are_options", False)
+    monkeypatch.setattr(preview, "previews_folder", lambda: previews)
     monkeypatch.setenv("TAPER_CACHE", str(tmp_path / "taper-cache"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -19,6 +19,7 @@ from .engine.drafting import Drafting
 from .errors import (
     DRAFTERS,
     EXACT,
+    HEADS,
     MODES,
     OFF,
     REPACK,
@@ -116,8 +117,11 @@ class LLM:
         repack: on a CPU, "always" copies matrices into the layout that it multiplies fastest, where their type has
             one; "auto" also keeps a second layout where many tokens are faster with it and memory is free; "never" uses
             the mapped file alone, which processes share.
+        head: on a CPU, "full" computes the logits of the whole vocabulary; "shortlist" approximates them, and computes
+            those that matter; "auto" does so if it is faster on this machine, but not with f32 weights.
         offline: do not fetch a model that has a name and is not on this machine.
-        progress: on a CPU, called with the part of the weights that is loaded, 0 to 1.
+        progress: on a CPU, called with the part of the weights that is loaded, 0 to 1; with a shortlist, the first time
+            again with the part of its preview that is made.
 
     Used in a `with` statement, or once it is closed, it gives back the memory of the weights.
 
@@ -136,6 +140,7 @@ class LLM:
         threads: int | None = None,
         max_batch_size: int = 8,
         repack: str = REPACK[0],
+        head: str = HEADS[0],
         offline: bool = False,
         progress: Callable[[float], None] | None = None,
     ) -> None:
@@ -162,6 +167,7 @@ class LLM:
             num_slots=num_slots,
             threads=threads,
             repack=repack,
+            head=head,
             progress=progress,
         )
         self.config, self.tokenizer, self.engine = backend.config, loaded.tokenizer, Engine(backend)

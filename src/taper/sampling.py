@@ -15,6 +15,8 @@ MAX_LOGPROBS = 20
 NOT_A_NUMBER = -1  # instead of a token id
 _MIN_TEMPERATURE = float(np.finfo(np.float32).tiny)
 _FEW = 1024  # weights that take no time to sort or to sum up one by one
+_NEGLIGIBLE = 1e-4  # probability of all tokens that nobody misses together
+_FEW_CHOSEN, _FEW_SHARE = 64, 0.01  # up to this top_k, or from this min_p on, only probable tokens are chosen
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,17 @@ class SamplingParams:
         """Whether the argmax of the model's own logits is all that is asked for."""
         return self.temperature == 0 and self.logprobs is None and not (self.has_penalties or self.logit_bias)
 
+    def reach(self, vocab_size: int) -> float:
+        """How far below the highest logit tokens matter; infinite if each may come, or their log-probabilities do.
+
+        All tokens further below have less than `_NEGLIGIBLE` of the probability: as a rule if top_k or min_p leaves out
+        all improbable ones, where the answer is 0, else for certain.
+        """
+        if self.logprobs is not None or self.temperature > 1:
+            return math.inf
+        filtered = 0 < self.top_k <= _FEW_CHOSEN or (self.min_p >= _FEW_SHARE and self.top_p == 1)
+        return 0.0 if filtered else self.temperature * math.log(vocab_size / _NEGLIGIBLE)
+
     @property
     def has_penalties(self) -> bool:
         """Whether logits depend on the tokens before."""
@@ -137,25 +150,52 @@ class TokenCounts:
         self._counts[place] += 1
 
 
-def sample(logits: np.ndarray, params: SamplingParams, counts: TokenCounts | None, rng: np.random.Generator) -> int:
+def sample(
+    logits: np.ndarray,
+    params: SamplingParams,
+    counts: TokenCounts | None,
+    rng: np.random.Generator,
+    ids: np.ndarray | None = None,
+) -> int:
     """The next token; `NOT_A_NUMBER` if the largest logit is not a finite number.
 
     `logits`, float32 [vocab_size], are overwritten: after a step of a model nothing is in the processor's caches, and
     a copy would take as long as all that is computed here. `counts` has the tokens before, if there are penalties;
-    `rng` draws one number if the temperature is above 0.
+    `rng` draws one number if the temperature is above 0. With `ids`, ascending int64 [n], there are logits of these
+    tokens only, float32 [n].
     """
-    if params.logit_bias:
-        logits[list(params.logit_bias)] += np.array(list(params.logit_bias.values()), np.float32)
-    if params.has_penalties and counts is not None:
-        _penalise(logits, params, counts)
+    adjust(logits, params, counts, ids)
     argmax = int(logits.argmax())  # the first NaN, if there is one
     if not np.isfinite(logits[argmax]):
         return NOT_A_NUMBER
     if params.temperature == 0:
-        return argmax
-    ids, weights = token_weights(logits, params)
-    place = _draw(weights, rng.random())
+        place = argmax
+    else:
+        places, weights = token_weights(logits, params)
+        drawn = _draw(weights, rng.random())
+        place = drawn if places is None else int(places[drawn])
     return place if ids is None else int(ids[place])
+
+
+def adjust(
+    logits: np.ndarray, params: SamplingParams, counts: TokenCounts | None, ids: np.ndarray | None = None
+) -> None:
+    """Apply bias and penalties to logits, in place; the arguments are those of `sample`."""
+    if params.logit_bias:
+        tokens, places = _places(np.array(list(params.logit_bias), np.int64), ids)
+        logits[places] += np.array(list(params.logit_bias.values()), np.float32)[tokens]
+    if params.has_penalties and counts is not None:
+        seen, places = _places(counts.ids, ids)
+        logits[places] = _penalised(logits[places], params, counts.counts[seen])
+
+
+def _places(tokens: np.ndarray, ids: np.ndarray | None) -> tuple[np.ndarray | slice, np.ndarray]:
+    """Which of some tokens are among ascending `ids`, and where; without `ids`, all of them are where they are."""
+    if ids is None:
+        return slice(None), tokens
+    places = np.searchsorted(ids, tokens).clip(max=len(ids) - 1)
+    found = np.flatnonzero(ids[places] == tokens)
+    return found, places[found]
 
 
 def token_weights(logits: np.ndarray, params: SamplingParams) -> tuple[np.ndarray | None, np.ndarray]:
@@ -260,12 +300,10 @@ def token_logprobs(logits: np.ndarray, token_id: int, top: int) -> TokenLogprobs
     return TokenLogprobs(float(logits[token_id]) - total, {i: float(logits[i]) - total for i in best})
 
 
-def _penalise(logits: np.ndarray, params: SamplingParams, counts: TokenCounts) -> None:
-    """Apply the penalties to logits, in place."""
-    seen, counted = counts.ids, counts.counts
-    values = logits[seen]
+def _penalised(values: np.ndarray, params: SamplingParams, counted: np.ndarray) -> np.ndarray:
+    """Logits float32 [n] of tokens that came before, with the penalties; `counted`: how often in the completion."""
     if params.repetition_penalty != 1:
         values = np.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
     if params.presence_penalty or params.frequency_penalty:
         values -= params.presence_penalty * (counted > 0) + params.frequency_penalty * counted
-    logits[seen] = values
+    return values

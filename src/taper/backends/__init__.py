@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from ..adapters import Adapters
-from ..errors import DEVICES, DTYPES, REPACK, RequestError, one_of
+from ..errors import DEVICES, DTYPES, HEADS, REPACK, RequestError, one_of
 from ..models.config import ModelConfig
 from ..models.tensors import LoadedModel
 
@@ -42,6 +42,8 @@ class TokenBatch:
     num_active: tuple[int, ...]  # [num_hidden_layers], each 0 to N
     logits_rows: tuple[int, ...] = ()  # the tokens whose logits come back, in this order
     greedy_rows: tuple[int, ...] = ()  # the tokens whose argmax comes back, in this order
+    shortlist: bool = False  # where the backend has a preview: argmaxes are those of shortlists
+    preview_rows: tuple[int, ...] = ()  # with `shortlist`, the tokens whose previewed logits come back, in this order
     output_hidden_states: tuple[int, ...] = ()  # layers before which hidden states come back; L: after the last
     first_layer: int = 0  # above 0: begin from `hidden_states`
     hidden_states: np.ndarray | None = None  # float32 [N, hidden_size], what enters `first_layer`
@@ -56,6 +58,31 @@ class ForwardOutput:
     logits: np.ndarray  # float32 [len(logits_rows), vocab_size]
     greedy_ids: np.ndarray  # int64 [len(greedy_rows)]; -1 where the largest logit is not a finite number
     hidden_states: dict[int, np.ndarray] = field(default_factory=dict)  # layer -> float32 [N, hidden_size]
+    previews: tuple[PreviewedLogits, ...] = ()  # of `preview_rows`
+
+
+class PreviewedLogits(Protocol):
+    """The logits of one token: approximations of all, and the exact ones on demand."""
+
+    @property
+    def approximate(self) -> np.ndarray:
+        """Float32 [vocab_size]; the caller may change them before it asks for the shortlist."""
+        ...
+
+    def shortlist(self, reach: float = 0.0) -> np.ndarray | None:
+        """The tokens that may be the most probable one or within `reach` of it, ascending: int64 [n].
+
+        None if they are many, or the approximations are not finite: then the whole head must be computed.
+        """
+        ...
+
+    def exact(self, ids: np.ndarray) -> np.ndarray:
+        """The logits of some tokens, int64 [n]: float32 [n]."""
+        ...
+
+    def whole(self) -> np.ndarray:
+        """The logits of all tokens: float32 [vocab_size]."""
+        ...
 
 
 class Backend(Protocol):
@@ -69,6 +96,8 @@ class Backend(Protocol):
     context_length: int
     kernels: str  # what computes, with its version
     layouts: str  # how matrices lie in memory, in words
+    head: str  # how logits are computed, in words
+    has_preview: bool  # whether forwards may ask for previewed logits and shortlists
     weight_bytes: dict[str, int]  # of each tensor, in the type in which forwards read it
 
     def forward(self, batch: TokenBatch) -> ForwardOutput:
@@ -97,6 +126,7 @@ def open_backend(
     num_slots: int = 1,
     threads: int | None = None,
     repack: str = REPACK[0],
+    head: str = HEADS[0],
     progress: Callable[[float], None] | None = None,
 ) -> Backend:
     """Build the backend of a device with the weights of a model; it is imported only here.
@@ -110,10 +140,11 @@ def open_backend(
     """
     one_of("dtype", dtype, DTYPES)
     one_of("repack", repack, REPACK)
+    one_of("head", head, HEADS)
     if choose_device(device) == "cpu":
         from .ggml import GgmlBackend
 
-        return GgmlBackend(
+        backend = GgmlBackend(
             model.config,
             model.tensors,
             num_slots=num_slots,
@@ -124,10 +155,14 @@ def open_backend(
             repack=repack,
             progress=progress,
         )
+        backend.set_head(head, model, dtype, progress)
+        return backend
     if repack != REPACK[0]:
         raise RequestError("repack is for CPUs; it does nothing on cuda", "leave it out")
     if threads is not None:
         raise RequestError("threads does nothing on cuda", "leave it out")
+    if head == "shortlist":
+        raise RequestError("head shortlist is for CPUs; on cuda the whole head is computed", "leave it out")
     try:
         import torch
 

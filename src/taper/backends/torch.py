@@ -68,7 +68,8 @@ class TorchBackend:
         check_device(device)
         self.config, self.num_slots, self.context_length = config, num_slots, context_length
         self.kernels = f"torch {torch.__version__}"
-        self.layouts = "one layout for any number of tokens"
+        self.layouts, self.head = "one layout for any number of tokens", "the whole matrix"
+        self.has_preview = False
         self.device, self.dtype = torch.device(device), DTYPES[dtype]
         self._matrix_dtype = DTYPES[matrix_dtype or dtype]
         self._use_graphs = graphs and self.device.type == "cuda"

@@ -36,6 +36,7 @@ def _version(context: click.Context, parameter: click.Parameter, wanted: bool) -
     from ..backends import available_threads
     from ..backends.ggml.layouts import in_words, layout_for_many
     from ..backends.ggml.library import ggml
+    from ..models.preview import kept_previews, previews_folder
     from ..models.tensors import WEIGHT_TYPES
 
     built = ggml.features()
@@ -44,6 +45,7 @@ def _version(context: click.Context, parameter: click.Parameter, wanted: bool) -
     layouts = {dtype: layout_for_many(dtype, available_threads()) for dtype in WEIGHT_TYPES}
     if two := in_words({dtype: layout for dtype, layout in layouts.items() if layout is not None}):
         click.echo(f"two layouts, with --repack auto: {two}")
+    click.echo(f"previews of output heads, with --head auto: {len(kept_previews())} in {previews_folder()}")
     for reason in ggml.rejected:
         click.echo(f"not used: {reason}")
     for name, advice in _ADVICE.items():

@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import RequestError, shown
-from .common import DEVICE, DTYPE, MODEL, OFFLINE, REPACK_OPTION, THREADS, check_file, check_matplotlib, say
+from .common import (
+    DEVICE,
+    DTYPE,
+    HEAD_OPTION,
+    MODEL,
+    OFFLINE,
+    REPACK_OPTION,
+    THREADS,
+    check_file,
+    check_matplotlib,
+    say,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -54,6 +65,7 @@ _PEERS = (("program", "name", 1, "s"), _TTFT, *_SPEED, _ROUNDS)
 @DTYPE
 @THREADS
 @REPACK_OPTION
+@HEAD_OPTION
 @OFFLINE
 @click.option("--llama-bin", type=Path, metavar="DIR", help="Folder of llama.cpp's programs. Default: that on PATH.")
 @click.option("--no-peers", is_flag=True, help="Leave out other programs: llama.cpp and transformers.")
@@ -109,6 +121,7 @@ def show_results(result: Json, screen: Console) -> None:
     place = about["gpu"] or about["machine"]
     screen.print(f"{about['model']}\n{place}, {about['backend']}, {about['date']}, batch {about['batch']}")
     screen.print(f"{about['kernels']}; {about['layouts']}")
+    screen.print(f"output head: {about.get('head', 'the whole matrix')}")
     if failed:
         screen.print(f"\nCHECK FAILED, so the results below are of wrong outputs: {', '.join(failed)}")
     for name, phase in phases.items():

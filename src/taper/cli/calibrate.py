@@ -26,7 +26,7 @@ _FOR_TASKS = ("margin", "problems", "split", "data_dir", "fewshot", "chat", "max
 _FOR_PROMPTS = (*_LIMITS, "answer_tokens", "quick", "prompts", "report", "heal")
 _TASK_BATCH_SIZE = 32
 _GROUPS = {
-    "Model": ("model", "device", "dtype", "context", "threads", "repack", "offline"),
+    "Model": ("model", "device", "dtype", "context", "threads", "repack", "head", "offline"),
     "Budget, one at least, or a speed": _LIMITS,
     "Prompts": ("prompts", "answer_tokens", "quick", "seed"),
     "Adapters": ("adapters", "heal"),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import DEVICES, DRAFTERS, DTYPES, OFF, REPACK, RequestError
+from ..errors import DEVICES, DRAFTERS, DTYPES, HEADS, OFF, REPACK, RequestError
 from ..models.files import check_writable
 
 if TYPE_CHECKING:
@@ -35,6 +35,13 @@ REPACK_OPTION = click.option(
     default=REPACK[0],
     help="Layouts of matrices on a CPU: never uses the file as it is, always repacks it, auto keeps a second layout "
     "where prompts are faster with it and memory is free.",
+)
+HEAD_OPTION = click.option(
+    "--head",
+    type=click.Choice(HEADS),
+    default=HEADS[0],
+    help="Logits on a CPU: full computes those of the whole vocabulary, shortlist those that matter, auto the latter "
+    "where it is faster.",
 )
 OFFLINE = click.option("--offline", is_flag=True, help="Do not fetch a model that is not on this machine.")
 
@@ -73,7 +80,7 @@ def model_options(command: Command) -> Command:
         type=int,
         help="Tokens of prompt and output. Default: 4096 or the model's limit.",
     )
-    return with_options([MODEL, THREADS, context, DEVICE, DTYPE, REPACK_OPTION, OFFLINE], command)
+    return with_options([MODEL, THREADS, context, DEVICE, DTYPE, REPACK_OPTION, HEAD_OPTION, OFFLINE], command)
 
 
 # The options that limit drafts, and what `LLM.resolve_drafting` calls them.
@@ -106,13 +113,16 @@ def load(options: dict[str, Any], **more: Any) -> LLM:
     from .terminal import console
 
     model = DEFAULT_MODEL if options["model"] is None else options["model"]
-    given = {name: options[name] for name in ("device", "dtype", "context", "threads", "repack", "offline")}
+    given = {name: options[name] for name in ("device", "dtype", "context", "threads", "repack", "head", "offline")}
     started = time.monotonic()
     with console().status(f"loading {model}") as status:
+        highest = 0.0
 
         def progress(part: float) -> None:
+            nonlocal highest
+            what, highest = "loading" if part >= highest else "preparing", max(part, highest)
             if time.monotonic() - started > _LONG:
-                status.update(f"loading {model}, {part:.0%}")
+                status.update(f"{what} {model}, {part:.0%}")
 
         return LLM(model, **given, progress=progress, **more)
 

@@ -49,7 +49,9 @@ def serve(
         raise TaperError(f"taper serve needs {error.name}", 'pip install "taper-llm[serve]"') from None
     if name is not None and not name.strip():
         raise TaperError("--name is empty", "give the name that clients use, or leave it out")
-    model = {key: options.pop(key) for key in ("model", "device", "dtype", "context", "threads", "repack", "offline")}
+    model = {
+        key: options.pop(key) for key in ("model", "device", "dtype", "context", "threads", "repack", "head", "offline")
+    }
     draft_limits = limits_of_drafts(options) | {"exact_bits": exact_bits}
     limits = Limits(**options | {"api_key": options["api_key"] or ""})
     listener = listen(limits)  # before the model is loaded, which takes time

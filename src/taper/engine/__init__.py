@@ -22,10 +22,10 @@ from typing import NamedTuple
 import numpy as np
 
 from ..adapters import Adapters
-from ..backends import Backend, ForwardOutput, TokenBatch
+from ..backends import Backend, ForwardOutput, PreviewedLogits, TokenBatch
 from ..errors import REUSE, RequestError, one_of, whole_number
 from ..policy import DepthPolicy, active_prefixes
-from ..sampling import NOT_A_NUMBER, check_token_ids, sample, token_logprobs
+from ..sampling import NOT_A_NUMBER, adjust, check_token_ids, sample, token_logprobs
 from .drafting import PROBE_STEPS, Draft, Planner
 from .sequence import Request, Sequence, StepOutput, TokenFilter, takes_filled
 from .slots import MIN_SHARED, Slots, common_prefix
@@ -33,9 +33,11 @@ from .slots import MIN_SHARED, Slots, common_prefix
 __all__ = ["Engine", "Request", "Sequence", "Slots", "StepOutput", "TokenFilter", "takes_filled"]
 
 MAX_NUM_BATCHED_TOKENS = 512  # tokens of a step; bounds the memory of activations and the wait for the next token
+MAX_REACH = 16.0  # of a shortlist below the highest logit; where more matters, the whole head is computed at once
+MAX_ALLOWED = 1024  # tokens that a filter allows, of which the exact logits are computed at once
 MAX_WIDTH, TRIED_POSITIONS = 17, (0, 600)  # of forwards in which the rounding of several tokens is tried
 
-Prediction = np.ndarray | int  # logits float32 [vocab_size], or the argmax
+Prediction = np.ndarray | PreviewedLogits | int  # logits float32 [vocab_size], approximations, or the argmax
 Layers = tuple[tuple[int, ...], Adapters | None]  # the skip order of a forward, and the adapters of skipped layers
 
 
@@ -75,9 +77,10 @@ class Engine:
     def __init__(self, backend: Backend, max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS) -> None:
         self.backend = backend
         self.max_num_batched_tokens = whole_number("max_num_batched_tokens", max_num_batched_tokens, 1)
-        self._num_hidden_layers = backend.config.num_hidden_layers
+        self._num_hidden_layers, self._vocab_size = backend.config.num_hidden_layers, backend.config.vocab_size
         self.slots = Slots(backend)
         self.planner = Planner()
+        self.uses_shortlist = backend.has_preview
         self._unfinished: dict[int, Sequence] = {}  # by id, first come, first served
         self._committing: Sequence | None = None  # whose state an interrupt may have left half changed
         self._ids = count()
@@ -182,6 +185,7 @@ class Engine:
             if not self.num_free_slots:
                 raise RequestError("no slot is free to try how kernels round", "ask before requests run")
             self.backend.fix_summation_order()
+            self.uses_shortlist = False
             slot = self.slots.sequences.index(None)
             self.slots.kept[slot], self.slots.num_exact[slot] = [], 0
             starts = [start for start in TRIED_POSITIONS if start + MAX_WIDTH <= self.backend.context_length]
@@ -344,8 +348,9 @@ class Engine:
             predictions = self._forward([_predicting(s, proposed[s]) for s in active], proposes=True)
             self.planner.note_draft(time.perf_counter() - started)
             going_on = []
-            for sequence, (logits,) in zip(active, predictions, strict=True):
-                assert not isinstance(logits, int)
+            for sequence, (prediction,) in zip(active, predictions, strict=True):
+                assert not isinstance(prediction, int)
+                logits = prediction if isinstance(prediction, np.ndarray) else prediction.approximate
                 if sequence.is_proposed(proposed[sequence], logits):
                     proposed[sequence].append(int(np.argmax(logits)))
                     if len(proposed[sequence]) < counts[sequence]:
@@ -366,15 +371,23 @@ class Engine:
                 for offset, (token_id, depth) in enumerate(zip(part.token_ids, part.depths, strict=True))
             ]
             tokens.sort(key=lambda token: -token.depth)  # stable: tokens of a slot stay in their order
-            is_greedy = {index: not proposes and part.sequence.request.is_greedy for index, part in members}
+            requests = {index: part.sequence.request for index, part in members}
+            is_greedy = {index: not proposes and request.is_greedy for index, request in requests.items()}
+            is_previewed = {
+                index: self.uses_shortlist and (proposes or request.params.reach(self._vocab_size) < MAX_REACH)
+                for index, request in requests.items()
+            }
             predicted = [(row, token.part) for row, token in enumerate(tokens) if token.needs_prediction]
+            others = [(row, index) for row, index in predicted if not is_greedy[index]]
             batch = TokenBatch(
                 tokens=np.array([token.token_id for token in tokens], np.int32),
                 positions=np.array([token.position for token in tokens], np.int32),
                 slots=np.array([scheduled[token.part].sequence.slot for token in tokens], np.int32),
                 num_active=active_prefixes(skip_order, self._num_hidden_layers, [token.depth for token in tokens]),
-                logits_rows=tuple(row for row, index in predicted if not is_greedy[index]),
+                logits_rows=tuple(row for row, index in others if not is_previewed[index]),
                 greedy_rows=tuple(row for row, index in predicted if is_greedy[index]),
+                preview_rows=tuple(row for row, index in others if is_previewed[index]),
+                shortlist=self.uses_shortlist,
                 adapters=adapters,
                 fill=not proposes and any(part.sequence.request.takes_filled for _, part in members),
             )
@@ -386,6 +399,8 @@ class Engine:
                 self.planner.note_forward(len(tokens), time.perf_counter() - started, len(tokens) > len(members))
             for row, logits in zip(batch.logits_rows, output.logits, strict=True):
                 predictions[tokens[row].part].append(logits)
+            for row, previewed in zip(batch.preview_rows, output.previews, strict=True):
+                predictions[tokens[row].part].append(previewed)
             for row, token_id in zip(batch.greedy_rows, output.greedy_ids.tolist(), strict=True):
                 predictions[tokens[row].part].append(token_id)
         return predictions
@@ -441,10 +456,13 @@ class Engine:
         if isinstance(prediction, int):
             token_id = prediction
         else:
+            ids = None
+            if not isinstance(prediction, np.ndarray):
+                ids, prediction = self._shortlisted(sequence, prediction)
             logits = prediction if params.logprobs is None else prediction.copy()
-            if sequence.token_filter is not None:
+            if sequence.token_filter is not None and ids is None:
                 logits = sequence.token_filter.restrict(logits)
-            token_id = sample(logits, params, sequence.counts, sequence.rng)
+            token_id = sample(logits, params, sequence.counts, sequence.rng, ids)
             if params.logprobs is not None and token_id != NOT_A_NUMBER:
                 logprobs = token_logprobs(prediction, token_id, params.logprobs)
         is_eos = token_id in request.eos_token_ids and not params.ignore_eos
@@ -464,6 +482,21 @@ class Engine:
             self._finish(sequence, reason)
         self._committing = None
         return output
+
+    def _shortlisted(self, sequence: Sequence, previewed: PreviewedLogits) -> tuple[np.ndarray | None, np.ndarray]:
+        """The tokens that matter and their logits, both [n]; None and all logits if only the whole head can tell.
+
+        What changes the logits comes before the choice: a token that is banned must not hide one that is allowed.
+        """
+        approximate, token_filter, ids = previewed.approximate, sequence.token_filter, None
+        restricted = approximate if token_filter is None else token_filter.restrict(approximate)
+        if restricted is approximate:  # every token may come
+            adjust(approximate, sequence.request.params, sequence.counts)
+            ids = previewed.shortlist(sequence.request.params.reach(self._vocab_size))
+        else:
+            allowed = np.flatnonzero(restricted > -np.inf)
+            ids = allowed if 0 < len(allowed) <= MAX_ALLOWED else None
+        return (None, previewed.whole()) if ids is None else (ids, previewed.exact(ids))
 
     def _finish(self, sequence: Sequence, reason: str) -> None:
         """End a sequence and free its slot, which goes on holding the tokens that can be used again."""

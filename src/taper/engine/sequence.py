@@ -20,7 +20,7 @@ class TokenFilter(Protocol):
     """Says which tokens may come next in one completion, such as those that keep it valid JSON."""
 
     def restrict(self, logits: np.ndarray) -> np.ndarray:
-        """A copy of logits float32 [vocab_size], with -inf for the tokens that may not come next."""
+        """A copy of logits float32 [vocab_size], with -inf for tokens that may not come next; itself if all may."""
         ...
 
     def accept(self, token_id: int) -> None:

@@ -61,7 +61,8 @@ class CompletionResponse(Response):
             watch = asyncio.ensure_future(self._watch_for_disconnect(receive, deadline))
             try:
                 requests = await self._prepare()
-                with self._engine_loop.submit(requests, self._arrived, self._body.compares) as job:
+                whole = not self._body.stream
+                with self._engine_loop.submit(requests, self._arrived, self._body.compares, whole) as job:
                     if self._body.stream:
                         await self._send_stream(job, send)
                     else:

@@ -32,13 +32,17 @@ _Result = Chunk | Exception
 class Job:
     """The outputs of one HTTP request: an asynchronous iterator over lists of the chunks that have come meanwhile.
 
+    If it is `whole`, they come together once all outputs have finished: asyncio's work for each would take the time of
+    a compute thread.
+
     Raises:
         TaperError: the engine cannot complete the request.
         RuntimeError: the engine failed.
     """
 
-    def __init__(self, requests: Sequence[Request], arrived: float, in_turn: bool) -> None:
-        self.requests, self.arrived, self.in_turn = requests, arrived, in_turn
+    def __init__(self, requests: Sequence[Request], arrived: float, in_turn: bool, whole: bool) -> None:
+        self.requests, self.arrived, self.in_turn, self.whole = requests, arrived, in_turn, whole
+        self.kept: list[Chunk] = []  # chunks of a whole reply, in the engine's thread
         self.results: asyncio.Queue[_Result] = asyncio.Queue()  # filled and read in asyncio's thread
         self._unfinished = len(requests)
 
@@ -107,19 +111,20 @@ class EngineLoop:
             raise queue_full()
 
     @contextmanager
-    def submit(self, requests: Sequence[Request], arrived: float, in_turn: bool) -> Iterator[Job]:
+    def submit(self, requests: Sequence[Request], arrived: float, in_turn: bool, whole: bool) -> Iterator[Job]:
         """Let the engine complete requests. On leaving, those that have not finished end before the next step.
 
         Args:
             requests: of one client.
             arrived: when they arrived, by `time.perf_counter`.
             in_turn: advance them by a token in turn, not together, and count the time of each alone.
+            whole: hand over their chunks once all have finished.
 
         Raises:
             ApiError: too many sequences would wait, or the engine has ended.
         """
         self.check_room(len(requests))
-        job = Job(requests, arrived, in_turn)
+        job = Job(requests, arrived, in_turn, whole)
         self._in_flight += len(requests)
         self._commands.put(lambda: self._begin(job))
         try:
@@ -193,9 +198,12 @@ class EngineLoop:
             except TaperError as error:
                 self._end(job, error)
                 continue
-            if all(stream.has_ended for stream in streams):
-                del self._jobs[job]
             chunks += received
+            if has_ended := all(stream.has_ended for stream in streams):
+                del self._jobs[job]
+            if job.whole:
+                job.kept += received
+                received = job.kept if has_ended else []
             self._unsent += [(job, chunk) for chunk in received]
         # Counted before they are sent, so that a client with a reply finds it in the metrics.
         self.metrics.count_step(chunks, now - started)

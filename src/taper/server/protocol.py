@@ -620,10 +620,14 @@ class PolicyInfo(BaseModel):
 
 
 class ModelInfo(BaseModel):
-    """Taper's description of the model; `sampling` holds the parameters of requests that give none."""
+    """Taper's description of the model; `sampling` holds the parameters of requests that give none.
+
+    `head` says how logits are computed.
+    """
 
     num_hidden_layers: int
     context_length: int
+    head: str
     chat: bool
     sampling: dict[str, float]
     policies: dict[str, PolicyInfo]

@@ -138,6 +138,7 @@ class ServedModel:
         info = protocol.ModelInfo(
             num_hidden_layers=llm.config.num_hidden_layers,
             context_length=llm.engine.backend.context_length,
+            head=llm.engine.backend.head,
             chat=bool(llm.tokenizer.chat_template),
             sampling=llm.sampling,
             policies={name: self._describe_policy(name) for name in self.policies},

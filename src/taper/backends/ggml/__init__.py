@@ -13,28 +13,46 @@ import signal
 import sys
 import tempfile
 import threading
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from ...adapters import Adapters
-from ...errors import QUANTISED_DTYPES, REPACK, ModelError
+from ...errors import QUANTISED_DTYPES, REPACK, ModelError, TaperWarning
 from ...models.config import LayerSpec, ModelConfig
-from ...models.tensors import Tensor
+from ...models.preview import (
+    TABLE_TYPE,
+    UNUSUAL_TOKENS,
+    Preview,
+    find_preview,
+    fingerprint,
+    keep_preview,
+    preview_rank,
+    sample_texts,
+    shipped_factors,
+)
+from ...models.tensors import LoadedModel, Tensor, row_bytes
 from .. import ForwardOutput, TokenBatch, available_threads, runs_by_slot
 from ..passing import PassingStates
 from .cache import KeyValueCache
 from .graph import Graph, GraphKey, Model
+from .layouts import seconds
 from .library import STATUS_ABORTED, STATUS_SUCCESS, AbortCallback, ggml
+from .shortlist import HeadProducts, Previewed, PreviewTensors, make_preview, quantised
 from .tensors import TensorContext
-from .weights import AdapterTensors, LoadProgress, Weights
+from .weights import AdapterTensors, LoadProgress, Weights, as_floats
 
 MAX_GRAPHS = 64
+# A preview is measured on one of so many parts of the head, if that is large enough. A second product has an overhead.
+_PART, _MIN_HEAD, _OVERHEAD = 8, 8 << 20, 4e-4  # the last two in bytes and seconds
+_SAMPLE_TOKENS = 56  # of each sample text
 _NONE = -1  # the file descriptor that stands for no file
 
 
@@ -59,12 +77,12 @@ class GgmlBackend:
         repack: str = REPACK[0],
         progress: LoadProgress | None = None,
     ) -> None:
-        self.num_slots, self.context_length = num_slots, context_length
+        self.num_slots, self.context_length, self.has_preview = num_slots, context_length, False
+        self.head, self._threads = "the whole matrix", threads or available_threads()
         self.kernels = str(ggml.place)
         self._constants = TensorContext(config.num_hidden_layers)
         rope_factors = self._rope_factors(config.layers)
-        threads = threads or available_threads()
-        weights = Weights(tensors, dtype, repack, threads, progress)
+        weights = Weights(tensors, dtype, repack, self._threads, progress)
         self.config = replace(config, quantization=weights.quantization) if dtype in QUANTISED_DTYPES else config
         self.weight_bytes, self.layouts = weights.num_bytes, weights.layouts
         cache = KeyValueCache(config, num_slots, context_length, "f32" if weights.beyond_f16 else kv_dtype)
@@ -74,11 +92,12 @@ class GgmlBackend:
         self._graphs: OrderedDict[GraphKey, Graph] = OrderedDict()
         self._adapters: WeakKeyDictionary[Adapters, AdapterTensors] = WeakKeyDictionary()  # those in use
         self._backend = ggml.backend_cpu_init()
-        params = ggml.threadpool_params_default(threads)
+        params = ggml.threadpool_params_default(self._threads)
         self._threadpool = ggml.threadpool_new(ctypes.byref(params))
-        ggml.backend_cpu_set_n_threads(self._backend, threads)
+        ggml.backend_cpu_set_n_threads(self._backend, self._threads)
         ggml.backend_cpu_set_threadpool(self._backend, self._threadpool)
         self._compute = InterruptibleCompute(self._backend)
+        self._products: HeadProducts | None = None  # with a preview
         self._pid = os.getpid()  # threads and their locks do not survive a fork
         self._allocator = ggml.gallocr_new(ggml.backend_get_default_buffer_type(self._backend))
 
@@ -89,15 +108,92 @@ class GgmlBackend:
         tables = {row: None if row is None else over(np.array(row, np.float32)) for row in set(factors)}
         return tuple(tables[row] for row in factors)
 
+    def set_head(self, head: str, model: LoadedModel, dtype: str, progress: LoadProgress | None) -> None:
+        """Compute logits in two steps if `head`, one of `HEADS`, says so, with the preview of a model as it was loaded.
+
+        A preview comes from the cache, is made of shipped factors, or is made from the model's states on a text.
+        """
+        weights, shape = self._model.weights, (self.config.vocab_size, self.config.hidden_size)
+        if head == "full" or (head == "auto" and not (weights.quantization != "F32" and self._gains_by_preview())):
+            return
+        known = fingerprint(model)
+        key = f"{known}-{dtype}"
+        preview = find_preview(key, shape)
+        if preview is None:
+            advance = progress or (lambda _: None)
+            if dtype == "auto" and (shipped := shipped_factors(known)) is not None:
+                preview = quantised(*shipped, self.head_rows, shape[0], advance)
+            else:
+                states = self._sample_states(model, advance)
+                if not all(np.isfinite(part).all() for part in states):
+                    message = "hidden states are not finite, so the head gets no preview"
+                    warnings.warn(message, TaperWarning, stacklevel=2)
+                    return
+                preview = make_preview(states, self.head_rows, shape[0], self._preview_rank(), advance)
+            keep_preview(key, preview)
+        self.use_preview(preview)
+
+    def use_preview(self, preview: Preview) -> None:
+        """Compute logits in two steps where forwards ask for it."""
+        tensors, weights = PreviewTensors(preview, self._threads), self._model.weights
+        self._model, self.has_preview = replace(self._model, preview=tensors), True
+        compute = partial(self._compute.compute, interruptible=False)
+        whole, scale = weights.matrix(weights.head, 1), self.config.logit_scale
+        self._products = HeadProducts(whole, weights.head_rows, weights.head_type, scale, compute)
+        self.weight_bytes = self.weight_bytes | {weights.head: preview.table.nbytes}  # read instead of the whole
+        bits = f"{preview.rank} of {self.config.hidden_size} dimensions in {TABLE_TYPE.lower()}"
+        self.head = f"shortlist: preview of {bits}, margin {preview.margin:.1f}"
+
+    def head_rows(self, ids: np.ndarray) -> np.ndarray:
+        """Rows of the head, int64 [n], as float32 [n, hidden_size]."""
+        return self._model.weights.floats_of_head(ids)
+
+    def _preview_rank(self) -> int:
+        return preview_rank(self.config.hidden_size, self.config.vocab_size, sum(self.weight_bytes.values()))
+
+    def _gains_by_preview(self) -> bool:
+        """Whether a preview saves time, measured on a part of the rows with zeros: some milliseconds."""
+        weights, (rows, columns) = self._model.weights, (self.config.vocab_size, self.config.hidden_size)
+        part = rows // _PART // 8 * 8
+        if part * _PART * row_bytes(weights.head_type, columns) < _MIN_HEAD:
+            return False
+        places = [ggml.backend_get_default_buffer_type(self._backend), *ggml.repacking_buffer_types()]
+        whole, previewed = (
+            min(seconds(self._backend, place, dtype, (part, width), 1) for place in places)
+            for dtype, width in ((weights.head_type, columns), (TABLE_TYPE, self._preview_rank()))
+        )
+        return (whole - previewed) * _PART > _OVERHEAD
+
+    def _sample_states(self, model: LoadedModel, advance: LoadProgress) -> list[np.ndarray]:
+        """What the head is multiplied with on each of the sample texts: float32 [n, hidden_size]."""
+        layers, norm = self.config.num_hidden_layers, as_floats(model.tensors["norm"].data, model.tensors["norm"].dtype)
+        texts, states = sample_texts(), list[np.ndarray]()
+        for number, text in enumerate(texts):
+            ids = model.tokenizer.encode(text)[: min(_SAMPLE_TOKENS, self.context_length)]
+            tokens, count = np.array(ids, np.int32), len(ids)
+            batch = TokenBatch(
+                tokens,
+                np.arange(count, dtype=np.int32),
+                np.zeros(count, np.int32),
+                (count,) * layers,
+                output_hidden_states=(layers,),
+            )
+            x = self.forward(batch).hidden_states[layers][UNUSUAL_TOKENS:]
+            states.append(x / np.sqrt((x * x).mean(-1, keepdims=True) + self.config.rms_norm_eps) * norm)
+            advance((number + 1) / len(texts))
+        return states
+
     def forward(self, batch: TokenBatch) -> ForwardOutput:
         """Run the batch and write its keys and values."""
         if self._passing is not None:
             self._passing.fill(batch, self._model.cache.states, self._write_cells)
         skips = min(batch.num_active) < len(batch.tokens)
+        num_greedy, num_logits, num_previews = map(len, (batch.greedy_rows, batch.logits_rows, batch.preview_rows))
         key = GraphKey(
             num_active=batch.num_active,
             runs=runs_by_slot(batch.slots),
-            num_outputs=len(batch.logits_rows) + len(batch.greedy_rows),
+            num_outputs=num_logits + (0 if batch.shortlist else num_greedy),
+            num_previews=num_previews + (num_greedy if batch.shortlist else 0),
             kv_length=self._model.cache.bucket(int(batch.positions.max()) + 1),
             first_layer=batch.first_layer,
             output_hidden_states=batch.output_hidden_states,
@@ -111,11 +207,16 @@ class GgmlBackend:
             self._compute.compute(graph.pointer, interruptible=False)
         if self._passing is not None:
             self._passing.note(batch)
-        num_logits = len(batch.logits_rows)
+        previews = self._previewed(graph) if key.num_previews else []
+        if batch.shortlist:
+            greedy_ids = np.array([preview.argmax() for preview in previews[num_previews:]], np.int64)
+        else:
+            greedy_ids = _greedy(graph.logits[num_logits:])
         return ForwardOutput(
             logits=graph.logits[:num_logits].copy(),
-            greedy_ids=_greedy(graph.logits[num_logits:]),
+            greedy_ids=greedy_ids,
             hidden_states={layer: states.copy() for layer, states in graph.hidden_states.items()},
+            previews=tuple(previews[:num_previews]),
         )
 
     def copy(self, source: int, target: int, first: int, end: int) -> None:
@@ -138,11 +239,21 @@ class GgmlBackend:
             ggml.backend_free(self._backend)
             ggml.threadpool_free(self._threadpool)
             self._backend = None
-            del self._model, self._passing
+            del self._model, self._passing, self._products
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if hasattr(self, "_allocator") and not is_finalizing():
             self.close()
+
+    def _previewed(self, graph: Graph) -> list[Previewed]:
+        preview, products = self._model.preview, self._products
+        assert preview is not None
+        assert products is not None
+        scale, logits = self.config.logit_scale, graph.previews + preview.bias
+        if scale != 1.0:
+            logits *= np.float32(scale)
+        rows = zip(logits, graph.states.copy(), strict=True)
+        return [Previewed(row, state, preview.margin * scale, products) for row, state in rows]
 
     def _fill(self, graph: Graph, key: GraphKey, batch: TokenBatch) -> None:
         """Write the inputs of a graph."""
@@ -158,13 +269,13 @@ class GgmlBackend:
             inputs["hidden_states"][:] = batch.hidden_states
         else:
             inputs["tokens"][:] = batch.tokens
-        if key.num_outputs:
-            inputs["rows"][:] = (*batch.logits_rows, *batch.greedy_rows)
+        if key.num_outputs + key.num_previews:  # those of the whole head come first
+            inputs["rows"][:] = (*batch.logits_rows, *batch.preview_rows, *batch.greedy_rows)
 
     def _write_cells(self, layer: int, slot: int, positions: np.ndarray, states: np.ndarray) -> None:
         """Write the keys and values of a layer for the inputs of its attention, float32 [n, hidden_size]."""
         none, count = (0,) * self.config.num_hidden_layers, len(positions)
-        key = GraphKey(none, ((slot, 0, count),), 0, 0, layer, (), None, fill=True, only_cells=True)
+        key = GraphKey(none, ((slot, 0, count),), 0, 0, 0, layer, (), None, fill=True, only_cells=True)
         graph = self._graph(key)
         graph.inputs["positions"][:], graph.inputs["hidden_states"][:] = positions, states
         graph.inputs["cells"][:] = self._model.cache.cells(np.full(count, slot), positions)

@@ -19,6 +19,7 @@ from ...models.config import Experts, ModelConfig
 from .. import Runs
 from .cache import KeyValueCache
 from .library import ggml
+from .shortlist import PreviewTensors
 from .tensors import TensorContext, new_input, view
 from .weights import Weights
 
@@ -34,6 +35,7 @@ class GraphKey(NamedTuple):
     num_active: tuple[int, ...]
     runs: Runs
     num_outputs: int
+    num_previews: int
     kv_length: int
     first_layer: int
     output_hidden_states: tuple[int, ...]
@@ -52,10 +54,14 @@ class Model:
     rope_factors: tuple[Any, ...]  # of each layer: a tensor, or None
     exact: bool  # computes in f32 throughout; ggml's own gelu looks it up in a table of f16
     keeps_states: bool  # to fill, skipped layers leave the inputs of their attention in the place of keys
+    preview: PreviewTensors | None = None
 
 
 class Graph:
-    """A prepared forward. Set `inputs`, compute, then read `logits` and `hidden_states`: all numpy views.
+    """A prepared forward. Set `inputs`, compute, then read the results: all numpy views.
+
+    `logits`, and for previewed rows `previews`, the approximations, and `states`, what the head is multiplied with;
+    `hidden_states` by layer.
 
     `windows`: the windows of its layers, and the names of their masks among the inputs.
 
@@ -77,15 +83,15 @@ class Graph:
         active = zip(config.layers, key.num_active, strict=True)
         self.windows = {spec.window: f"mask of {spec.window}" for spec, n in active if n}
         shapes |= dict.fromkeys(self.windows.values(), ((count, key.kv_length), np.float16))
-        if key.num_outputs:
-            shapes["rows"] = ((key.num_outputs,), np.int32)
+        if key.num_outputs + key.num_previews:
+            shapes["rows"] = ((key.num_outputs + key.num_previews,), np.int32)
         chosen = max(spec.experts.num_experts_per_tok if spec.experts else 0 for spec in config.layers)
         nodes_per_layer = _NODES_PER_LAYER + _NODES_PER_EXPERT * chosen + _NODES_PER_RUN * len(key.runs)
         nodes = config.num_hidden_layers * nodes_per_layer + _OTHER_NODES
         self._context = TensorContext(nodes, graph_nodes=nodes)
         self._inputs = {name: new_input(self._context, shape, dtype) for name, (shape, dtype) in shapes.items()}
         self.pointer = ggml.new_graph_custom(self._context.pointer, nodes, False)
-        logits, hidden_states = self._build()
+        logits, previews, states, hidden_states = self._build()
         if not ggml.gallocr_alloc_graph(allocator, self.pointer):
             raise ModelError("there is not enough memory for this many tokens", "lower --context or shorten the prompt")
         # An input that no retained layer reads has no memory; what is written to it goes nowhere.
@@ -96,14 +102,21 @@ class Graph:
         self.hidden_states = {
             layer: view(tensor, (count, config.hidden_size), np.float32) for layer, tensor in hidden_states.items()
         }
-        shape = (key.num_outputs, config.vocab_size)
-        self.logits = np.empty(shape, np.float32) if logits is None else view(logits, shape, np.float32)
+        self.logits, self.previews, self.states = (
+            np.empty((rows, width), np.float32) if tensor is None else view(tensor, (rows, width), np.float32)
+            for tensor, rows, width in (
+                (logits, key.num_outputs, config.vocab_size),
+                (previews, key.num_previews, config.vocab_size),
+                (states, key.num_previews, config.hidden_size),
+            )
+        )
 
-    def _build(self) -> tuple[Any, dict[int, Any]]:
+    def _build(self) -> tuple[Any, Any, Any, dict[int, Any]]:
         """Add the nodes in the order in which they run.
 
         Returns:
-            Logits [vocab_size, outputs] (None without outputs), and the hidden states that were asked for, by layer.
+            Logits [vocab_size, outputs], previews [vocab_size, previews] and their states [hidden_size, previews], each
+            None if there are none; and the hidden states that were asked for, by layer.
         """
         key, context, weights = self._key, self._context.pointer, self._model.weights
         if key.first_layer:
@@ -114,7 +127,7 @@ class Graph:
         hidden_states: dict[int, Any] = {}
         if key.only_cells:
             self._write_cells(x, key.first_layer)
-            return None, hidden_states
+            return None, None, None, hidden_states
         layers = self._model.config.num_hidden_layers
         for layer in range(key.first_layer, layers + 1):
             if layer in key.output_hidden_states:
@@ -124,12 +137,18 @@ class Graph:
                 x = self._layer(x, layer, key.num_active[layer])
             if layer in self._adapters and key.num_active[layer] < key.runs[-1][2]:
                 x = self._adapter(x, layer, key.num_active[layer])
-        if not key.num_outputs:
-            return None, hidden_states
-        rows = self._norm(ggml.get_rows(context, x, self._inputs["rows"]), "norm")
-        head = weights.matrix(weights.head, key.num_outputs)
-        logits = self._scaled(ggml.mul_mat(context, head, rows), self._model.config.logit_scale)
-        return self._output(logits), hidden_states
+        logits = previews = states = None
+        if num_rows := key.num_outputs + key.num_previews:
+            rows = self._norm(ggml.get_rows(context, x, self._inputs["rows"]), "norm")
+            if key.num_outputs:
+                head = weights.matrix(weights.head, key.num_outputs)
+                whole = ggml.mul_mat(context, head, _rows(context, rows, 0, key.num_outputs))
+                logits = self._output(self._scaled(whole, self._model.config.logit_scale))
+            if (preview := self._model.preview) is not None and key.num_previews:
+                states = self._output(ggml.dup(context, _rows(context, rows, key.num_outputs, num_rows)))
+                inner = ggml.add(context, ggml.mul_mat(context, preview.rotation, states), preview.shift)
+                previews = self._output(ggml.mul_mat(context, preview.table, inner))
+        return logits, previews, states, hidden_states
 
     def _run(self, tensor: Any) -> None:
         ggml.build_forward_expand(self.pointer, tensor)

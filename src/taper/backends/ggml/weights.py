@@ -41,7 +41,8 @@ class Weights:
 
     `quantization`: type of most matrices. `num_bytes`: of each tensor, as stored. `beyond_f16`: bf16 weights have
     values outside the range of f16, so activations may have such values too. `head`: the name of the output head's
-    matrix. `layouts`: how matrices lie in memory, in words.
+    matrix; `head_type` and `head_rows`, uint8 [vocab_size, bytes of a row]: the same as it lies in the file or was
+    converted. `layouts`: how matrices lie in memory, in words.
 
     Args:
         tensors: the model's weights.
@@ -93,6 +94,11 @@ class Weights:
         first, tensor = self._for_many.get(name, (math.inf, None))
         return self._tensors[name] if tokens < first else tensor
 
+    def floats_of_head(self, ids: np.ndarray) -> np.ndarray:
+        """Rows of the head by index, int64 [n], as float32 [n, hidden_size]."""
+        rows = as_floats(np.ascontiguousarray(self.head_rows[ids]).reshape(-1), self.head_type)
+        return rows.reshape(len(ids), -1)
+
     def _load(
         self,
         tensors: dict[str, Tensor],
@@ -119,6 +125,8 @@ class Weights:
 
             def read(name: str) -> np.ndarray:
                 data = _as_type(name, tensors[name], types[name], pool)
+                if name == self.head:
+                    self.head_type, self.head_rows = types[name], data.reshape(shapes[name][0], -1)
                 if name in second:
                     kept[name] = data
                 return data
@@ -248,7 +256,7 @@ def convert(tensor: Tensor, dtype: str, pool: Executor | None = None) -> np.ndar
 
     def convert_rows(first: int) -> None:
         count = min(step, rows - first)
-        floats = _as_floats(source[first * source_width : (first + count) * source_width], tensor.dtype)
+        floats = as_floats(source[first * source_width : (first + count) * source_width], tensor.dtype)
         if dtype in _TOO_LARGE:
             for value in (float(floats.min()), float(floats.max())):  # NaN, if there is one
                 if not abs(value) < _TOO_LARGE[dtype]:
@@ -262,7 +270,7 @@ def convert(tensor: Tensor, dtype: str, pool: Executor | None = None) -> np.ndar
     return target
 
 
-def _as_floats(data: np.ndarray, dtype: str) -> np.ndarray:
+def as_floats(data: np.ndarray, dtype: str) -> np.ndarray:
     """Whole blocks, uint8 [bytes], as float32 [weights]."""
     if dtype == "F32":
         return np.frombuffer(data.tobytes(), np.float32)

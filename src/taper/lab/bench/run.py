@@ -98,6 +98,7 @@ def _conditions(target: Target, options: BenchOptions) -> Json:
         "backend": "torch" if target.on_torch else "ggml",
         "kernels": target.backend.kernels,
         "layouts": target.backend.layouts,
+        "head": target.backend.head,
         "dtype": options.dtype,
         "gpu": gpu,
         "machine": machine(),

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ...backends import Backend, available_memory, available_threads, choose_device, open_backend
-from ...errors import DTYPES, REPACK, RequestError, number, one_of, whole_number
+from ...errors import DTYPES, HEADS, REPACK, RequestError, number, one_of, whole_number
 from ...models import load_model
 from ...models.config import ModelConfig, expected_shapes
 from ...models.download import DEFAULT_MODEL
@@ -49,6 +49,7 @@ class BenchOptions:
     dtype: str = "auto"
     threads: int | None = None
     repack: str = REPACK[0]
+    head: str = HEADS[0]
     offline: bool = False
     llama_bin: Path | None = None
     no_peers: bool = False
@@ -99,6 +100,8 @@ def open_target(options: BenchOptions, torch_device: str = "cuda") -> Target:
     on_torch = choose_device(options.device) == "cuda"
     if on_torch and (options.threads is not None or options.repack != REPACK[0]):
         raise RequestError("threads and repack are for CPUs; they do nothing on cuda", "leave out the option")
+    if options.shape is not None and options.head == "shortlist":
+        raise RequestError("--shape has random weights, for which no preview of the head holds", "leave out --head")
     device, threads = torch_device if on_torch else "cpu", options.threads or available_threads()
     if options.shape is not None:
         config = SHAPES[options.shape]
@@ -119,6 +122,7 @@ def open_target(options: BenchOptions, torch_device: str = "cuda") -> Target:
         context_length=length,
         threads=options.threads,
         repack=options.repack,
+        head=options.head,
     )
     return Target(model, backend, on_torch, device, threads, policies, path)
 

@@ -45,6 +45,7 @@ class Conditions:
     machine: str  # the processor and its cores
     python: str
     kernels: str = ""  # the distribution that holds the backend's kernels, and its version; "": not recorded
+    head: str = ""  # how logits are computed, in words; "": the whole head
 
 
 def current_conditions(llm: LLM) -> Conditions:
@@ -59,6 +60,7 @@ def current_conditions(llm: LLM) -> Conditions:
         machine=machine(),
         python=platform.python_version(),
         kernels=llm.engine.backend.kernels,
+        head=llm.engine.backend.head,
     )
 
 
@@ -122,7 +124,7 @@ class Store:
 
 def open_store(model_hash: str, conditions: Conditions, path: Path | None = None) -> Store:
     """The measurements of a model, by default in the cache folder; those of other versions or dtypes are not reused."""
-    common = {name: getattr(conditions, name) for name in ("backend", "dtype", "taper", "kernels")}
+    common = {name: getattr(conditions, name) for name in ("backend", "dtype", "taper", "kernels", "head")}
     return Store(path or cache_folder() / "calibration.sqlite", {"model": model_hash, **common})
 
 

@@ -1,0 +1,184 @@
+"""The output head in two steps: previewed logits of all tokens, then the exact ones of those that matter.
+
+The exact logits of chosen tokens have the bits that the whole head gives: their rows of the matrix are copied together
+and multiplied by the same kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ...models.preview import TABLE_TYPE, Factors, Preview, Rows, fit_factors, head_parts
+from ...models.tensors import WEIGHT_TYPES, Tensor
+from .library import ggml
+from .repack import RepackedMatrices
+from .tensors import TensorContext, aligned
+from .weights import as_floats, convert
+
+MAX_TOKENS = 4096  # of a shortlist, or an eighth of a large vocabulary
+_BUCKET = 256  # rows: a graph serves as many tokens as fit
+_HELD_OUT = 256  # states that give the margin
+_SURE, _SAFETY, _MIN_MARGIN = 0.999, 1.25, 2.0  # it is enough for this share of them, and a quarter more
+
+
+class PreviewTensors:
+    """A preview's `rotation` [hidden_size, rank], `shift` [rank] and `table` [rank, vocab_size] as tensors."""
+
+    def __init__(self, preview: Preview, threads: int) -> None:
+        self.margin, self.bias = preview.margin, preview.bias
+        self._context = TensorContext(3)
+        self.rotation, self.shift = self._context.over(preview.rotation), self._context.over(preview.shift)
+        tensor = Tensor(TABLE_TYPE, (len(preview.bias), preview.rank), preview.table)
+        types = {"table": TABLE_TYPE}
+        self._repacked = RepackedMatrices(
+            {"table": tensor}, types, lambda _: preview.table, lambda _: None, threads, kept=()
+        )
+        self.table = self._repacked.tensors.get("table")
+        if self.table is None:
+            self.table = self._context.over(preview.table, WEIGHT_TYPES[TABLE_TYPE][0], tensor.shape)
+
+
+def make_preview(
+    states: Sequence[np.ndarray], rows: Rows, vocab_size: int, rank: int, advance: Callable[[float], None]
+) -> Preview:
+    """Make the preview of a head; the end of each text is held out and gives the margin.
+
+    Args:
+        states: what the head is multiplied with, for each text float32 [n, hidden_size].
+        rows: rows of the head by their indices, float32 [n, hidden_size].
+        vocab_size: of the head.
+        rank: dimensions to keep.
+        advance: called with the part that is done, 0 to 1.
+    """
+    sizes = [-(-len(part) * 3 // 4) for part in states]
+    fitted = np.concatenate([part[:size] for part, size in zip(states, sizes, strict=True)])
+    held_out = np.concatenate([part[size:] for part, size in zip(states, sizes, strict=True)])
+    preview = quantised(fit_factors(fitted, rows, vocab_size, rank), 0.0, rows, vocab_size, advance)
+    return replace(preview, margin=fitted_margin(preview, held_out[:: max(1, len(held_out) // _HELD_OUT)], rows))
+
+
+def quantised(
+    factors: Factors, margin: float, rows: Rows, vocab_size: int, advance: Callable[[float], None]
+) -> Preview:
+    """A preview from its factors."""
+    tables, biases = list[np.ndarray](), list[np.ndarray]()
+    for part in head_parts(rows, vocab_size):
+        table, bias = factors.table(part)
+        tables.append(convert(Tensor("F32", table.shape, table.reshape(-1).view(np.uint8)), TABLE_TYPE))
+        biases.append(bias)
+        advance(sum(map(len, biases)) / vocab_size)
+    rotation = factors.rotation.astype(np.float16)
+    return Preview(rotation, factors.shift, np.concatenate(tables), np.concatenate(biases), margin)
+
+
+def fitted_margin(preview: Preview, states: np.ndarray, rows: Rows) -> float:
+    """How far below the highest approximation the most probable tokens of states, float32 [n, hidden_size], may be."""
+    inner = states @ preview.rotation.astype(np.float32).T + preview.shift
+    table, first = preview.table.reshape(len(preview.bias), -1), 0
+    exact, approximate, highest = np.full((3, len(states)), -np.inf)  # the first two of the most probable token so far
+    for part in head_parts(rows, len(preview.bias)):
+        those = slice(first, first := first + len(part))
+        floats = as_floats(table[those].reshape(-1), TABLE_TYPE).reshape(len(part), -1)
+        logits, previewed = states @ part.T, inner @ floats.T + preview.bias[those]
+        best = np.arange(len(states)), logits.argmax(1)
+        approximate = np.where(logits[best] > exact, previewed[best], approximate)
+        exact, highest = np.maximum(exact, logits[best]), np.maximum(highest, previewed.max(1))
+    return max(_MIN_MARGIN, _SAFETY * float(np.quantile(highest - approximate, _SURE)))
+
+
+def longest(vocab_size: int) -> int:
+    """How many tokens a shortlist may have; if more matter, the whole head is computed."""
+    return max(MAX_TOKENS, vocab_size // 8 // _BUCKET * _BUCKET)
+
+
+class HeadProducts:
+    """Products of one hidden state with chosen rows of the head, or with the whole.
+
+    Args:
+        whole: the tensor of the head that a forward of one token uses.
+        rows: the same weights, uint8 [vocab_size, bytes of a row].
+        dtype: their type.
+        scale: of logits.
+        compute: runs a graph.
+    """
+
+    def __init__(
+        self, whole: Any, rows: np.ndarray, dtype: str, scale: float, compute: Callable[[Any], object]
+    ) -> None:
+        self._whole, self._rows, self._dtype = whole, rows, dtype
+        self._scale, self._compute = scale, compute
+        self._chosen = aligned(longest(len(rows)) * rows.shape[1]).reshape(-1, rows.shape[1])  # rows copied together
+        self._graphs: dict[int, _Product] = {}  # by the number of rows; 0 for the whole head
+
+    def exact(self, state: np.ndarray, ids: np.ndarray) -> np.ndarray:
+        """The logits of some tokens, float32 [n], from a state float32 [hidden_size]."""
+        np.take(self._rows, ids, 0, self._chosen[: len(ids)], mode="clip")  # other modes copy twice
+        return self._product(-(-len(ids) // _BUCKET) * _BUCKET, state)[: len(ids)]
+
+    def whole(self, state: np.ndarray) -> np.ndarray:
+        """The logits of all tokens, float32 [vocab_size]."""
+        return self._product(0, state)
+
+    def _product(self, room: int, state: np.ndarray) -> np.ndarray:
+        if room not in self._graphs:
+            context, matrix = TensorContext(5, graph_nodes=4), self._whole
+            if room:
+                shape = room, matrix.contents.ne[0]
+                matrix = context.over(self._chosen[:room], WEIGHT_TYPES[self._dtype][0], shape)
+            self._graphs[room] = _Product(context, matrix)
+        graph = self._graphs[room]
+        graph.state[:] = state
+        self._compute(graph.pointer)
+        logits: np.ndarray = graph.logits * np.float32(self._scale)
+        return logits
+
+
+class _Product:
+    """A prepared product of a matrix with one state; set `state`, compute, then read `logits`."""
+
+    def __init__(self, context: TensorContext, matrix: Any) -> None:
+        self._context, (hidden_size, rows) = context, matrix.contents.ne[:2]
+        self.state, self.logits = np.empty(hidden_size, np.float32), np.empty(rows, np.float32)
+        product = ggml.mul_mat(context.pointer, matrix, context.over(self.state.reshape(1, -1)))
+        product.contents.data = self.logits.ctypes.data
+        self.pointer = ggml.new_graph_custom(context.pointer, 4, False)
+        ggml.build_forward_expand(self.pointer, product)
+
+
+@dataclass(frozen=True)
+class Previewed:
+    """The logits of one token: approximations of all, and the exact ones on demand (see `PreviewedLogits`)."""
+
+    approximate: np.ndarray
+    state: np.ndarray  # float32 [hidden_size], what the head is multiplied with
+    margin: float
+    products: HeadProducts
+
+    def shortlist(self, reach: float = 0.0) -> np.ndarray | None:
+        """The tokens within the margin, or within `reach` if that is more (see `PreviewedLogits`)."""
+        least = self.approximate.max() - max(self.margin, reach)
+        chosen = np.flatnonzero(self.approximate >= least)
+        return chosen if 0 < len(chosen) <= longest(len(self.approximate)) and np.isfinite(least) else None
+
+    def exact(self, ids: np.ndarray) -> np.ndarray:
+        """The logits of some tokens: float32 [n]."""
+        return self.products.exact(self.state, ids)
+
+    def whole(self) -> np.ndarray:
+        """The logits of all tokens: float32 [vocab_size]."""
+        return self.products.whole(self.state)
+
+    def argmax(self) -> int:
+        """The most probable token; -1 if its logit is not a finite number."""
+        ids = self.shortlist()
+        if ids is not None and len(ids) == 1:
+            return int(ids[0])
+        logits = self.whole() if ids is None else self.exact(ids)
+        place = int(logits.argmax())  # the first NaN, if there is one
+        if not np.isfinite(logits[place]):
+            return -1
+        return place if ids is None else int(ids[place])
