@@ -82,7 +82,10 @@ def test_every_family_has_previews(name, tmp_path):
     whole, listed = opened(model.folder, head="full", dtype="f32"), opened(model.folder, dtype="f32", margin=1e3)
     assert completions(listed, n=2) == completions(whole, n=2)
     previewed = _previewed(listed).previews[1]
-    assert np.corrcoef(previewed.approximate, previewed.whole())[0, 1] > 0.5  # of half of the dimensions, in four bits
+    whole_logits = previewed.whole()
+    assert np.corrcoef(previewed.approximate, whole_logits)[0, 1] > 0.5  # of half of the dimensions, in four bits
+    # Penalties depend on the sign of a logit, so the approximations are not just right up to a number added to all.
+    assert abs((previewed.approximate - whole_logits).mean()) < 0.05 * abs(whole_logits).max()
 
 
 def _previewed(backend, tokens=PROMPT):

@@ -3,8 +3,8 @@
 A head W [vocab_size, hidden_size] turns the last hidden state h into logits. With m and C, the mean and the covariance
 of hidden states, and U, the first eigenvectors of C^(1/2) W^T W C^(1/2), the closest that some dimensions can come to
 the logits on average is W m + W C^(1/2) U U^T C^(-1/2) (h - m). A preview keeps `rotation` = U^T C^(-1/2), `table` =
-W C^(1/2) U in four bits, and what is left of it: `shift` = -U^T C^(-1/2) m and `bias` = W m. As the same number added
-to all logits changes nothing, W stands without its mean row here.
+W C^(1/2) U in four bits, and what is left of it: `shift` = -U^T C^(-1/2) m and `bias` = W m. W stands without its mean
+row here, whose product with h is the same for all logits; only penalties ask for it.
 
 The shortlist of a step are the tokens whose approximate logits lie within a margin of the highest; their logits are
 then computed from W itself. A preview is made once for a model, from its hidden states on a text of many kinds.
@@ -43,7 +43,7 @@ _CHUNK = 1 << 12  # rows of W at a time
 _BLOCK = 1 << 10  # bytes of a tensor that tell models apart
 _METADATA = "taper_preview"
 # The tensors of a file, and their types.
-_PARTS = {"rotation": np.float16, "shift": np.float32, "table": np.uint8, "bias": np.float32}
+_PARTS = dict.fromkeys(("shift", "bias", "mean_row"), np.float32) | {"rotation": np.float16, "table": np.uint8}
 
 
 Rows = Callable[[np.ndarray], np.ndarray]  # from indices to rows of a head, float32 [n, hidden_size]
@@ -73,6 +73,7 @@ class Preview:
     shift: np.ndarray  # float32 [rank]
     table: np.ndarray  # uint8 [bytes], `TABLE_TYPE` [vocab_size, rank]
     bias: np.ndarray  # float32 [vocab_size]
+    mean_row: np.ndarray  # float32 [hidden_size]
     margin: float
 
     @property
@@ -181,8 +182,9 @@ def find_preview(key: str, shape: tuple[int, int]) -> Preview | None:
             parts = {name: file.get_tensor(name) for name in _PARTS}
         preview = Preview(**parts, margin=float(metadata["margin"]))
         rank, (vocab_size, hidden_size) = preview.rank, shape
-        shapes = [(rank, hidden_size), (rank,), (vocab_size * row_bytes(TABLE_TYPE, rank),), (vocab_size,)]
-        fits = [(part.shape, part.dtype) for part in parts.values()] == [*zip(shapes, _PARTS.values(), strict=True)]
+        shapes = {"rotation": (rank, hidden_size), "shift": (rank,), "bias": (vocab_size,), "mean_row": (hidden_size,)}
+        shapes["table"] = (vocab_size * row_bytes(TABLE_TYPE, rank),)
+        fits = all((parts[name].shape, parts[name].dtype) == (shapes[name], _PARTS[name]) for name in _PARTS)
         if fits and math.isfinite(preview.margin) and metadata["crc32"] == _checksum(preview):
             return preview
         reason = "it does not fit the model, or has changed"

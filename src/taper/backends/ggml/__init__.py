@@ -154,8 +154,8 @@ class GgmlBackend:
     def _gains_by_preview(self) -> bool:
         """Whether a preview saves time, measured on a part of the rows with zeros: some milliseconds."""
         weights, (rows, columns) = self._model.weights, (self.config.vocab_size, self.config.hidden_size)
-        part = rows // _PART // 8 * 8
-        if part * _PART * row_bytes(weights.head_type, columns) < _MIN_HEAD:
+        size, part = rows * row_bytes(weights.head_type, columns), rows // _PART // 8 * 8
+        if size < max(_MIN_HEAD, sum(self.weight_bytes.values()) // 10):  # else making one takes more than it can save
             return False
         places = [ggml.backend_get_default_buffer_type(self._backend), *ggml.repacking_buffer_types()]
         whole, previewed = (
@@ -249,10 +249,11 @@ class GgmlBackend:
         preview, products = self._model.preview, self._products
         assert preview is not None
         assert products is not None
-        scale, logits = self.config.logit_scale, graph.previews + preview.bias
+        scale, logits, states = self.config.logit_scale, graph.previews + preview.bias, graph.states.copy()
+        logits += (states @ preview.mean_row)[:, None]
         if scale != 1.0:
             logits *= np.float32(scale)
-        rows = zip(logits, graph.states.copy(), strict=True)
+        rows = zip(logits, states, strict=True)
         return [Previewed(row, state, preview.margin * scale, products) for row, state in rows]
 
     def _fill(self, graph: Graph, key: GraphKey, batch: TokenBatch) -> None:

@@ -29,7 +29,7 @@ class PreviewTensors:
     """A preview's `rotation` [hidden_size, rank], `shift` [rank] and `table` [rank, vocab_size] as tensors."""
 
     def __init__(self, preview: Preview, threads: int) -> None:
-        self.margin, self.bias = preview.margin, preview.bias
+        self.margin, self.bias, self.mean_row = preview.margin, preview.bias, preview.mean_row
         self._context = TensorContext(3)
         self.rotation, self.shift = self._context.over(preview.rotation), self._context.over(preview.shift)
         tensor = Tensor(TABLE_TYPE, (len(preview.bias), preview.rank), preview.table)
@@ -72,7 +72,8 @@ def quantised(
         biases.append(bias)
         advance(sum(map(len, biases)) / vocab_size)
     rotation = factors.rotation.astype(np.float16)
-    return Preview(rotation, factors.shift, np.concatenate(tables), np.concatenate(biases), margin)
+    table, bias = np.concatenate(tables), np.concatenate(biases)
+    return Preview(rotation, factors.shift, table, bias, factors.mean_row, margin)
 
 
 def fitted_margin(preview: Preview, states: np.ndarray, rows: Rows) -> float:
