@@ -265,7 +265,9 @@ def test_version_says_what_ggml_was_built_with_and_what_to_do_about_it(monkeypat
     from taper.backends.ggml import layouts
     from taper.backends.ggml.layouts import Layout
     from taper.backends.ggml.library import ggml
+    from taper.models.preview import previews_folder
 
+    monkeypatch.setattr("taper.models.preview.kept_previews", list)
     shown = CliRunner().invoke(cli, ["--version"]).stdout
     assert shown.startswith(f"taper {__version__}, ggml ")
     built = {"AVX2": False, "REPACK": True}
@@ -281,7 +283,8 @@ def test_version_says_what_ggml_was_built_with_and_what_to_do_about_it(monkeypat
         "two layouts, with --repack auto: Q4_1 also in bf16, for 4 tokens or more; "
         "Q4_K also as in the file, for 16 tokens or more"
     )
-    assert [line.split(":")[0] for line in lines[3:]] == ["not used", "without AVX2", "without LLAMAFILE, AVX512"]
+    assert lines[3] == f"previews of output heads, with --head auto: 0 in {previews_folder()}"
+    assert [line.split(":")[0] for line in lines[4:]] == ["not used", "without AVX2", "without LLAMAFILE, AVX512"]
     assert "taper-llm[native]" in lines[-1]
 
 
