@@ -47,8 +47,8 @@ from taper.sampling import token_weights
 SEED, ROWS = 7, 64  # rows: of a forward whose logits are compared
 SAMPLINGS: dict[str, dict[str, Any]] = {"recommended": {"seed": SEED}, "greedy": {"temperature": 0.0}}
 # By kind of text. Outputs to the first prompts make previews, those to the second judge them.
-FIT = json.loads((Path(__file__).parent / "head_prompts.json").read_text())["fit"]
-CHECK = json.loads((Path(__file__).parent / "head_prompts.json").read_text())["check"]
+_PROMPTS = json.loads((Path(__file__).parent / "head_prompts.json").read_text())
+FIT, CHECK = _PROMPTS["fit"], _PROMPTS["check"]
 
 
 def about(llm: LLM) -> dict[str, Any]:

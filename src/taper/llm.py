@@ -528,8 +528,8 @@ class Stream(Iterator[Chunk]):
 
         A stop string that is the name of a control token, which texts leave out, ends the output at this token.
         """
-        special, params = self._llm.tokenizer.special_tokens, request.params
-        if control := tuple(token_id for token_id, name in special.items() if params.stop and name in params.stop):
+        if (params := request.params).stop:
+            control = [token_id for token_id, name in self._llm.tokenizer.special_tokens.items() if name in params.stop]
             request = replace(request, params=replace(params, stop_token_ids=(*params.stop_token_ids, *control)))
         sequence = self._engine.add(request)
         self._unfinished[sequence] = None

@@ -27,7 +27,7 @@ def _beginning(atoms: list[str]) -> str:
     return pattern
 
 
-_HEAD = r'{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"arguments"\s*:\s*(?={)'
+_HEAD = r'{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"arguments"\s*:\s*(?={)'
 _UNTAGGED = re.compile(rf"\n[ \t]*(?P<fence>```(?:json)?\s*)?(?P<object>{_HEAD})")
 _MAY_BE_UNTAGGED = re.compile(rf"\n[ \t]*(?:{'|'.join(map(_beginning, _FORMS))})\Z")
 TAGGED_HEAD = re.compile(OPEN + r"\s*" + _HEAD)

@@ -342,7 +342,7 @@ def texts_of(messages: Sequence[Message]) -> list[str]:
 
 def _marked(token: str) -> str:
     """The name of a token with a mark in it."""
-    return token[0] + _MARK + token[1:]
+    return token[:1] + _MARK + token[1:]
 
 
 @contextmanager
