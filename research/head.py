@@ -29,7 +29,6 @@ from taper.backends.ggml import GgmlBackend
 from taper.backends.ggml.shortlist import fitted_margin, quantised
 from taper.backends.ggml.weights import as_floats, convert
 from taper.engine import Request
-from taper.llm import Stream
 from taper.models import load_model
 from taper.models.preview import (
     TABLE_TYPE,
@@ -262,7 +261,7 @@ def speed(llm: LLM, options: argparse.Namespace) -> None:
                     for head, one in (("shortlist", llm), ("full", whole)):
                         params = one.sampling_params(max_tokens=options.max_tokens, ignore_eos=True, **given)
                         request = Request(prompt, params, policy, llm.tokenizer.eos_token_ids)
-                        with Stream(one, [request] * rows) as stream:
+                        with one.stream_of([request] * rows) as stream:
                             ends = [chunk.output for chunk in stream if chunk.output is not None]
                         times[head].append(statistics.mean(1e3 / output.tokens_per_second for output in ends))
                 medians = {head: statistics.median(values[1:]) for head, values in times.items()}

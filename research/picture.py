@@ -17,7 +17,7 @@ from taper import LLM
 from taper.cli.terminal import DepthColours, SideBySide, depth_chart
 
 PICTURES = Path(__file__).parent.parent / "docs" / "pictures"
-PROMPT, MAX_TOKENS, SEED = "Why is the sky blue?", 128, 1
+PROMPT, POLICY, MAX_TOKENS, SEED = "Why is the sky blue?", "balanced", 128, 1
 WIDTH = 84
 
 # A dark window of its own, so that the picture reads well on light and dark pages alike.
@@ -62,7 +62,7 @@ def main() -> None:
     llm = LLM()
     params = llm.sampling_params(max_tokens=MAX_TOKENS, seed=SEED)
     full = llm.generate(PROMPT, params, mode="full")
-    chunks = list(llm.stream(PROMPT, params, policy="balanced"))
+    chunks = list(llm.stream(PROMPT, params, policy=POLICY))
     tapered = chunks[-1].output
     assert tapered is not None
     layers = llm.config.num_hidden_layers
@@ -70,14 +70,14 @@ def main() -> None:
     titles = {"full": f"full depth, {layers} layers", "taper": f"tapered, {tapered.policy.label}"}
     draw(
         "show-depth.svg",
-        f'taper generate --show-depth --max-tokens {MAX_TOKENS} --seed {SEED} "{PROMPT}"',
+        f'taper generate --show-depth --policy {POLICY} --max-tokens {MAX_TOKENS} --seed {SEED} "{PROMPT}"',
         depth_chart(tapered.depths, layers),
         colours.text(chunks),
         colours.legend(),
     )
     draw(
         "compare.svg",
-        f'taper generate --compare --max-tokens {MAX_TOKENS} --seed {SEED} "{PROMPT}"',
+        f'taper generate --compare --policy {POLICY} --max-tokens {MAX_TOKENS} --seed {SEED} "{PROMPT}"',
         SideBySide(titles, {"full": full.text, "taper": tapered.text}),
     )
 

@@ -1,4 +1,4 @@
-"""Draws the pictures of the pages from results: pages/methods-MODEL.png, formats.png and frontier.png.
+"""Draws the pictures of the pages from results: pages/methods-MODEL.png, formats.png, frontier.png, long.png.
 
 python research/pictures.py
 """
@@ -34,6 +34,8 @@ def draw_all(results: Json, folder: Path) -> list[Path]:
     for calibrated in results["calibration"].values():
         if "orders" in calibrated:
             figures["frontier.png"] = draw_orders(calibrated["orders"])
+    if results["long_outputs"]:
+        figures["long.png"] = draw_long(results["long_outputs"])
     folder.mkdir(parents=True, exist_ok=True)
     for name, figure in figures.items():
         figure.savefig(folder / name, dpi=130)
@@ -121,6 +123,38 @@ def draw_orders(orders: Json) -> Figure:
     axes.grid(color="#E4E4E4", linewidth=0.6)
     axes.legend(fontsize=8)
     return figure
+
+
+def draw_long(models: Json) -> Figure:
+    """A row for each model: agreement on the left, and on the right the likelihood of outputs, by range of steps."""
+    figure = Figure(figsize=(9, 3.4 * len(models)), layout="constrained")
+    for (left, right), (model, result) in zip(
+        figure.subplots(len(models), 2, squeeze=False), models.items(), strict=True
+    ):
+        colours = matplotlib.colormaps["viridis"](np.linspace(0, 0.85, len(result["policies"])))
+        full: Json = {}
+        for (name, policy), colour in zip(result["policies"].items(), colours, strict=True):
+            ranges = policy["long_outputs"]["ranges"]
+            labels = [f"{part['first']} to\n{part['end']}" for part in ranges]
+            _draw_ranges(left, [part["agreement"] for part in ranges], 100, name, colour)
+            _draw_ranges(right, [part["nll"] and part["nll"]["policy"] for part in ranges], 1, name, colour)
+            full |= {place: part["nll"]["full"] for place, part in enumerate(ranges) if part["nll"]}
+        _draw_ranges(right, [full.get(place) for place in range(len(ranges))], 1, "full depth", "#707070")
+        left.set_title(model, loc="left", fontsize=10)
+        left.set(ylabel="agreement with full depth, %", xlabel="steps")
+        right.set(ylabel="own outputs under full depth, nats", xlabel="steps")
+        for axes in (left, right):
+            axes.set_xticks(range(len(labels)), labels, fontsize=8)
+            axes.grid(color="#E4E4E4", linewidth=0.6)
+        right.legend(fontsize=8)
+    return figure
+
+
+def _draw_ranges(axes: Axes, estimates: Sequence[Any], factor: float, name: str, colour: Any) -> None:
+    """A line through the estimates that there are, with their intervals."""
+    given = [(place, *(factor * x for x in values)) for place, values in enumerate(estimates) if values]
+    places, value, low, high = np.transpose(given)
+    axes.errorbar(places, value, yerr=[value - low, high - value], label=name, color=colour, marker="o", capsize=2)
 
 
 if __name__ == "__main__":

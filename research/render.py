@@ -18,9 +18,10 @@ from typing import Any
 import tables
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from taper.lab.calibration import long_outputs
 from taper.lab.calibration.summary import interval
 from taper.models.download import DEFAULT_MODEL
-from taper.models.policies import DEFAULT_POLICIES
+from taper.models.policies import fastest_holding, shipped_policies
 
 ROOT = Path(__file__).parent.parent
 RESULTS, PAGES, TEMPLATES = (ROOT / "research" / name for name in ("results", "pages", "templates"))
@@ -34,6 +35,7 @@ _BY_MODEL = (
         "head",
         "head_frontier",
         "head_speed",
+        "long_outputs",
         "repetition",
         "second_turn",
         "session",
@@ -87,8 +89,15 @@ def environment() -> Environment:
     )
     jinja.filters |= {"fixed": fixed, "estimate": estimate, "percent": percent, "listed": listed}
     jinja.filters["thousands"] = "{:,}".format
-    jinja.globals |= {"tables": tables, "shipped": shipped, "default_model": DEFAULT_MODEL, "zip": zip}
-    jinja.globals["default_policies"] = DEFAULT_POLICIES
+    jinja.globals |= {
+        "margins": long_outputs,
+        "tables": tables,
+        "shipped": shipped,
+        "default_model": DEFAULT_MODEL,
+        "zip": zip,
+    }
+    defaults = {model: fastest_holding(policies) for model, policies in shipped_policies().items()}
+    jinja.globals["default_policies"] = {model: policy.name for model, policy in defaults.items() if policy}
     return jinja
 
 
@@ -128,6 +137,7 @@ def rendered(folder: Path = RESULTS) -> dict[Path, str]:
         "signals": "task_signals",
         "tasks": "task_calibration",
         "head": "head",
+        "long": "long_outputs",
     }.items():
         if results[kind]:
             pages[PAGES / f"{name}.md"] = text(f"{name}.md.j2")

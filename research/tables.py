@@ -358,6 +358,8 @@ def head_row(kinds: dict[str, Any]) -> dict[str, float]:
     return row | {"steps": steps, "worst": min(kind["argmax"] for kind in kinds.values())}
 
 
-def head_steps(head: dict[str, Any]) -> str:
-    """The steps at full depth of each model, as "11,000 and 12,000"."""
-    return " and ".join(f"{head_row(result['policies']['full'])['steps']:,}" for result in head.values())
+def shown_failures(policy: Json) -> str:
+    """What a policy may lose in long outputs, without what was not measured."""
+    measured = {"word problems": "problems", "next output": "next_output"}
+    names = [name for name in policy["long_outputs"]["failures"] if measured.get(name, "held_out") in policy]
+    return ", ".join(names) or "nothing"

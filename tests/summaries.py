@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from taper.lab.calibration.clock import CostModel, TimedRuns
+from taper.lab.calibration.long_outputs import Difference, LongOutputs, StepRange
 from taper.lab.calibration.statistics import (
     Estimate,
     FreeRunning,
@@ -54,6 +55,18 @@ def summary(layers: int = 6, *, tapers: bool = True, agreement: float = 0.953) -
             nll=PolicyAndFull(around(0.812), around(0.745)),
             length=PolicyAndFull(around(83.2), around(91.7)),
             repetition=PolicyAndFull(around(0.123), around(0.118)),
+        ),
+        long_outputs=LongOutputs(
+            max_tokens=tokens + 10,
+            prompts=22,
+            outputs=22,
+            ranges=[
+                StepRange(0, 50, 22, 4.5, around(0.9), around(0.04), Difference(*map(around, (0.8, 0.7, 0.1)))),
+            ],
+            tokens=Difference(around(83.2), around(91.7), around(-8.5)),
+            ended=Difference(around(0.8), around(0.9), around(-0.1)),
+            circles=Difference(around(0.1), around(0.05), around(0.05)),
+            failures=["length"],
         ),
         next_output=LossEstimate(around(0.0211), Estimate(0.951, 0.942, 0.96), around(0.31)),
         problems=SolvedProblems(around(0.41), around(0.44), Estimate(-0.03, -0.08, 0.02), 64),

@@ -18,7 +18,7 @@ SRC = Path(__file__).parent.parent / "src" / "taper"
 
 # What each room may import from the others; `hf` knows policies, shared checks and its own framework only.
 ENGINE = {"errors", "adapters", "policy", "sampling", "backends", "engine"}
-LLM = {*ENGINE, "models", "llm"}
+LLM = {*ENGINE, "models", "stream", "llm"}
 ALLOWED = {
     "errors": set(),
     "adapters": set(),
@@ -27,6 +27,7 @@ ALLOWED = {
     "models": {"errors", "adapters", "policy"},
     "backends": {"errors", "adapters", "policy", "models"},
     "engine": ENGINE - {"engine"},
+    "stream": LLM - {"stream", "llm"},
     "llm": LLM - {"llm"},
     "calibration": LLM,
     "healing": {*LLM, "calibration"},
@@ -36,7 +37,7 @@ ALLOWED = {
     "hf": {"errors", "adapters", "policy"},
     "vllm_plugin": {"errors", "adapters", "policy", "models"},
     "cli": {*LLM, "calibration", "healing", "evals", "bench", "server", "vllm_plugin"},
-    "__init__": {"errors", "policy", "sampling", "llm", "models", "calibration", "healing"},
+    "__init__": {"errors", "policy", "sampling", "stream", "llm", "models", "calibration", "healing"},
     "__main__": {"__init__", "cli"},
 }
 SERVER = {"fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client", "llguidance"}

@@ -17,12 +17,13 @@ from made_up import MadeUpProblems
 from tiny import make_backend, random_prompt
 
 import taper
-from taper import LLM, calibrate
+from taper import LLM, SamplingParams, calibrate
 from taper.backends.ggml.library import ggml
 from taper.engine import Engine
 from taper.errors import RequestError, TaperWarning
 from taper.lab.calibration import search
 from taper.lab.calibration.clock import CostModel
+from taper.lab.calibration.measured_model import MeasuredModel
 from taper.lab.calibration.problems import MAX_TOKENS, Attempt, WordProblemSet, builtin_problems, word_problems
 from taper.lab.calibration.progress import Progress
 from taper.lab.calibration.prompts import FOLLOW_UP, builtin_prompts, encode_prompts, next_prompts, read_prompts
@@ -614,6 +615,7 @@ def test_calibrate_finds_validates_and_resumes(llm, tmp_path):
 
 def test_a_quick_look_takes_few_prompts_and_short_outputs(llm, monkeypatch):
     monkeypatch.setattr("taper.lab.calibration.run.QUICK_PROMPTS", 8)
+    monkeypatch.setattr(MeasuredModel, "sampling", SamplingParams())  # examples that can be made again
     asked = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the last"}]
     stages = set()
     result = calibrate(

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import click
 import pytest
@@ -70,7 +71,7 @@ def test_without_a_fitting_policy_one_line_says_that_every_layer_runs(tiny_gguf)
     command = [sys.executable, "-m", "taper", "generate", "hi", "--max-tokens", "3", "--model", str(tiny_gguf)]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     notes = [line for line in result.stderr.splitlines() if line.startswith("taper:")]
-    assert notes == ["taper: no shipped policy fits this model: running every layer"]
+    assert notes == ["taper: every layer runs, as no policy comes with this model; taper calibrate makes one"]
 
 
 def test_alpha_tapers_any_model_and_replaces_that_of_a_given_policy(run, generate, policy_file):
@@ -245,6 +246,30 @@ def test_policy_list_and_show(policy_file):
         assert "skipped in this order" in shown.stdout
     as_json = CliRunner().invoke(cli, ["policy", "show", policy_file, "--json"])
     assert DepthPolicy.from_json(as_json.stdout).skip_order == (4, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("provenance", "lost"),
+    [
+        ({}, "not measured"),
+        ({"long_outputs": "all"}, "not measured"),
+        ({"long_outputs": {"failures": ["ending", "circles"]}}, "ending, circles"),
+        ({"long_outputs": {"failures": []}}, "nothing that was seen"),
+    ],
+)
+def test_a_policy_says_what_it_may_lose_in_long_outputs(tmp_path, provenance, lost):
+    policy = replace(DepthPolicy.d3(6, 0.95, skip_order=[4, 1, 2]), provenance=provenance)
+    (tmp_path / "own.json").write_text(policy.to_json())
+    shown = CliRunner().invoke(cli, ["policy", "show", str(tmp_path / "own.json")])
+    assert shown.stdout.splitlines()[-1] == f"what it may lose in outputs of 1,024 tokens: {lost}"
+
+
+@pytest.mark.parametrize(("measured", "warned"), [(8, True), (9, False), (None, False)])
+def test_an_output_longer_than_its_policy_was_measured_in_says_so(run, tmp_path, measured, warned):
+    policy = replace(DepthPolicy.d3(6, 0.95, skip_order=[4, 1, 2]), provenance={"answer_tokens": measured})
+    (tmp_path / "own.json").write_text(policy.to_json())
+    result = run("generate", "hi", "--max-tokens", "9", "--policy", str(tmp_path / "own.json"))
+    assert ("measured in outputs of up to 8 tokens; this one has 9" in result.stderr) is warned
 
 
 def test_depth_chart_has_a_column_a_step_or_shares_them():

@@ -261,11 +261,23 @@ def test_shipped_factors_belong_to_named_models():
         assert preview.read_factors(path)[2] > 0
 
 
-def test_auto_computes_the_whole_head_of_small_vocabularies_and_of_f32(tiny_file, monkeypatch):
+def test_auto_computes_the_whole_head_of_small_vocabularies_and_of_f32(tiny_file, monkeypatch, tmp_path):
+    monkeypatch.setattr(preview, "previews_folder", lambda: tmp_path)
     assert not opened(tiny_file, head="auto").has_preview
     monkeypatch.setattr(GgmlBackend, "_gains_by_preview", lambda _: True)
     assert opened(tiny_file, head="auto", dtype="q8_0").has_preview
     assert not opened(tiny_file, head="auto", dtype="f32").has_preview
+
+
+@pytest.mark.parametrize("saves_time", [True, False])
+def test_whether_a_preview_saves_time_is_kept_with_it(tiny_file, monkeypatch, tmp_path, saves_time):
+    monkeypatch.setattr(preview, "previews_folder", lambda: tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(GgmlBackend, "_gains_by_preview", lambda _: saves_time)
+        assert opened(tiny_file, head="shortlist", dtype="q8_0").has_preview
+    monkeypatch.setattr(GgmlBackend, "_gains_by_preview", None)  # not measured again
+    assert opened(tiny_file, head="auto", dtype="q8_0").has_preview == saves_time
+    assert opened(tiny_file, head="shortlist", dtype="q8_0").has_preview
 
 
 def test_a_shortlist_is_for_cpus(tiny_file):

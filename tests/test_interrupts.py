@@ -16,7 +16,7 @@ import pytest
 from taper import LLM, DepthPolicy, SamplingParams
 from taper.engine import Engine, Sequence, Slots
 from taper.engine.drafting import Drafting, NgramDrafter, Planner, SuffixIndex
-from taper.llm import OutputBuilder, Stream
+from taper.stream import OutputBuilder, Stream
 
 TAPERED = DepthPolicy.d3(6, 0.9, skip_order=[4, 1, 2])
 PROMPTS = ["one", "a longer prompt, number two", "three"]  # for two slots: one has to wait

@@ -9,7 +9,6 @@ import shutil
 import sys
 import threading
 import time
-import warnings
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -22,10 +21,10 @@ from tiny import make_backend
 
 from taper import LLM, DepthPolicy, SamplingParams
 from taper.engine import Request
-from taper.errors import ModelError, PolicyError, RequestError, TaperError, TaperWarning
-from taper.llm import Chunk, Stream
+from taper.errors import ModelError, PolicyError, RequestError, TaperError
 from taper.models import fetch as models_fetch
 from taper.models.download import DEFAULT_MODEL
+from taper.stream import Chunk, Stream
 
 TAPERED = DepthPolicy.d3(6, 0.95, skip_order=[4, 1, 2])
 PROMPTS = ["one", "a longer prompt, number two", [{"role": "user", "content": "three"}]]
@@ -217,8 +216,7 @@ def test_weights_that_give_no_numbers_are_a_model_error(llm, monkeypatch):
 
 def test_modes_choose_policies(llm):
     assert llm.resolve_policy(mode="full") == DepthPolicy.full(6)
-    with pytest.warns(TaperWarning, match="running every layer"):
-        assert llm.resolve_policy() == DepthPolicy.full(6)
+    assert llm.resolve_policy() == DepthPolicy.full(6)
     with pytest.raises(PolicyError, match="fits"):
         llm.resolve_policy(mode="taper")
     with pytest.raises(RequestError, match="takes no policy"):
@@ -232,12 +230,14 @@ def test_modes_choose_policies(llm):
         llm.resolve_policy(DepthPolicy.full(7))
 
 
-def test_a_shipped_policy_that_fits_is_the_default(llm, monkeypatch):
-    shipped = {DEFAULT_MODEL: [replace(TAPERED, name="gentle"), replace(TAPERED, name="balanced")]}
-    monkeypatch.setattr("taper.models.policies.shipped_policies", lambda: shipped)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert llm.resolve_policy().name == "balanced"
+def test_the_default_is_full_depth_unless_a_shipped_policy_holds_in_long_outputs(llm, monkeypatch):
+    gentle, balanced = replace(TAPERED, name="gentle"), replace(TAPERED, name="balanced")
+    monkeypatch.setattr("taper.models.policies.shipped_policies", lambda: {DEFAULT_MODEL: [gentle, balanced]})
+    assert llm.resolve_policy() == DepthPolicy.full(6)
+    assert llm.resolve_policy(mode="taper").name == "balanced"
+    holds = replace(gentle, provenance={"long_outputs": {"failures": []}})
+    monkeypatch.setattr("taper.models.policies.shipped_policies", lambda: {DEFAULT_MODEL: [holds, balanced]})
+    assert llm.resolve_policy().name == llm.resolve_policy(mode="taper").name == "gentle"
 
 
 class Unshowable:
@@ -493,7 +493,7 @@ def test_the_work_for_a_chunk_does_not_grow_with_the_outputs_that_a_stream_has_h
         return lines
 
     requests = [Request([1 + number % 7, 2], params, policy) for number in range(600)]
-    with Stream(llm, requests) as stream:
+    with llm.stream_of(requests) as stream:
         first, *_, last = [lines_of(stream, 100) for _ in range(5)]
         assert last == pytest.approx(first, rel=0.05)
         gc.collect()

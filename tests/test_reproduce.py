@@ -141,7 +141,7 @@ def short_calibration(monkeypatch, tmp_path):
     monkeypatch.setenv("TAPER_CACHE", str(tmp_path / "cache"))
     prompts = [f"Tell me about the number {n}." for n in range(8)]
     monkeypatch.setattr(taper.lab.calibration.run, "builtin_prompts", lambda: prompts)
-    monkeypatch.setattr(taper.lab.calibration.run, "REFERENCE_TOKENS", 40)
+    monkeypatch.setattr(taper.lab.calibration.run, "MAX_TOKENS", 40)
 
 
 @pytest.mark.usefixtures("short_calibration")

@@ -11,20 +11,22 @@ if TYPE_CHECKING:
     from .lab.calibration.run import Calibration, calibrate
     from .lab.healing.run import heal
     from .lab.healing.summary import Healing
-    from .llm import LLM, Chunk, Output, Stream
+    from .llm import LLM
     from .models.policies import load_policy, save_policy
     from .policy import DepthPolicy
     from .sampling import SamplingParams
+    from .stream import Chunk, Output, Stream
 
 _NAMES = {  # of each module
     "errors": ("ModelError", "PolicyError", "RequestError", "TaperError", "TaperWarning"),
     "lab.calibration.run": ("Calibration", "calibrate"),
     "lab.healing.run": ("heal",),
     "lab.healing.summary": ("Healing",),
-    "llm": ("LLM", "Chunk", "Output", "Stream"),
+    "llm": ("LLM",),
     "models.policies": ("load_policy", "save_policy"),
     "policy": ("DepthPolicy",),
     "sampling": ("SamplingParams",),
+    "stream": ("Chunk", "Output", "Stream"),
 }
 __all__ = [
     "LLM",

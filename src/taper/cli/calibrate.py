@@ -16,6 +16,7 @@ from ..models.policies import ADAPTERS_SUFFIX, load_policy, save_policy
 from .common import NOT_HEALED, GroupedCommand, check_file, check_report, load, model_options, say, stages
 
 if TYPE_CHECKING:
+    from ..lab.calibration.long_outputs import StepRange
     from ..lab.calibration.run import Calibration
     from ..policy import DepthPolicy
 
@@ -64,7 +65,7 @@ _GROUPS = {
 @click.option(
     "--answer-tokens",
     type=click.IntRange(2),
-    help="Length of output to plan for. Default: the median of the model's own, up to 128.",
+    help="Length of output to plan for. Default: the median of the model's own, up to 1024.",
 )
 @click.option(
     "--quick",
@@ -195,14 +196,23 @@ def _print(result: Calibration) -> None:
     ]
     print_table((f"{summary.prompts.held_out} held-out prompts, 95 % intervals", "tapered steps", "all steps"), rows)
     click.echo()
+    long = summary.long_outputs
     pairs = (
         ("NLL at full depth, nats", own.nll, 1),
         ("tokens", own.length, 1),
+        ("ended by the model, %", long.ended, 100),
         ("repeated 4-grams, %", own.repetition, 100),
+        ("in circles, %", long.circles, 100),
         ("word problems solved, %", summary.problems, 100),
     )
     rows = [(title, interval(p.policy, factor), interval(p.full, factor)) for title, p, factor in pairs if p]
     print_table(("its own outputs", "policy", "full depth"), rows)
+    click.echo()
+    rows = [
+        (f"{part.first} to {part.end}", str(part.outputs), *_of_steps(part)) for part in long.ranges if part.agreement
+    ]
+    titles = ("agreement, %", "KL, nats", "NLL of its own outputs, nats", "and at full depth")
+    print_table(("steps", "outputs", *titles), rows)
     if (after := summary.next_output) is not None:
         click.echo()
         title = "the next output, at full depth, after a tapered one"
@@ -212,6 +222,14 @@ def _print(result: Calibration) -> None:
         notes.insert(0, "No word problems: full depth solves too few of them, or the context is too short.")
     if notes:
         click.echo("\n" + "\n".join(notes))
+
+
+def _of_steps(part: StepRange) -> tuple[str, ...]:
+    """What a policy loses over some steps, as cells of a table."""
+    from ..lab.calibration.summary import interval
+
+    own, full = (part.nll.policy, part.nll.full) if part.nll else (None, None)
+    return interval(part.agreement, 100), interval(part.kl), interval(own), interval(full)
 
 
 def _to_task(out: Path, as_json: bool, options: dict[str, Any]) -> DepthPolicy | None:

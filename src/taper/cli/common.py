@@ -132,6 +132,16 @@ def say(line: str) -> None:
     print(line, file=sys.stderr)
 
 
+def say_why_full(llm: LLM) -> None:
+    """Where nobody chose a policy and every layer runs, say why, and what is a word away."""
+    if llm.default_policy is not None:
+        return
+    if names := "|".join(name for name in llm.shipped_policies() if not name.endswith("-plain")):
+        say(f"taper: every layer runs, as no policy of this model holds in long outputs; --policy {names} skips some")
+    else:
+        say("taper: every layer runs, as no policy comes with this model; taper calibrate makes one")
+
+
 def check_file(option: str, path: Path) -> None:
     """Before the work, raise RequestError for a file that could not be written: a folder, a device, no permission."""
     if path.exists() and not path.is_file():  # it would be replaced, a device too

@@ -17,7 +17,7 @@ import click
 
 from ..errors import EXACT, MODES, OFF, TaperError
 from ..models.files import decode_text, read_text, without_mark
-from ..models.policies import FULL
+from ..models.policies import FULL, measured_tokens
 from .common import (
     DRAFT_LIMITS,
     INTERRUPTED,
@@ -27,15 +27,17 @@ from .common import (
     load,
     model_options,
     say,
+    say_why_full,
     with_options,
 )
 
 if TYPE_CHECKING:
     from ..engine.drafting import Drafting
-    from ..llm import LLM, Chunk, Output, Stream
+    from ..llm import LLM
     from ..models.tokenizer import Message
     from ..policy import DepthPolicy
     from ..sampling import SamplingParams
+    from ..stream import Chunk, Output, Stream
     from .terminal import Thoughts
 
 MAX_SCHEMA_BYTES = 1 << 20
@@ -95,6 +97,8 @@ def generate_text(argument: str | None, compare: bool, as_json: bool, options: d
         raise click.UsageError("--compare shows full depth beside a policy; leave out full")
     if as_json and options["show_depth"]:
         raise click.UsageError("--show-depth draws pictures and --json has none; leave out one of them")
+    if compare and options["policy"] is options["mode"] is options["alpha"] is None:
+        options["mode"] = "taper"
     sampling = sampling_of(options)
     more = {"response_format": _schema(options.get("schema")), "think": options["think"]}
     text = _read_prompt("-" if argument is None else argument)
@@ -143,16 +147,18 @@ def chosen_policy(llm: LLM, options: dict[str, Any]) -> DepthPolicy:
 
     name, mode, alpha = options["policy"], options["mode"], options["alpha"]
     if alpha is None:
+        if name is None and mode is None:
+            say_why_full(llm)
         return llm.resolve_policy(name, mode)
     if mode == EXACT or FULL in (mode, name):
         raise TaperError("full depth runs every layer; --alpha does nothing there", "leave out one of the two")
     if name is not None:
         return llm.resolve_policy(name, mode).with_alpha(alpha)
-    if llm.default_policy is None:
+    if not llm.shipped_policies():
         policy = DepthPolicy.middle_first(llm.config.num_hidden_layers, alpha)  # rejects a wrong alpha first
         say("taper: no measured skip order for this model: the middle layers go first (our reading of the paper)")
         return policy
-    return llm.resolve_policy().with_alpha(alpha)
+    return llm.resolve_policy(mode="taper").with_alpha(alpha)
 
 
 def drafting_of(llm: LLM, options: dict[str, Any]) -> Drafting | None:
@@ -323,6 +329,9 @@ def report(output: Output, chunks: list[Chunk], show_depth: bool) -> None:
             screen.print(colours.text(chunks))
         screen.print(colours.legend(drafts=output.drafted_tokens > 0))
     screen.print(summary(output), style="dim", soft_wrap=True)
+    measured, tokens = measured_tokens(output.policy), output.completion_tokens
+    if output.policy.tapers and measured is not None and tokens > measured:
+        say(f"policy {output.policy.label} was measured in outputs of up to {measured} tokens; this one has {tokens}")
 
 
 def _has_input() -> bool:

@@ -51,27 +51,28 @@ def policy() -> None:
 @policy.command("list")
 def policy_list() -> None:
     """The policies that come with Taper."""
-    from ..models.policies import DEFAULT_POLICIES, shipped_policies
+    from ..models.policies import fastest_holding, shipped_policies
     from .terminal import print_table
 
     rows = []
     for model, policies in sorted(shipped_policies().items()):
+        default = fastest_holding(policies)
         for policy in policies:
-            mean = f"{policy.mean_depth(128):.1f} of {policy.num_hidden_layers}"
+            mean = f"{policy.mean_depth(512):.1f} of {policy.num_hidden_layers}"
             schedule = policy.schedule
             numbers = schedule.curve if schedule.alpha is None else f"{schedule.curve}, alpha {schedule.alpha}"
-            name = f"{policy.name} (default)" if policy.name == DEFAULT_POLICIES.get(model) else policy.name
+            name = f"{policy.name} (default)" if policy is default else policy.name
             rows.append((model, name, numbers, mean, str(policy.min_depth), _measured(policy)))
-    print_table(("model", "policy", "curve", "mean depth, 128 tokens", "least", "measured"), rows)
+    print_table(("model", "policy", "curve", "mean depth, 512 tokens", "least", "measured"), rows)
 
 
 @policy.command("show")
 @click.argument("name", metavar="NAME|FILE")
-@click.option("--tokens", type=click.IntRange(1, 100_000), default=128, help="Length of output.")
+@click.option("--tokens", type=click.IntRange(1, 100_000), default=512, help="Length of output.")
 @click.option("--json", "as_json", is_flag=True, help="Print the policy's JSON.")
 def policy_show(name: str, tokens: int, as_json: bool) -> None:
     """Draw the depth of each step of a policy, and the layers it skips."""
-    from ..models.policies import find_policy
+    from ..models.policies import LONG_OUTPUT, find_policy, holds_in_long_outputs
 
     policy = find_policy(name)
     if as_json:
@@ -82,10 +83,22 @@ def policy_show(name: str, tokens: int, as_json: bool) -> None:
     click.echo(f"{policy.label}: mean depth {policy.mean_depth(tokens):.1f} of {policy.num_hidden_layers} layers\n")
     click.echo(policy_picture(policy, tokens))
     click.echo(f"measured when it was made: {_measured(policy)}")
+    if policy.tapers:
+        lost = "nothing that was seen" if holds_in_long_outputs(policy) else _lost(policy)
+        click.echo(f"what it may lose in outputs of {LONG_OUTPUT:,} tokens: {lost}")
+
+
+def _lost(policy: DepthPolicy) -> str:
+    """What a policy may lose in long outputs by the rule for defaults, if that was measured."""
+    with suppress(KeyError, TypeError):
+        return ", ".join(map(str, policy.provenance["long_outputs"]["failures"]))
+    return "not measured"
 
 
 def _measured(policy: DepthPolicy) -> str:
     """What its provenance says of speed and quality; users may have written anything there."""
+    from ..models.policies import measured_tokens
+
     with suppress(KeyError, TypeError, IndexError, ValueError):
         speed = policy.provenance["speedup"]["measured"][0]
         agreement = policy.provenance["held_out"]["all steps"]["agreement"][0]
@@ -93,7 +106,8 @@ def _measured(policy: DepthPolicy) -> str:
         with suppress(KeyError, TypeError, IndexError, ValueError):
             own, full = (policy.provenance["free_running"]["repetition"][whose][0] for whose in ("policy", "full"))
             measured += f", repeats {own:.0%} (full depth {full:.0%})"
-        return measured
+        tokens = measured_tokens(policy)
+        return measured if tokens is None else f"{measured}, in outputs of up to {tokens:,} tokens"
     return "nothing"
 
 

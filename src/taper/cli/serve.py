@@ -10,7 +10,7 @@ import click
 from ..errors import REUSE, TaperError
 from ..models import model_name
 from ..models.policies import FULL
-from .common import draft_options, limits_of_drafts, load, model_options, say
+from .common import draft_options, limits_of_drafts, load, model_options, say, say_why_full
 
 
 @click.command()
@@ -68,4 +68,6 @@ def serve(
     host, port = listener.getsockname()[:2]
     address = f"[{host}]" if ":" in host else host
     say(f"serving {served.name} at http://{address}:{port}/ with policy {default}; Ctrl-C stops it")
+    if not policies:
+        say_why_full(llm)
     run_server(served, limits, listener)

@@ -18,8 +18,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from ..llm import Chunk, Output
     from ..policy import DepthPolicy
+    from ..stream import Chunk, Output
 
 METRICS = (  # of tables: title, name of the metric, factor
     ("KL to full depth, nats", "kl", 1),

@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, lru_cache
 from importlib import resources
+from itertools import chain
 from pathlib import Path
 
 from ..adapters import Adapters
@@ -28,10 +29,9 @@ MAX_ADAPTER_BYTES = 1 << 30  # those of a model of 70 billion parameters have 0.
 ADAPTERS_SUFFIX = ".safetensors"
 METADATA_KEY = "taper_policy"
 PARTS = ("down", "up")
-# The shipped policy that a model runs by default: the fastest in research/results that loops no more often than full
-# depth, with the model's own sampling, and solves neither significantly fewer word problems nor over 8 in 100 fewer.
-DEFAULT_POLICIES = {"smollm2-135m-instruct": "balanced", "qwen2.5-coder-1.5b-instruct": "gentle"}
 FULL = "full"  # the policy that runs every layer, of any model
+LONG_OUTPUT = 1024  # tokens
+TAPERING = "balanced"  # the policy of mode taper where no policy may be a default
 _HINT = "taper policy list shows the shipped policies; or give the path of a policy file"
 
 
@@ -47,22 +47,41 @@ def shipped_policies() -> dict[str, list[DepthPolicy]]:
 
 def fitting_policies(num_hidden_layers: int, identity: ModelIdentity) -> dict[str, DepthPolicy]:
     """The shipped policies that fit a model, by name."""
-    return {policy.name: policy for _, policy in _fitting(num_hidden_layers, identity)}
+    fitting = {}
+    for policy in chain(*shipped_policies().values()):
+        with suppress(PolicyError):
+            policy.check_model(num_hidden_layers, identity)
+            fitting[policy.name] = policy
+    return fitting
 
 
 def default_policy(num_hidden_layers: int, identity: ModelIdentity) -> DepthPolicy | None:
-    """The shipped policy that a model runs by default; None if none fits it."""
-    fitting = _fitting(num_hidden_layers, identity)
-    return next((policy for model, policy in fitting if policy.name == DEFAULT_POLICIES.get(model)), None)
+    """The shipped policy that runs where nobody names one: the fastest that holds in long outputs. None: full depth."""
+    return fastest_holding(fitting_policies(num_hidden_layers, identity).values())
 
 
-def _fitting(num_hidden_layers: int, identity: ModelIdentity) -> Iterator[tuple[str, DepthPolicy]]:
-    """The shipped policies that fit a model, with the name of the model that each was made for."""
-    for model, policies in shipped_policies().items():
-        for policy in policies:
-            with suppress(PolicyError):
-                policy.check_model(num_hidden_layers, identity)
-                yield model, policy
+def fastest_holding(policies: Iterable[DepthPolicy]) -> DepthPolicy | None:
+    """The fastest of some policies that hold in long outputs; None if none does."""
+    holding = filter(holds_in_long_outputs, policies)
+    return min(holding, key=lambda policy: policy.mean_depth(LONG_OUTPUT), default=None)
+
+
+def holds_in_long_outputs(policy: DepthPolicy) -> bool:
+    """Whether a policy was measured in long outputs, and passed the rule for defaults there.
+
+    The rule is that of `taper.lab.calibration.long_outputs`; the measurement is a part of the policy's file.
+    """
+    measured = policy.provenance.get("long_outputs")
+    return isinstance(measured, dict) and measured.get("failures") == []
+
+
+def measured_tokens(policy: DepthPolicy) -> int | None:
+    """The length of outputs on which the quality of a policy was measured; None if it was not."""
+    provenance = policy.provenance
+    for found in (provenance.get("long_outputs"), {"max_tokens": provenance.get("answer_tokens")}):
+        if isinstance(found, dict) and isinstance(tokens := found.get("max_tokens"), int):
+            return tokens
+    return None
 
 
 def resolve_policy(policy: DepthPolicy | str | Path, num_hidden_layers: int, identity: ModelIdentity) -> DepthPolicy:

@@ -75,6 +75,7 @@ class Preview:
     bias: np.ndarray  # float32 [vocab_size]
     mean_row: np.ndarray  # float32 [hidden_size]
     margin: float
+    saves_time: bool = True  # as measured where it was made
 
     @property
     def rank(self) -> int:
@@ -180,7 +181,7 @@ def find_preview(key: str, shape: tuple[int, int]) -> Preview | None:
         with safe_open(path, framework="numpy") as file:
             metadata = json.loads((file.metadata() or {})[_METADATA])
             parts = {name: file.get_tensor(name) for name in _PARTS}
-        preview = Preview(**parts, margin=float(metadata["margin"]))
+        preview = Preview(**parts, margin=float(metadata["margin"]), saves_time=bool(metadata["saves_time"]))
         rank, (vocab_size, hidden_size) = preview.rank, shape
         shapes = {"rotation": (rank, hidden_size), "shift": (rank,), "bias": (vocab_size,), "mean_row": (hidden_size,)}
         shapes["table"] = (vocab_size * row_bytes(TABLE_TYPE, rank),)
@@ -196,7 +197,8 @@ def find_preview(key: str, shape: tuple[int, int]) -> Preview | None:
 
 def keep_preview(key: str, preview: Preview) -> None:
     """Keep a preview in the cache, if it can be written to."""
-    metadata = {_METADATA: json.dumps({"margin": preview.margin, "crc32": _checksum(preview)})}
+    about = {"margin": preview.margin, "saves_time": preview.saves_time, "crc32": _checksum(preview)}
+    metadata = {_METADATA: json.dumps(about)}
     with suppress(OSError):
         write_whole(_path(key), save({name: getattr(preview, name) for name in _PARTS}, metadata))
 

@@ -16,8 +16,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ..engine import Request
-from ..llm import Chunk, Output
 from ..models.tokenizer import Tokenizer
+from ..stream import Chunk, Output
 from .engine_loop import EngineLoop, Job
 from .protocol import ApiError, CompletionFields, to_api_error
 from .tool_calls import Json, ToolCallParser, join_calls

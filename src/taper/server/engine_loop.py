@@ -18,9 +18,10 @@ from queue import SimpleQueue
 
 from ..engine import Request
 from ..errors import TaperError
-from ..llm import LLM, Chunk, Stream
+from ..llm import LLM
 from ..policy import DepthPolicy
 from ..sampling import SamplingParams
+from ..stream import Chunk, Stream
 from .metrics import Metrics
 from .protocol import ApiError, queue_full
 
@@ -165,7 +166,7 @@ class EngineLoop:
         streams = self._jobs[job] = list[Stream]()
         try:
             for requests in [[request] for request in job.requests] if job.in_turn else [job.requests]:
-                streams.append(Stream(self._llm, requests, job.arrived, len(streams)))
+                streams.append(self._llm.stream_of(requests, job.arrived, len(streams)))
         except TaperError as error:
             self._end(job, error)
 

@@ -9,7 +9,7 @@ import prometheus_client as prometheus
 
 from ..engine import Engine
 from ..engine.drafting import MAX_TOKENS
-from ..llm import Chunk
+from ..stream import Chunk
 
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 

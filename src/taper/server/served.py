@@ -222,6 +222,8 @@ class ServedModel:
         if fields.policy is not None:
             return self.policies[one_of("policy", fields.policy, self.policies)]
         if fields.mode is not None and self.default_policy == "full":
+            if self.llm.shipped_policies():
+                return self.llm.resolve_policy(mode="taper")
             message = "this server runs every layer by default"
             raise RequestError(message, "name a policy; /v1/models lists them", "mode")
         return self.policies[self.default_policy]

@@ -111,15 +111,19 @@ class GgmlBackend:
     def set_head(self, head: str, model: LoadedModel, dtype: str, progress: LoadProgress | None) -> None:
         """Compute logits in two steps if `head`, one of `HEADS`, says so, with the preview of a model as it was loaded.
 
-        A preview comes from the cache, is made of shipped factors, or is made from the model's states on a text.
+        A preview comes from the cache, is made of shipped factors, or is made from the model's states on a text. What
+        is in the cache is not timed again.
         """
         weights, shape = self._model.weights, (self.config.vocab_size, self.config.hidden_size)
-        if head == "full" or (head == "auto" and not (weights.quantization != "F32" and self._gains_by_preview())):
+        if head == "full" or (head == "auto" and weights.quantization == "F32"):
             return
         known = fingerprint(model)
         key = f"{known}-{dtype}"
         preview = find_preview(key, shape)
         if preview is None:
+            saves_time = self._gains_by_preview()
+            if head == "auto" and not saves_time:
+                return
             advance = progress or (lambda _: None)
             if dtype == "auto" and (shipped := shipped_factors(known)) is not None:
                 preview = quantised(*shipped, self.head_rows, shape[0], advance)
@@ -130,8 +134,10 @@ class GgmlBackend:
                     warnings.warn(message, TaperWarning, stacklevel=2)
                     return
                 preview = make_preview(states, self.head_rows, shape[0], self._preview_rank(), advance)
+            preview = replace(preview, saves_time=saves_time)
             keep_preview(key, preview)
-        self.use_preview(preview)
+        if head == "shortlist" or preview.saves_time:
+            self.use_preview(preview)
 
     def use_preview(self, preview: Preview) -> None:
         """Compute logits in two steps where forwards ask for it."""

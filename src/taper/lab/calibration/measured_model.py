@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from ...llm import LLM
 from ...models import model_name
 from ...models.download import content_hash
 from ...policy import DepthPolicy
+from ...sampling import SamplingParams
 from .clock import CostModel, TimedRuns, measure_cost, measure_speedup
 from .progress import Progress, Report
 from .prompts import BATCH, completions
@@ -49,6 +50,11 @@ class MeasuredModel:
         """The policy of full depth."""
         return DepthPolicy.full(self.num_hidden_layers)
 
+    @property
+    def sampling(self) -> SamplingParams:
+        """How outputs are sampled, as users get them: as the model's authors recommend."""
+        return replace(self.llm.sampling_params(), seed=None)
+
     def close(self) -> None:
         """Close the store."""
         self.store.close()
@@ -68,11 +74,11 @@ class MeasuredModel:
         prompts: Sequence[tuple[int, ...]],
         policy: DepthPolicy,
         max_tokens: int,
-        temperature: float = 0.0,
+        sampling: SamplingParams = SamplingParams(),
     ) -> list[Reference]:
         """Outputs of a policy, in a stage of this name."""
         batches = self.progress.stage(stage, -(-len(prompts) // BATCH))
-        return completions(self.llm, prompts, policy, max_tokens, self.store, batches, temperature)
+        return completions(self.llm, prompts, policy, max_tokens, self.store, batches, sampling)
 
     def cost(self, prompt: tuple[int, ...], max_tokens: int, healed: DepthPolicy | None = None) -> CostModel:
         """The time of a step by depth on this machine, in outputs of `max_tokens` tokens; with a policy's adapters."""

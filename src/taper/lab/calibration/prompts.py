@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from importlib import resources
 from pathlib import Path
@@ -133,15 +134,20 @@ def completions(
     max_tokens: int,
     store: Store,
     stage: Stage,
-    temperature: float = 0.0,
+    sampling: SamplingParams = SamplingParams(),
 ) -> list[Reference]:
-    """The model's outputs under a policy, stop id included; each batch of them is stored by itself."""
-    references = []
+    """The model's outputs under a policy, stop id included; each batch of them is stored by itself.
+
+    `sampling` has no seed: each output has its place in the list as its own.
+    """
+    references, greedy = [], vars(SamplingParams())
+    chosen = {name: value for name, value in vars(sampling).items() if value != greedy[name]}
     for first in range(0, len(prompts), BATCH):
         batch = prompts[first : first + BATCH]
         key: dict[str, Any] = {"completions of": batch, "max_tokens": max_tokens, "policy": numbers(policy)}
-        key |= {"temperature": temperature} if temperature else {}
-        params = [SamplingParams(max_tokens, temperature, seed=first + i) for i in range(len(batch))]
+        if chosen:
+            key |= {"sampling": chosen} | ({"first": first} if first else {})
+        params = [replace(sampling, max_tokens=max_tokens, seed=first + i) for i in range(len(batch))]
         eos_token_ids = llm.tokenizer.eos_token_ids
         given = zip(batch, params, strict=True)
         requests = [Request(prompt, one, policy, eos_token_ids, reuse="exact") for prompt, one in given]

@@ -14,6 +14,7 @@ from ...errors import RequestError, flag, whole_number
 from ...llm import LLM, Prompt
 from ...policy import DepthPolicy
 from .clock import CostModel
+from .long_outputs import MAX_TOKENS
 from .measured_model import MeasuredModel, batch_size, measured_model
 from .problems import Problems, word_problems
 from .progress import Report
@@ -38,7 +39,6 @@ from .store import Measurements, digest, skipping
 from .summary import Budget, CalibrationSummary, Example, Frontier, PromptCounts, Speedup
 from .validation import validate
 
-REFERENCE_TOKENS = 128  # most tokens of an output, if no length is planned for
 MAX_PROMPTS = 256
 QUICK_PROMPTS, QUICK_TOKENS = 24, 48  # for a first look
 EXAMPLES = 3  # outputs that people see
@@ -86,7 +86,7 @@ def calibrate(
         max_nll_increase: budget: rise of the NLL of full depth's own outputs, per cent, above 0.
         speedup: instead of a budget: the best quality at this predicted speed, times that of full depth, above 1.
         healed: a policy with adapters: its order is kept, and only the curve is searched for.
-        answer_tokens: length of output to plan for, at least 2; default the median of the model's own, up to 128.
+        answer_tokens: length of output to plan for, at least 2; default the median of the model's own, up to 1,024.
         quick: a first look with 24 prompts, outputs of up to 48 tokens and no word problems: intervals are wide.
         seed: of the split of the prompts, and of the sample.
         name: of the policy, at most 100 printable characters.
@@ -197,14 +197,14 @@ def _calibrate(
 ) -> Calibration:
     """All stages in turn; `texts` are prompts by their token ids."""
     llm, layers, prompts = model.llm, model.num_hidden_layers, list(texts)
-    max_tokens = answer_tokens or (QUICK_TOKENS if quick else REFERENCE_TOKENS)
     context, longest = llm.engine.backend.context_length, max(map(len, prompts))
+    max_tokens = answer_tokens or (QUICK_TOKENS if quick else min(MAX_TOKENS, max(2, context - longest)))
     if longest + max_tokens > context:
         raise RequestError(
             f"a prompt of {longest} tokens and an output of {max_tokens} do not fit into a context of {context}",
             "raise --context, shorten the prompts or lower --answer-tokens",
         )
-    references = model.complete("outputs at full depth", prompts, model.full, max_tokens)
+    references = model.complete("outputs at full depth", prompts, model.full, max_tokens, model.sampling)
     planned = answer_tokens or int(np.median([len(reference.completion_ids) for reference in references]))
     search, held_out = split(references)
     if planned < 2 or not all(any(len(r.completion_ids) > 1 for r in part) for part in (search, held_out)):

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from ...errors import RequestError, number
 from ...policy import ModelIdentity
 from .clock import CostModel, TimedRuns
+from .long_outputs import MAX_TOKENS, LongOutputs
 from .statistics import FreeRunning, Loss, LossByStep, Losses, LossEstimate, SolvedProblems
 from .store import Conditions
 
@@ -138,6 +139,7 @@ class Validation:
 
     held_out: Losses  # on held-out prompts
     free_running: FreeRunning  # the policy's own outputs to those prompts
+    long_outputs: LongOutputs  # both by ranges of steps, how outputs end, and whether the policy may be a default
     # On held-out word problems; None where the model solves too few at full depth.
     problems: SolvedProblems | None = field(default=None, kw_only=True)
     # On the next output at full depth after one of the policy's own, whose skipped layers have filled keys and values;
@@ -261,7 +263,8 @@ def remarks(summary: CalibrationSummary) -> list[str]:
     )
     if summary.curve[-1] == summary.model.num_hidden_layers:  # it skips no layer
         return [quick] if prompts.quick else []
-    asked_speed = summary.budget.speedup or 0.0
+    asked_speed, long = summary.budget.speedup or 0.0, summary.long_outputs
+    short = long.max_tokens < MAX_TOKENS
     texts = {
         "Do not use this policy here: measured, it is slower than full depth.": speed.measured.median < 1,
         quick: bool(prompts.quick),
@@ -276,6 +279,10 @@ def remarks(summary: CalibrationSummary) -> list[str]:
         "Left to itself, it repeats itself more than the model does at full depth.": (
             repetition.policy.low > repetition.full.high
         ),
+        f"Measured in outputs of up to {long.max_tokens} tokens. Longer ones mostly run at its least depth; what that "
+        f"costs, --answer-tokens {MAX_TOKENS} measures.": short and not prompts.quick,
+        f"Nobody should get it unasked: in outputs of up to {long.max_tokens} tokens, worse than full depth may be "
+        f"{', '.join(long.failures)}.": bool(long.failures) and not short,
     }
     return [text for text, holds in texts.items() if holds]
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 from ...policy import DepthPolicy
+from .long_outputs import failures, summarised
 from .measured_model import MeasuredModel
 from .problems import Problems
 from .prompts import next_prompts
@@ -22,15 +24,21 @@ def validate(
     policy: DepthPolicy,
     max_tokens: int,
     problems: Problems | None,
+    goes_on: bool = True,
 ) -> tuple[Validation, Scores, list[Reference]]:
-    """All figures of a policy, its scores on full depth's outputs, and its own outputs to the same prompts."""
+    """All figures of a policy, its scores on full depth's outputs, and its own outputs to the same prompts.
+
+    Those of the outputs that follow, which take a third of the time, only if the conversation `goes_on`.
+    """
     scores = model.scores("validation on held-out prompts", held_out, policy)
-    own = model.complete("outputs of the policy", [r.prompt_ids for r in held_out], policy, max_tokens)
+    own = model.complete("outputs of the policy", [r.prompt_ids for r in held_out], policy, max_tokens, model.sampling)
     own_scores = model.scores("outputs of the policy at full depth", own, model.full)
     solved = None if problems is None else problems.validate(policy, model.progress)
     free = free_running(own, own_scores, held_out, scores)
-    after = _next_outputs(model, own, policy, max_tokens)
-    return Validation(over_steps(scores), free, problems=solved, next_output=after), scores, own
+    after = _next_outputs(model, own, policy, max_tokens) if goes_on else None
+    long = summarised(held_out, scores, own, own_scores, max_tokens, model.llm.tokenizer.eos_token_ids)
+    long = replace(long, failures=failures(long, solved, after))
+    return Validation(over_steps(scores), free, long, problems=solved, next_output=after), scores, own
 
 
 def _next_outputs(

@@ -22,10 +22,11 @@ from tqdm import tqdm
 
 from ...engine import Request
 from ...errors import RequestError, TaperWarning, whole_number
-from ...llm import LLM, Output, Stream
+from ...llm import LLM
 from ...models.download import DEFAULT_MODEL
 from ...policy import DepthPolicy
 from ...sampling import SamplingParams
+from ...stream import Output
 
 DEFAULT_BATCH_SIZE = 16
 MAX_GEN_TOKS = 256  # the harness's default where a task sets no limit
@@ -198,7 +199,7 @@ def complete(llm: LLM, chains: Iterable[Sequence[Request]]) -> Iterator[tuple[in
     """
     waiting = enumerate(chains)
     running: dict[int, tuple[int, list[Request]]] = {}  # by index in the stream: the chain, and what follows in it
-    with Stream(llm, []) as stream:
+    with llm.stream_of([]) as stream:
         while True:
             while len(running) < llm.engine.backend.num_slots and (chain := next(waiting, None)) is not None:
                 number, (first, *rest) = chain

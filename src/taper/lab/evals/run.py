@@ -11,9 +11,10 @@ from typing import Any
 
 from ...engine import Request
 from ...errors import RequestError, flag, whole_number
-from ...llm import LLM, Output
+from ...llm import LLM
 from ...models.download import content_hash
 from ...policy import DepthPolicy
+from ...stream import Output
 from ..calibration.problems import Attempt
 from ..calibration.store import current_conditions, numbers
 from .records import Completion, Evaluation, Record, RecordFile

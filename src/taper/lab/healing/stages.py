@@ -20,12 +20,12 @@ from ...errors import RequestError
 from ...models import load_model
 from ...models.download import cache_folder
 from ...policy import DepthPolicy
+from ...sampling import SamplingParams
 from ..calibration.measured_model import MeasuredModel
 from ..calibration.problems import word_problems
 from ..calibration.progress import SILENT, Stage
 from ..calibration.prompts import BATCH, completions
 from ..calibration.replay import Reference
-from ..calibration.run import REFERENCE_TOKENS
 from ..calibration.store import digest, numbers
 from ..calibration.validation import validate
 from .precision import fastest_dtype
@@ -36,6 +36,7 @@ from .train import Evaluation, Training
 BEYOND = 2  # further layers, which the policy does not skip, get an adapter too: for policies that skip a little more
 CHOOSING, VALIDATION = 16, 36  # held-out prompts to choose the best state by, and those of the final figures
 KEPT = 3  # checkpoints in the cache folder
+OUTPUT_TOKENS = 128  # most tokens of an output to learn from, or to be judged by
 MIN_STEPS = 8  # shorter completions teach nothing
 TEMPERATURE = 0.8  # of every second output at full depth
 ROUNDS = (0.5, 0.65, 0.8, 1.0)  # shares of the time at which rounds end; each begins with outputs to learn from
@@ -107,7 +108,7 @@ class _Healer:
         problems = word_problems(model.llm, model.store)
         healed = replace(self._policy, adapters=frozen(training.best))
         before, after = (
-            validate(model, validation, policy, REFERENCE_TOKENS, problems)[0] for policy in (self._policy, healed)
+            validate(model, validation, policy, OUTPUT_TOKENS, problems)[0] for policy in (self._policy, healed)
         )
         healing = Healing(healed, before, after, training.history, round(training.elapsed_s), training.tokens)
         provenance = {**self._policy.provenance, "healing": healing.plain()}
@@ -140,9 +141,10 @@ class _Healer:
         """Outputs of a policy, every second one sampled."""
         llm, store = self._model.llm, self._model.store
         greedy, sampled = _halves(prompts)
+        sampling = SamplingParams(temperature=TEMPERATURE)
         return [
-            *completions(llm, greedy, policy, REFERENCE_TOKENS, store, batches),
-            *completions(llm, sampled, policy, REFERENCE_TOKENS, store, batches, TEMPERATURE),
+            *completions(llm, greedy, policy, OUTPUT_TOKENS, store, batches),
+            *completions(llm, sampled, policy, OUTPUT_TOKENS, store, batches, sampling),
         ]
 
     def _outputs_within(self, share: float, prompts: Sequence[_Ids], policy: DepthPolicy) -> list[Reference]:
