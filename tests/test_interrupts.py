@@ -6,16 +6,19 @@ A trace function raises at each line of the engine and the stream: when it first
 from __future__ import annotations
 
 import asyncio
+import errno
 import linecache
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from io import FileIO
 
 import pytest
 
 from taper import LLM, DepthPolicy, SamplingParams
 from taper.engine import Engine, Sequence, Slots
 from taper.engine.drafting import Drafting, NgramDrafter, Planner, SuffixIndex
+from taper.errors import ModelError
 from taper.stream import OutputBuilder, Stream
 
 TAPERED = DepthPolicy.d3(6, 0.9, skip_order=[4, 1, 2])
@@ -170,3 +173,23 @@ def test_a_stream_waits_for_slots_that_another_thread_frees(llm):
     got = [[head.token_id, *(chunk.token_id for chunk in tail)] for head, tail in zip(first, others, strict=True)]
     assert got == [llm.generate(prompt, SAMPLED, policy=TAPERED).token_ids for prompt in PROMPTS[:2]]
     ends(llm)
+
+
+@pytest.mark.parametrize("has_memory_files", [True, False])
+@pytest.mark.parametrize("written", [OSError(errno.ENOSPC, "No space left on device"), 7])
+def test_no_room_for_the_file_of_signals_is_one_line(tiny_gguf, monkeypatch, has_memory_files, written):
+    def write(file, content):
+        if isinstance(written, OSError):
+            raise written
+        return written
+
+    if not has_memory_files:
+        monkeypatch.delattr("os.memfd_create", raising=False)
+    monkeypatch.setattr("taper.backends.ggml.FileIO", type("FileIO", (FileIO,), {"write": write}))
+    with pytest.raises(ModelError, match="cannot make a temporary file: No space left on device"):
+        LLM(tiny_gguf, threads=1)
+
+
+def test_without_files_in_memory_a_temporary_one_does(tiny_gguf, monkeypatch):
+    monkeypatch.delattr("os.memfd_create", raising=False)
+    assert LLM(tiny_gguf, threads=1).generate("hi", max_tokens=3, ignore_eos=True).completion_tokens == 3

@@ -97,8 +97,6 @@ def _lost(policy: DepthPolicy) -> str:
 
 def _measured(policy: DepthPolicy) -> str:
     """What its provenance says of speed and quality; users may have written anything there."""
-    from ..models.policies import measured_tokens
-
     with suppress(KeyError, TypeError, IndexError, ValueError):
         speed = policy.provenance["speedup"]["measured"][0]
         agreement = policy.provenance["held_out"]["all steps"]["agreement"][0]
@@ -106,8 +104,12 @@ def _measured(policy: DepthPolicy) -> str:
         with suppress(KeyError, TypeError, IndexError, ValueError):
             own, full = (policy.provenance["free_running"]["repetition"][whose][0] for whose in ("policy", "full"))
             measured += f", repeats {own:.0%} (full depth {full:.0%})"
-        tokens = measured_tokens(policy)
-        return measured if tokens is None else f"{measured}, in outputs of up to {tokens:,} tokens"
+        if (tokens := policy.provenance.get("answer_tokens")) is not None:
+            measured += f", over {tokens} tokens"
+        with suppress(KeyError, TypeError, IndexError, ValueError):
+            part = [part for part in policy.provenance["long_outputs"]["ranges"] if part["agreement"]][-1]
+            measured += f"; {part['agreement'][0]:.0%} from token {part['first']} on"
+        return measured
     return "nothing"
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
@@ -227,9 +227,7 @@ class Planner:
 
     def plan(self, drafts: Sequence[tuple[Draft, Record]], num_tokens: int) -> list[int]:
         """How many tokens of each draft to add to a forward that has `num_tokens` tokens without them."""
-        counts, now = [0] * len(drafts), self.seconds(num_tokens)
-        if now is None:
-            return counts
+        counts = [0] * len(drafts)
         gains: list[tuple[float, int]] = []  # the chance that a token comes true, and of which draft it is
         for index, (draft, record) in enumerate(drafts):
             gain = 1.0
@@ -237,14 +235,7 @@ class Planner:
                 gain *= self.chance(draft.match + place, record)
                 gains.append((gain, index))
         gains.sort(key=lambda pair: -pair[0])  # stable, and within a draft they only fall
-        best, expected, chosen = num_tokens / now, float(num_tokens), 0
-        for added, (gain, _) in enumerate(gains, 1):
-            expected += gain
-            seconds = self.seconds(num_tokens + added)
-            if seconds is None:
-                break
-            if expected / seconds > best:
-                best, chosen = expected / seconds, added
+        chosen = _most_a_second(num_tokens, [gain for gain, _ in gains], lambda added: self.seconds(num_tokens + added))
         for _, index in gains[:chosen]:
             counts[index] += 1
         return counts
@@ -257,13 +248,27 @@ class Planner:
         draft = median(self._draft_times) if self._draft_times else 0.0
         if is_probe:
             return int(2 * now > draft + wider)
-        best, expected, gain, chosen = 1 / now, 1.0, 1.0, 0
-        for count in range(1, most + 1):
-            gain *= record.chance()
-            expected += gain
-            seconds = self.seconds((1 + count) * num_tokens)
-            if seconds is None:
-                break
-            if expected / (count * draft + seconds) > best:
-                best, chosen = expected / (count * draft + seconds), count
-        return chosen
+
+        def seconds(count: int) -> float | None:
+            verified = self.seconds((1 + count) * num_tokens)
+            return None if verified is None else count * draft + verified
+
+        return _most_a_second(1, [record.chance() ** count for count in range(1, most + 1)], seconds)
+
+
+def _most_a_second(certain: int, gains: Sequence[float], seconds: Callable[[int], float | None]) -> int:
+    """How many tokens to add so that the most tokens a second are to be expected.
+
+    Args:
+        certain: tokens that come without any.
+        gains: the chances that further ones come true, in the order in which they would be added.
+        seconds: the time of a forward by how many are added; None if it is not known.
+    """
+    best, expected, chosen = 0.0, float(certain), 0
+    for added, gain in enumerate([0.0, *gains]):
+        expected += gain
+        if (time := seconds(added)) is None:
+            break
+        if expected / time > best:
+            best, chosen = expected / time, added
+    return chosen

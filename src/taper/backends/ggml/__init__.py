@@ -7,6 +7,7 @@ kept; a forward then sets its inputs and computes. Knows neither policies nor te
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import signal
@@ -19,6 +20,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from io import FileIO
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -316,6 +318,27 @@ def _greedy(logits: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(logits[np.arange(len(ids)), ids]), ids, -1)
 
 
+def _page_of_zeros() -> FileIO:
+    """A file of one page, in memory where the system has such files: then no disk need be writable.
+
+    Raises:
+        ModelError: there is no room for it, or no folder that can be written to.
+    """
+    try:
+        if hasattr(os, "memfd_create"):  # Linux
+            file = FileIO(os.memfd_create("taper"), "r+")
+        else:
+            with tempfile.TemporaryFile(buffering=0) as temporary:
+                file = FileIO(os.dup(temporary.fileno()), "r+")
+        if file.write(bytes(mmap.PAGESIZE)) != mmap.PAGESIZE:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        file.seek(0)
+    except OSError as error:
+        hint = "free some space, or let TMPDIR name a folder that can be written to"
+        raise ModelError(f"cannot make a temporary file: {error.strerror}", hint) from None
+    return file
+
+
 class InterruptibleCompute:
     """Computes graphs on a backend so that a signal such as Ctrl-C ends a long one at once; `close` comes last.
 
@@ -328,9 +351,7 @@ class InterruptibleCompute:
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
-        self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  # closed by `close`
-        self._file.write(bytes(mmap.PAGESIZE))
-        self._file.seek(0)
+        self._file = _page_of_zeros()
         os.set_blocking(self._file.fileno(), False)
         self._signals = mmap.mmap(self._file.fileno(), mmap.PAGESIZE)
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._signals))

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +29,7 @@ LEARNING_RATE, LEAST_RATE, WARM_UP = 2e-3, 0.05, 10  # the peak, the last rate a
 CLIP = 1.0  # of the gradient's norm
 OWN_CURVE = 0.5  # share of completions seen along the policy's own curve; each of the others is seen at one drawn depth
 EVALUATIONS = 12  # evenly over the time; each takes a forward over all held-out completions
+LESSONS = 2048  # that are kept in memory: some hundred kilobytes each, of a model with 1.5 billion parameters 2 MB
 CHECKPOINT_S = 60.0
 _COUNTS = ("elapsed_s", "steps", "tokens", "best_kl", "history")
 
@@ -55,7 +56,7 @@ class Training:
         self, student: Student, policy: DepthPolicy, layers: Sequence[int], rank: int, seconds: float, seed: int
     ) -> None:
         self._student, self._policy, self._seconds, self._seed = student, policy, seconds, seed
-        self._lesson = cache(student.lesson)  # computed when a completion is first drawn
+        self._lesson = lru_cache(LESSONS)(student.lesson)  # computed when a completion is first drawn
         self.adapters: AdapterParameters = student.new_adapters(layers, rank, seed, policy.adapters)
         self._parameters = [matrix for pair in self.adapters.values() for matrix in pair]
         self.best = _copied(self.adapters)  # the state of the lowest held-out KL
