@@ -19,6 +19,7 @@ from test_bad_input import _own_environment, finish, left_in_cache, start  # noq
 from taper import models
 from taper.errors import ModelError
 from taper.models import download
+from taper.models.download import cache_folder
 
 PART = 1000
 
@@ -241,3 +242,30 @@ def test_two_pulls_of_one_model_are_not_mixed(parts):
 
     models.pull("parts", second)
     assert model.path.is_file()
+
+
+@pytest.mark.parametrize(
+    ("own", "general", "folder"),
+    [
+        ("~/models", None, "HOME/models"),
+        ("/data", None, "/data"),
+        (None, "/cache", "/cache/taper"),
+        (None, "~/cache", "HOME/cache/taper"),
+        (None, "relative", "HOME/.cache/taper"),
+        (None, "", "HOME/.cache/taper"),
+        (None, None, "HOME/.cache/taper"),
+    ],
+)
+def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path, own, general, folder):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name, value in (("TAPER_CACHE", own), ("XDG_CACHE_HOME", general)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    assert str(cache_folder()) == folder.replace("HOME", str(tmp_path))
+
+
+def test_a_home_of_nobody_is_one_line(monkeypatch):
+    monkeypatch.setenv("TAPER_CACHE", "~nobody-of-this-name/models")
+    with pytest.raises(ModelError, match="no folder for models"):
+        cache_folder()

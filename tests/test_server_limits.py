@@ -57,10 +57,11 @@ def check_refused(response: httpx.Response, *statuses: int) -> dict:
         ({"max_tokens": 8, "max_completion_tokens": 9}, None, "one of the two"),
         ({"temperature": -1}, None, "temperature"),
         ({"temperature": "hot"}, "temperature", "number"),
-        ({"top_p": 0}, None, "top_p"),
+        ({"top_p": -0.1}, None, "top_p"),
         ({"n": 0}, None, "n is 0"),
         ({"n": 9}, None, "from 1 to 8"),
-        ({"seed": -1}, None, "seed"),
+        ({"top_k": -2}, None, "top_k"),
+        ({"max_tokens": -2}, None, "max_tokens"),
         ({"stop": 5}, "stop", "string"),
         ({"stop": ["x"] * 17}, "stop", "at most 16"),
         ({"stop": "x" * 1001}, None, "at most 1000"),
@@ -86,6 +87,19 @@ def test_mistakes_are_named(server, fields, param, said):
     assert said in error["message"]
     if param:
         assert error["param"] == param
+
+
+def test_values_by_which_clients_say_that_nothing_is_set(server):
+    """The same outputs as without them; a `top_p` of 0 takes the most probable token."""
+    greedy = server.chat("one").json()["choices"][0]["message"]
+    assert server.chat("one", temperature=0.9, top_p=0).json()["choices"][0]["message"] == greedy
+    for more in ({"seed": -1}, {"seed": -12345}, {"top_k": -1}):
+        assert server.chat("one", **more).json()["choices"][0]["message"] == greedy
+    for path, body in ((CHAT, chat_body()), ("/v1/completions", {"model": "tiny", "prompt": "one", "temperature": 0})):
+        reply = server.http.post(path, json=body | {"max_tokens": -1, "taper": {"ignore_eos": True}}).json()
+        usage = reply["usage"]
+        assert reply["choices"][0]["finish_reason"] == "length"
+        assert usage["total_tokens"] > 200  # up to the end of the context
 
 
 def test_fields_that_openai_documents_and_that_change_nothing_are_taken(server):

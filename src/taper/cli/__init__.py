@@ -65,7 +65,7 @@ def cli() -> None:
 
     Start with: taper generate "Why is the sky blue?"
     """
-    Names.are_options = True
+    Names.are_options = True  # in tests, which do not come by `main`
 
 
 _OF_MODELS = (models.pull, models.list_models, models.policy, models.vllm_args)
@@ -91,6 +91,7 @@ _variables(cli, "TAPER")
 
 def main() -> NoReturn:
     """Run the command line; a user's mistake is one line and exit code 2."""
+    Names.are_options = True
     _open_standard_streams()
     warnings.showwarning = _show_warning
     warnings.simplefilter("always", TaperWarning)  # whatever PYTHONWARNINGS says: error would be a traceback
@@ -119,8 +120,7 @@ def main() -> NoReturn:
             hint += '; a prompt that begins with a dash comes after --: taper generate -- "-1 + 2 = ?"'
         _fail(TaperError(error.format_message(), hint))
     except click.ClickException as error:
-        message = error.format_message()
-        _fail(TaperError(message, next((now for old, now in _RENAMED.items() if f"'{old}'" in message), "see --help")))
+        _fail(TaperError(error.format_message(), _hint(error)))
     except (KeyboardInterrupt, click.Abort):
         sys.exit(INTERRUPTED)
     except OSError as error:
@@ -158,6 +158,18 @@ class _Diagnostics(io.TextIOWrapper):
             yield
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+
+
+def _hint(error: click.ClickException) -> str:
+    """What to do about a mistake on the command line."""
+    message, context = error.format_message(), error.ctx if isinstance(error, click.UsageError) else None
+    if now := next((now for old, now in _RENAMED.items() if f"'{old}'" in message), None):
+        return now
+    if context is None:
+        return "see taper --help"
+    if "unexpected extra argument" in message and any(param.name == "prompts" for param in context.command.params):
+        return "a file of prompts goes with --prompts"
+    return f"see {context.command_path} --help"
 
 
 def _fail(error: TaperError) -> NoReturn:

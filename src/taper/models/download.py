@@ -264,10 +264,22 @@ def pull_hub_model(name: str) -> Path:
 
 
 def cache_folder() -> Path:
-    """The folder of pulled models and of measurements: $TAPER_CACHE, else `taper` in the user's cache folder."""
-    if own := os.environ.get("TAPER_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "taper"
+    """The folder of pulled models and of measurements: $TAPER_CACHE, else `taper` in the user's cache folder.
+
+    A tilde stands for the user's home also where no shell has replaced it, as in a container's settings. A relative
+    $XDG_CACHE_HOME is ignored, as its specification says.
+
+    Raises:
+        ModelError: there is no such user.
+    """
+    own = os.environ.get("TAPER_CACHE")
+    try:
+        if own:
+            return Path(own).expanduser()
+        general = Path(os.environ.get("XDG_CACHE_HOME", "")).expanduser()
+        return (general if general.is_absolute() else Path.home() / ".cache") / "taper"
+    except RuntimeError as error:
+        raise ModelError(f"no folder for models: {error}", "set TAPER_CACHE to one") from None
 
 
 def content_hash(path: Path) -> str:

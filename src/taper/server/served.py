@@ -20,6 +20,7 @@ from .tool_calls import check_tools
 
 DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI documents
 # Fields of a body that are parameters of sampling, or of chat templates, under the same name.
+NO_LIMIT = -1  # of tokens, as clients of llama.cpp and Ollama say
 _SAMPLING_FIELDS = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed"}
 _SAMPLING_FIELDS |= {"presence_penalty", "frequency_penalty"}
 _ENDING_FIELDS = {"add_generation_prompt", "continue_final_message"}
@@ -72,7 +73,7 @@ class ServedModel:
         params = self._sampling_params(
             body,
             fields,
-            max_tokens=self.llm.engine.backend.context_length if max_tokens is None else max_tokens,
+            max_tokens=NO_LIMIT if max_tokens is None else max_tokens,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )
         if body.usable_tools:
@@ -234,11 +235,28 @@ class ServedModel:
         """How to sample; the model's recommendation where the body has no value. `fields` is as in `errors_at`."""
         beside = body.model_dump(include=_SAMPLING_FIELDS, exclude_none=True)
         given = body.own.model_dump(exclude=_NO_SAMPLING_FIELDS, exclude_none=True) | beside
+        given = _as_meant(given)
+        if max_tokens == NO_LIMIT:
+            max_tokens = self.llm.engine.backend.context_length
         given |= {"max_tokens": max_tokens, "stop": body.stops, "logprobs": logprobs}
         bias = {int(token_id): value for token_id, value in (body.logit_bias or {}).items()}
         with protocol.errors_at("logit_bias", _FIELDS | {name: name for name in beside} | fields):
             check_token_ids(bias, self.llm.config.vocab_size)
             return self.llm.sampling_params(**given, logit_bias=bias)
+
+
+def _as_meant(given: dict[str, Any]) -> dict[str, Any]:
+    """Sampling parameters without the values by which clients of other servers say that they are not set.
+
+    These are a `top_k` of -1 and a `seed` below 0. A `top_p` of 0 means the most probable token.
+    """
+    if given.get("seed", 0) < 0:
+        del given["seed"]
+    if given.get("top_k") == NO_LIMIT:
+        given["top_k"] = 0
+    if given.get("top_p") == 0:
+        given |= {"top_p": 1.0, "temperature": 0.0}
+    return given
 
 
 def _messages(messages: Sequence[protocol.RequestMessage]) -> list[dict[str, Any]]:
