@@ -146,7 +146,7 @@ def draw_long(models: Json) -> Figure:
         for axes in (left, right):
             axes.set_xticks(range(len(labels)), labels, fontsize=8)
             axes.grid(color="#E4E4E4", linewidth=0.6)
-        right.legend(fontsize=8)
+        right.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     return figure
 
 

@@ -97,6 +97,7 @@ def environment() -> Environment:
         "zip": zip,
     }
     defaults = {model: fastest_holding(policies) for model, policies in shipped_policies().items()}
+    jinja.globals["shipped_models"] = sorted(shipped_policies())
     jinja.globals["default_policies"] = {model: policy.name for model, policy in defaults.items() if policy}
     return jinja
 
