@@ -728,7 +728,7 @@ def test_null_where_something_is_needed_is_told(server):
         ({"messages": [USER | {"content": "x" * 900}]}, "messages"),
         ({"stop": [5]}, "stop.0"),
         ({"temperature": 200}, "temperature"),
-        ({"taper": {"top_k": -1}}, "taper.top_k"),
+        ({"taper": {"top_k": -2}}, "taper.top_k"),
         ({"taper": {"repetition_penalty": 1000}}, "taper.repetition_penalty"),
         ({"repetition_penalty": 1000}, "repetition_penalty"),
         ({"min_p": 2}, "min_p"),
