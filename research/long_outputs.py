@@ -14,20 +14,20 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from decode import conditions, write
 from word_problems import problems
 
 from taper import LLM, DepthPolicy
 from taper.lab.calibration.long_outputs import BOUNDS, MAX_TOKENS
 from taper.lab.calibration.measured_model import MeasuredModel, measured_model
-from taper.lab.calibration.problems import SOLVED, Problems, WordProblem, WordProblemSet
-from taper.lab.calibration.prompts import BATCH
-from taper.lab.calibration.statistics import by_completion, ratio_estimate
+from taper.lab.calibration.problems import Problems, WordProblem, word_problems
+from taper.lab.calibration.replay import Reference
+from taper.lab.calibration.statistics import over_steps
 from taper.lab.calibration.store import skipping
 from taper.lab.calibration.summary import Validation, interval, to_plain
 from taper.lab.calibration.validation import validate
@@ -42,39 +42,35 @@ LATER = ["word problems", "next output"]  # are measured of policies that pass t
 PROBLEMS_SEED = 1  # of word problems that nothing else here uses
 
 
-def new_problems(model: MeasuredModel, count: int) -> Problems:
-    """New word problems of the hardest level that the model can do."""
-    for steps in (3, 2, 1):
-        made = [WordProblem(**problem) for problem in problems(count, PROBLEMS_SEED, [steps])]
-        asked = Problems(WordProblemSet(model.llm, made), (), range(count), model.store)
-        first = asked.attempts(range(BATCH), model.full)
-        if sum(attempt.solved for attempt in first) >= SOLVED * len(first):
-            break
-    return asked
-
-
-def measured(model: MeasuredModel, policy: DepthPolicy, seeds: int, count: int) -> Validation:
-    """A policy's figures on so many outputs to each question; word problems and next outputs if it passes all else."""
+def full_depth(model: MeasuredModel, seeds: int) -> list[Reference]:
+    """So many outputs of full depth to each question."""
     prompts = [tuple(model.llm.encode(question)) for _ in range(seeds) for question in QUESTIONS]
-    full = model.complete("outputs at full depth", prompts, model.full, MAX_TOKENS, model.sampling)
+    return model.complete("outputs at full depth", prompts, model.full, MAX_TOKENS, model.sampling)
+
+
+def new_problems(model: MeasuredModel, count: int) -> Problems | None:
+    """New word problems of the hardest level that the model can do."""
+    levels = [[WordProblem(**one) for one in problems(count, PROBLEMS_SEED, [steps])] for steps in (1, 2, 3)]
+    found = word_problems(model.llm, model.store, levels)
+    return found and replace(found, search=(), validation=range(count))
+
+
+def measured(model: MeasuredModel, full: Sequence[Reference], policy: DepthPolicy, count: int) -> Validation:
+    """A policy's figures beside full depth's outputs; word problems and next outputs if it passes all else."""
     found = validate(model, full, policy, MAX_TOKENS, None, goes_on=False)[0]
     if found.long_outputs.failures == LATER:
         found = validate(model, full, policy, MAX_TOKENS, new_problems(model, count))[0]
     return found
 
 
-def constant(model: MeasuredModel, skip_order: Sequence[int], fewer: int) -> dict[str, Any]:
+def constant(model: MeasuredModel, full: Sequence[Reference], skip_order: Sequence[int], fewer: int) -> dict[str, Any]:
     """What so many fewer layers at every step cost, by ranges of steps, on the same outputs in each range."""
-    prompts = [tuple(model.llm.encode(question)) for question in QUESTIONS]
-    full = model.complete("outputs at full depth", prompts, model.full, MAX_TOKENS, model.sampling)
     long = [output for output in full if len(output.completion_ids) >= SAME]
     scores = model.scores("constant depth", long, skipping(model.num_hidden_layers, skip_order[:fewer]))
     ranges = []
     for first, end in pairwise(bound for bound in BOUNDS if bound <= SAME):
-        part = scores.where((scores.step >= max(1, first)) & (scores.step < end))
-        sums = [by_completion(part, values) for values in (part.agreement, part.kl, np.ones(len(part.step)))]
-        agreement, kl = (ratio_estimate(values, sums[2]) for values in sums[:2])
-        ranges.append({"first": first, "end": end, "agreement": agreement, "kl": kl})
+        losses = over_steps(scores.where((scores.step >= max(1, first)) & (scores.step < end))).all_steps
+        ranges.append({"first": first, "end": end, "agreement": losses.agreement, "kl": losses.kl})
     return {"outputs": len(long), "ranges": ranges}
 
 
@@ -122,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with measured_model(llm, None) as model:
         for name in list(llm.shipped_policies()) if options.policies is None else options.policies:
             policy = llm.resolve_policy(name)
-            found = measured(model, policy, options.seeds, options.problems)
+            found = measured(model, full_depth(model, options.seeds), policy, options.problems)
             row = to_plain(found) | {"label": policy.label, "min_depth": policy.min_depth}
             result["policies"][Path(name).stem] = row
             write(options.out, result)
@@ -131,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         order = min(llm.shipped_policies().values(), key=lambda policy: policy.min_depth).skip_order
         for fewer in options.constant:
             depth = str(llm.config.num_hidden_layers - fewer)
-            result.setdefault("constant", {})[depth] = to_plain(constant(model, order, fewer))
+            result.setdefault("constant", {})[depth] = to_plain(constant(model, full_depth(model, 1), order, fewer))
             write(options.out, result)
             print(depth, result["constant"][depth])
 

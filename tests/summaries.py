@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 
 from taper.lab.calibration.clock import CostModel, TimedRuns
-from taper.lab.calibration.long_outputs import Difference, LongOutputs, StepRange
+from taper.lab.calibration.long_outputs import LongOutputs, StepRange
 from taper.lab.calibration.statistics import (
+    Difference,
     Estimate,
     FreeRunning,
     LossByStep,

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from taper import DepthPolicy
-from taper.lab.calibration.long_outputs import MAX_TOKENS, Difference, failures, paired, summarised
+from taper.lab.calibration.long_outputs import MAX_TOKENS, failures, summarised
 from taper.lab.calibration.replay import Reference, Scores
-from taper.lab.calibration.statistics import Estimate, LossEstimate, SolvedProblems
+from taper.lab.calibration.statistics import Difference, Estimate, LossEstimate, SolvedProblems, paired_ratios
 from taper.models.policies import LONG_OUTPUT, fastest_holding, holds_in_long_outputs, measured_tokens
 
 STOP = 9
@@ -71,10 +71,12 @@ def test_circles_are_outputs_whose_four_grams_come_again():
 def test_intervals_resample_prompts_and_differences_are_paired():
     rng = np.random.default_rng(0)
     full = rng.normal(10, 5, 40)
-    found = paired(full + 1, np.ones(40), full, np.ones(40))
+    found = paired_ratios(full + 1, np.ones(40), full, np.ones(40))
     assert found.difference == pytest.approx((1, 1, 1))  # although each alone varies
     assert found.policy.low < found.policy.value - 1
-    few = paired(np.array([1.0, 0, 0]), np.array([1.0, 0, 0]), np.ones(3), np.ones(3))  # resamples without a step
+    few = paired_ratios(
+        np.array([1.0, 0, 0]), np.array([1.0, 0, 0]), np.ones(3), np.ones(3)
+    )  # resamples without a step
     assert few.policy == (1, 1, 1)
 
 

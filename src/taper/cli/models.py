@@ -72,7 +72,7 @@ def policy_list() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print the policy's JSON.")
 def policy_show(name: str, tokens: int, as_json: bool) -> None:
     """Draw the depth of each step of a policy, and the layers it skips."""
-    from ..models.policies import LONG_OUTPUT, find_policy, holds_in_long_outputs
+    from ..models.policies import LONG_OUTPUT, find_policy
 
     policy = find_policy(name)
     if as_json:
@@ -84,14 +84,13 @@ def policy_show(name: str, tokens: int, as_json: bool) -> None:
     click.echo(policy_picture(policy, tokens))
     click.echo(f"measured when it was made: {_measured(policy)}")
     if policy.tapers:
-        lost = "nothing that was seen" if holds_in_long_outputs(policy) else _lost(policy)
-        click.echo(f"what it may lose in outputs of {LONG_OUTPUT:,} tokens: {lost}")
+        click.echo(f"what it may lose in outputs of {LONG_OUTPUT:,} tokens: {_lost(policy)}")
 
 
 def _lost(policy: DepthPolicy) -> str:
     """What a policy may lose in long outputs by the rule for defaults, if that was measured."""
     with suppress(KeyError, TypeError):
-        return ", ".join(map(str, policy.provenance["long_outputs"]["failures"]))
+        return ", ".join(map(str, policy.provenance["long_outputs"]["failures"])) or "nothing that was seen"
     return "not measured"
 
 

@@ -30,7 +30,7 @@ ADAPTERS_SUFFIX = ".safetensors"
 METADATA_KEY = "taper_policy"
 PARTS = ("down", "up")
 FULL = "full"  # the policy that runs every layer, of any model
-LONG_OUTPUT = 1024  # tokens
+LONG_OUTPUT = 1024  # tokens up to which a policy must hold to be a default
 TAPERING = "balanced"  # the policy of mode taper where no policy may be a default
 _HINT = "taper policy list shows the shipped policies; or give the path of a policy file"
 
@@ -77,11 +77,10 @@ def holds_in_long_outputs(policy: DepthPolicy) -> bool:
 
 def measured_tokens(policy: DepthPolicy) -> int | None:
     """The length of outputs on which the quality of a policy was measured; None if it was not."""
-    provenance = policy.provenance
-    for found in (provenance.get("long_outputs"), {"max_tokens": provenance.get("answer_tokens")}):
-        if isinstance(found, dict) and isinstance(tokens := found.get("max_tokens"), int):
-            return tokens
-    return None
+    long, tokens = policy.provenance.get("long_outputs"), policy.provenance.get("answer_tokens")
+    if isinstance(long, dict):
+        tokens = long.get("max_tokens", tokens)
+    return tokens if isinstance(tokens, int) else None
 
 
 def resolve_policy(policy: DepthPolicy | str | Path, num_hidden_layers: int, identity: ModelIdentity) -> DepthPolicy:

@@ -19,8 +19,8 @@ from . import protocol
 from .tool_calls import check_tools
 
 DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI documents
-# Fields of a body that are parameters of sampling, or of chat templates, under the same name.
 NO_LIMIT = -1  # of tokens, as clients of llama.cpp and Ollama say
+# Fields of a body that are parameters of sampling, or of chat templates, under the same name.
 _SAMPLING_FIELDS = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed"}
 _SAMPLING_FIELDS |= {"presence_penalty", "frequency_penalty"}
 _ENDING_FIELDS = {"add_generation_prompt", "continue_final_message"}
@@ -234,8 +234,7 @@ class ServedModel:
     ) -> SamplingParams:
         """How to sample; the model's recommendation where the body has no value. `fields` is as in `errors_at`."""
         beside = body.model_dump(include=_SAMPLING_FIELDS, exclude_none=True)
-        given = body.own.model_dump(exclude=_NO_SAMPLING_FIELDS, exclude_none=True) | beside
-        given = _as_meant(given)
+        given = _as_meant(body.own.model_dump(exclude=_NO_SAMPLING_FIELDS, exclude_none=True) | beside)
         if max_tokens == NO_LIMIT:
             max_tokens = self.llm.engine.backend.context_length
         given |= {"max_tokens": max_tokens, "stop": body.stops, "logprobs": logprobs}

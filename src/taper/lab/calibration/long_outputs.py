@@ -13,22 +13,24 @@ from itertools import pairwise
 
 import numpy as np
 
+from ...models.policies import LONG_OUTPUT
 from .replay import Reference, Scores
-from .statistics import LEVEL, RESAMPLES, Estimate, LossEstimate, PolicyAndFull, SolvedProblems, repeated
+from .statistics import (
+    Difference,
+    Estimate,
+    LossEstimate,
+    SolvedProblems,
+    paired_ratios,
+    ratio_estimate,
+    repeated,
+)
 
-MAX_TOKENS = 1024
+MAX_TOKENS = LONG_OUTPUT
 BOUNDS = (0, 64, 128, 256, 512, 1024)  # of the ranges of steps
 CIRCLES = 0.5  # an output goes in circles if a greater share of its 4-grams occurred in it before
 LEAST_OUTPUTS = 5  # from which an interval comes
 # How much worse than full depth a default may be, with 95 % confidence.
 NLL_MARGIN, ENDED_MARGIN, CIRCLES_MARGIN, SOLVED_MARGIN, NEXT_MARGIN = 0.10, 0.10, 0.05, 0.08, 0.10
-
-
-@dataclass(frozen=True)
-class Difference(PolicyAndFull):
-    """A metric of a policy's own outputs, of full depth's to the same prompts, and the first less the second."""
-
-    difference: Estimate
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ def summarised(
 
     def compared(policy: Sequence[float], of_full: Sequence[float]) -> Difference:
         count = each(np.ones(len(full)))
-        return paired(each(policy), count, each(of_full), count)
+        return paired_ratios(each(policy), count, each(of_full), count)
 
     def ended(output: Reference) -> float:
         return float(output.completion_ids[-1] in stop_ids)
@@ -139,24 +141,6 @@ def _range(first: int, end: int, of_output: np.ndarray, scores: Scores, own_scor
     outputs = len(np.unique(there.reference))
     if min(np.count_nonzero(count), np.count_nonzero(own_count)) < LEAST_OUTPUTS:
         return StepRange(first, end, outputs, None, None, None, None)
-    agreement, kl = (paired(sums(there, values), count, count, count).policy for values in (there.agreement, there.kl))
-    nll = paired(sums(own, own.nll_full), own_count, sums(there, there.nll_full), count)
+    agreement, kl = (ratio_estimate(sums(there, values), count) for values in (there.agreement, there.kl))
+    nll = paired_ratios(sums(own, own.nll_full), own_count, sums(there, there.nll_full), count)
     return StepRange(first, end, outputs, float(there.depth.mean()), agreement, kl, nll)
-
-
-def paired(
-    policy: np.ndarray, policy_count: np.ndarray, full: np.ndarray, full_count: np.ndarray, seed: int = 0
-) -> Difference:
-    """Two ratios of sums over prompts, and their difference; whole prompts are resampled. All arrays: [prompts]."""
-    draws = np.random.default_rng(seed).integers(0, len(policy), (RESAMPLES, len(policy)))
-    with np.errstate(invalid="ignore", divide="ignore"):
-        of_policy, of_full = (
-            np.append(values.sum() / count.sum(), values[draws].sum(-1) / count[draws].sum(-1))
-            for values, count in ((policy, policy_count), (full, full_count))
-        )
-    ends = (1 - LEVEL) / 2, (1 + LEVEL) / 2
-
-    def estimate(ratios: np.ndarray) -> Estimate:
-        return Estimate(*(float(f"{x:.6g}") for x in (ratios[0], *np.nanquantile(ratios[1:], ends))))
-
-    return Difference(estimate(of_policy), estimate(of_full), estimate(of_policy - of_full))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import resources
@@ -132,14 +132,15 @@ class WordProblemSet:
         return attempts
 
 
-def word_problems(llm: LLM, store: Store) -> Problems | None:
-    """The built-in word problems of the hardest level that a model can do at full depth, half of them to search with.
+def word_problems(llm: LLM, store: Store, levels: Iterable[Sequence[WordProblem]] | None = None) -> Problems | None:
+    """Word problems of the hardest level that a model can do at full depth, half of them to search with.
 
-    None if the model cannot do the easiest level, or its context is too short for it.
+    The levels, the easiest first, are by default the built-in ones. None if the model cannot do the easiest level, or
+    its context is too short for it.
     """
     full = DepthPolicy.full(llm.config.num_hidden_layers)
     problems = None
-    for level in builtin_problems():
+    for level in builtin_problems() if levels is None else levels:
         indices, half = range(len(level)), len(level) // 2
         harder = Problems(WordProblemSet(llm, level), indices[:half], indices[half:], store)
         if not _fits(llm, harder.problem_set):

@@ -94,6 +94,13 @@ class PolicyAndFull:
 
 
 @dataclass(frozen=True)
+class Difference(PolicyAndFull):
+    """The same, and the first less the second, paired."""
+
+    difference: Estimate
+
+
+@dataclass(frozen=True)
 class FreeRunning:
     """A policy's own outputs beside those of full depth to the same prompts; replay only follows the latter."""
 
@@ -103,20 +110,37 @@ class FreeRunning:
 
 
 @dataclass(frozen=True)
-class SolvedProblems(PolicyAndFull):
+class SolvedProblems(Difference):
     """Shares of problems with known answers that are solved, 0 to 1."""
 
-    difference: Estimate  # policy less full depth, paired
     problems: int  # how many
 
 
 def ratio_estimate(numerator: np.ndarray, denominator: np.ndarray, seed: int = 0) -> Estimate:
     """sum(numerator) / sum(denominator), to six digits; whole completions are resampled. Both: [completions]."""
+    return _estimate(_ratios(numerator, denominator, seed))
+
+
+def paired_ratios(
+    policy: np.ndarray, policy_count: np.ndarray, full: np.ndarray, full_count: np.ndarray, seed: int = 0
+) -> Difference:
+    """Two such ratios and their difference, of the same prompts or completions in each resample."""
+    of_policy, of_full = _ratios(policy, policy_count, seed), _ratios(full, full_count, seed)
+    return Difference(_estimate(of_policy), _estimate(of_full), _estimate(of_policy - of_full))
+
+
+def _ratios(numerator: np.ndarray, denominator: np.ndarray, seed: int) -> np.ndarray:
+    """The ratio of the sums, and that of each resample, which is not a number where nothing is below."""
     draws = np.random.default_rng(seed).integers(0, len(numerator), (RESAMPLES, len(numerator)))
-    below = denominator[draws].sum(-1)
-    ratios = numerator[draws].sum(-1)[below > 0] / below[below > 0]
-    ends = np.quantile(ratios, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Estimate(*(float(f"{x:.6g}") for x in (numerator.sum() / denominator.sum(), *ends)))
+    with np.errstate(invalid="ignore"):
+        resampled = numerator[draws].sum(-1) / denominator[draws].sum(-1)
+    return np.append(numerator.sum() / denominator.sum(), resampled)
+
+
+def _estimate(values: np.ndarray) -> Estimate:
+    """The first value and the ends of the interval of the others, to six digits."""
+    ends = np.nanquantile(values[1:], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Estimate(*(float(f"{x:.6g}") for x in (values[0], *ends)))
 
 
 def over_steps(scores: Scores) -> Losses:
