@@ -112,7 +112,9 @@ def earlier_curves(cache: Path, model: str) -> dict[str, Any]:
     with measured_model(llm, lambda stage, part: None) as measured:
         prompts = list(encode_prompts(llm, builtin_prompts(), 0, MAX_PROMPTS))
         middle = sorted(prompts, key=len)[len(prompts) // 2]
-        references = measured.complete("outputs at full depth", prompts, measured.full, ANSWER_TOKENS)
+        references = measured.complete(
+            "outputs at full depth", prompts, measured.full, ANSWER_TOKENS, measured.sampling
+        )
         problems, held_out = word_problems(llm, measured.store), split(references)[1]
         for name in SPEEDS:
             if on_own_curves.get(name, {}).get("shipped"):

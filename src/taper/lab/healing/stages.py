@@ -88,10 +88,14 @@ class _Healer:
     def run(self, report: Callable[[Evaluation], None]) -> Healing:
         """All stages in turn."""
         model, training = self._model, self._training
-        batches = sum(-(-len(half) // BATCH) for some in (self._choosing, self._validation) for half in _halves(some))
-        stage = model.progress.stage("held-out prompts", batches)
-        choosing, validation = (self._outputs(some, model.full, stage) for some in (self._choosing, self._validation))
-        held_out = _long_enough(choosing)
+        stage = model.progress.stage(
+            "held-out prompts", sum(-(-len(half) // BATCH) for half in _halves(self._choosing))
+        )
+        held_out = _long_enough(self._outputs(self._choosing, model.full, stage))
+        # Sampled as the policy's own outputs will be, which are compared with them.
+        validation = model.complete(
+            "outputs at full depth", self._validation, model.full, OUTPUT_TOKENS, model.sampling
+        )
         self._stage = model.progress.stage("training", self._seconds)
         if self._checkpoint.exists():
             self._restore()
