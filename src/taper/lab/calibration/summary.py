@@ -281,7 +281,7 @@ def remarks(summary: CalibrationSummary) -> list[str]:
         ),
         f"Measured in outputs of up to {long.max_tokens} tokens. Longer ones mostly run at its least depth; what that "
         f"costs, --answer-tokens {MAX_TOKENS} measures.": short and not prompts.quick,
-        f"Nobody should get it unasked: in outputs of up to {long.max_tokens} tokens, worse than full depth may be "
+        f"Do not make it a default: in outputs of up to {long.max_tokens} tokens, it may be worse than full depth in "
         f"{', '.join(long.failures)}.": bool(long.failures) and not short,
     }
     return [text for text, holds in texts.items() if holds]
