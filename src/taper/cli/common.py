@@ -137,7 +137,7 @@ def say_why_full(llm: LLM) -> None:
     if llm.default_policy is not None:
         return
     if names := "|".join(name for name in llm.shipped_policies() if not name.endswith("-plain")):
-        say(f"taper: every layer runs, as no policy of this model holds in long outputs; to skip some: --policy {names}")
+        say(f"taper: every layer runs, as no policy here holds in long outputs; to skip some: --policy {names}")
     else:
         say("taper: every layer runs, as no policy comes with this model; taper calibrate makes one")
 
