@@ -199,7 +199,6 @@ def conditions(path: Path) -> dict[str, Any]:
         "model": path.name,
         "kv_cache": "f16",
         "batch": 1,
-        "answer_tokens": TOKENS,
         "rounds": ROUNDS,
         "statistic": "median; ratios are medians of the ratios of neighbouring runs",
     }
@@ -214,7 +213,9 @@ def main() -> None:
     loaded = load_model(path)
     text = loaded.tokenizer.render([{"role": "user", "content": QUESTION}])
     prompt_tokens = len(loaded.tokenizer.encode(text, add_special_tokens=False))
-    result: dict[str, Any] = {"conditions": conditions(path) | {"prompt_tokens": prompt_tokens}}
+    result: dict[str, Any] = {
+        "conditions": conditions(path) | {"prompt_tokens": prompt_tokens, "answer_tokens": TOKENS}
+    }
     for name, part in [
         ("start_up", start_up),
         ("memory", lambda: memory(loaded, path)),

@@ -268,7 +268,7 @@ def main() -> None:
         result["conditions"] = about | {"kv_cache": "f32", "batch": SLOTS, "dtype": "f32", "context": CONTEXT}
         result["conditions"] |= {"clients": CLIENTS, "max_waiting": WAITING, "different_requests": len(cases)}
         result["conditions"] |= {"of_20": KINDS, "sampling": SAMPLING}
-        for unused in ("answer_tokens", "rounds", "statistic"):
+        for unused in ("rounds", "statistic"):
             result["conditions"].pop(unused)
         port = free_port()
         with serving([*command, "--port", str(port)], port) as server:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import BACKENDS, make_backend, make_tiny, policies, random_prompt, reference_turns, with_adapters
+from tiny import BACKENDS, gated, make_backend, make_tiny, policies, random_prompt, reference_turns, with_adapters
 
 import taper.hf
 from taper.backends.torch import adapt
@@ -64,8 +64,11 @@ def decode(model, policy: DepthPolicy, ids: list[int], depths: list[int], tokens
             if index in adapters:
                 passed = adapt(x[0], *(torch.tensor(matrix).float() for matrix in adapters[index]))[None]
             x = torch.where(runs, layer(x, attention_mask=mask, position_embeddings=embeddings), passed)
-        ids.append(int(model.lm_head(inner.norm(x[:, -1])).argmax()))
-        depths.append(policy.depth(step + 1))
+        probability, token_id = model.lm_head(inner.norm(x[:, -1])).softmax(-1).max(-1)
+        for gate in policy.schedule.gates:
+            assert abs(float(probability) - gate.threshold) > 1e-4, "rounding decides"
+        ids.append(int(token_id))
+        depths.append(policy.depth(step + 1, float(probability)))
     return ids[-tokens:]
 
 
@@ -87,7 +90,7 @@ def naive_after(model, policy: DepthPolicy, said: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("adapters", [False, True])
 def test_the_reference_implementation_equals_a_loop_without_any_cache(tiny, adapters):
-    for name, policy in policies(6).items():
+    for name, policy in (policies(6) | gated(6)).items():
         policy = with_adapters(policy, 64) if adapters else policy
         assert reference_turns(tiny, TURNS, policy, TOKENS) == naive(tiny.hf, policy), name
 
@@ -95,7 +98,7 @@ def test_the_reference_implementation_equals_a_loop_without_any_cache(tiny, adap
 @BACKENDS
 @pytest.mark.parametrize("adapters", [False, True])
 def test_later_turns_equal_a_loop_without_any_cache(tiny, kind, adapters):
-    for name, policy in policies(6).items():
+    for name, policy in (policies(6) | gated(6)).items():
         policy = with_adapters(policy, 64) if adapters else policy
         engine = Engine(make_backend(kind, tiny.load()))
         assert converse(engine, policy) == naive(tiny.hf, policy), name
@@ -104,7 +107,7 @@ def test_later_turns_equal_a_loop_without_any_cache(tiny, kind, adapters):
 @BACKENDS
 def test_filled_cells_change_later_turns(tiny, kind):
     """Else all that is said of them here would prove nothing."""
-    for name, policy in policies(6).items():
+    for name, policy in (policies(6) | gated(6)).items():
         filled, exact = (
             converse(Engine(make_backend(kind, tiny.load())), policy, reuse=reuse) for reuse in ("filled", "exact")
         )
@@ -115,8 +118,8 @@ def test_filled_cells_change_later_turns(tiny, kind):
 @BACKENDS
 def test_conversations_side_by_side_equal_each_alone(tiny, kind):
     """Other policies, full depth and exact reuse among them, in one batch, each in its slot."""
-    chosen = [*policies(6).values(), FULL, policies(6)["d3"]]
-    kinds = ["filled"] * len(policies(6)) + ["filled", "exact"]
+    chosen = [*policies(6).values(), *gated(6).values(), FULL, policies(6)["d3"], gated(6)["gate"]]
+    kinds = ["filled"] * (len(chosen) - 2) + ["exact"] * 2
     turns = [[random_prompt(100 * i + turn, 7 + 3 * i) for turn in range(3)] for i in range(len(chosen))]
     together, ids = [[] for _ in chosen], [[] for _ in chosen]
     engine = Engine(make_backend(kind, tiny.load(), num_slots=len(chosen)))

@@ -19,9 +19,11 @@ from taper import LLM, DepthPolicy, SamplingParams
 from taper.engine import Engine, Sequence, Slots
 from taper.engine.drafting import Drafting, NgramDrafter, Planner, SuffixIndex
 from taper.errors import ModelError
+from taper.policy import Gate, Schedule
 from taper.stream import OutputBuilder, Stream
 
 TAPERED = DepthPolicy.d3(6, 0.9, skip_order=[4, 1, 2])
+GATED = DepthPolicy(Schedule(6, "constant", 4, gates=(Gate(0.15, 4),)), (4, 1))
 PROMPTS = ["one", "a longer prompt, number two", "three"]  # for two slots: one has to wait
 SAMPLED = SamplingParams(max_tokens=4, ignore_eos=True, temperature=1.0, seed=7)
 
@@ -83,9 +85,11 @@ def read(stream: Stream, chunks: list) -> None:
         chunks.append(chunk)
 
 
-def interrupted(llm, at: int, params: SamplingParams, draft: Drafting | None) -> tuple[Stream, list, Interrupt]:
+def interrupted(
+    llm, at: int, params: SamplingParams, draft: Drafting | None, policy: DepthPolicy
+) -> tuple[Stream, list, Interrupt]:
     """A stream whose `at`-th line was interrupted, and the chunks that it gave before."""
-    stream, chunks, interrupt = llm.stream(PROMPTS, params, policy=TAPERED, draft=draft), [], Interrupt(at)
+    stream, chunks, interrupt = llm.stream(PROMPTS, params, policy=policy, draft=draft), [], Interrupt(at)
     try:
         with interrupt:
             read(stream, chunks)
@@ -100,28 +104,28 @@ def ends(llm) -> None:
 
 
 # A stop string ends an output before its sequence; the first word of this one is found when the tests are run.
-@pytest.mark.parametrize("kind", ["sampled", "stop string", "drafted"])
+@pytest.mark.parametrize("kind", ["sampled", "stop string", "drafted", "gated"])
 def test_an_interrupt_at_any_line_loses_nothing(llm, kind):
     params = SAMPLED
     if kind == "stop string":
         params = SamplingParams(max_tokens=4, ignore_eos=True)
         text = llm.generate(PROMPTS[1], params, policy=TAPERED).text
         params = SamplingParams(max_tokens=4, ignore_eos=True, stop=[text[len(text) // 2 :][:2]])
-    draft = DRAFTING if kind == "drafted" else None
-    whole = llm.generate(PROMPTS, params, policy=TAPERED)
+    draft, policy = DRAFTING if kind == "drafted" else None, GATED if kind == "gated" else TAPERED
+    whole = llm.generate(PROMPTS, params, policy=policy)
     assert kind != "stop string" or "stop" in [output.finish_reason for output in whole]
-    *_, none = interrupted(llm, 0, params, draft)
+    *_, none = interrupted(llm, 0, params, draft, policy)
     at_lines = {line: [at for at, other in enumerate(none.lines, 1) if other == line] for line in none.lines}
     assert len(at_lines) > 100, "the trace found the code"
     for times in at_lines.values():
         goes_on, aborts, closes = times[0], times[len(times) // 2], times[-1]
-        stream, chunks, interrupt = interrupted(llm, goes_on, params, draft)
+        stream, chunks, interrupt = interrupted(llm, goes_on, params, draft, policy)
         read(stream, chunks)
         expected = [(output.token_ids, output.text, output.finish_reason) for output in whole]
         got = [(output.token_ids, output.text, output.finish_reason) for output in outputs_of(chunks)]
         assert got == expected, interrupt.lines[-1]
         ends(llm)
-        stream, chunks, interrupt = interrupted(llm, aborts, params, draft)
+        stream, chunks, interrupt = interrupted(llm, aborts, params, draft, policy)
         chunks += stream.abort()
         for index, (output, complete) in enumerate(zip(outputs_of(chunks), whole, strict=True)):
             assert output.token_ids == complete.token_ids[: len(output.token_ids)], interrupt.lines[-1]
@@ -131,10 +135,10 @@ def test_an_interrupt_at_any_line_loses_nothing(llm, kind):
             assert output.token_ids == delivered[: len(output.token_ids)], interrupt.lines[-1]
         assert list(stream) == []
         ends(llm)
-        stream, *_ = interrupted(llm, closes, params, draft)
+        stream, *_ = interrupted(llm, closes, params, draft, policy)
         stream.close()
         ends(llm)
-    again = llm.generate(PROMPTS, params, policy=TAPERED)
+    again = llm.generate(PROMPTS, params, policy=policy)
     assert [output.token_ids for output in again] == [output.token_ids for output in whole]
 
 

@@ -33,5 +33,16 @@ def test_they_are_served_with_headers_that_allow_nothing_else(tiny_llama):
             assert "unsafe" not in policy
             assert response.headers["x-content-type-options"] == "nosniff"
         html = (PAGE / "index.html").read_text()
-        for link in re.findall(r'(?:src|href)="(/[^"]+)"', html):
-            assert server.http.get(link).status_code == 200
+        links = re.findall(r'(?:src|href)="([^"#]+)"', html)
+        assert len(links) > 3
+        for link in links:
+            assert server.http.get(f"/{link}").status_code == 200
+
+
+def test_nothing_leaves_the_prefix_that_a_proxy_serves_it_under(tiny_llama):
+    with serving(tiny_llama, root_path="/taper") as server:
+        pages = {path: server.http.get(path).text for path in ("/", "/docs")}
+        pages |= {file.name: file.read_text() for file in FILES}
+        for name, text in pages.items():
+            assert not re.search(r'(?:src|href)="/|(?:ask|fetch)\(["`]/|from "/', text), name
+        assert server.http.get("/openapi.json").json()["servers"] == [{"url": "/taper"}]

@@ -170,7 +170,7 @@ GOOD = json.loads(DepthPolicy.d3(8, 0.9, skip_order=[3, 4, 5]).to_json())
         ({"num_hidden_layers": 0}, "from 1 to"),
         ({"num_hidden_layers": 10**12}, "from 1 to"),
         ({"num_hidden_layers": True}, "whole number"),
-        ({"format_version": 2}, "format_version"),
+        ({"format_version": 3}, "format_version"),
         ({"format_version": True}, "format_version"),
         ({"extra": 1}, "no key 'extra'"),
         ({"name": 5}, "name"),

@@ -210,3 +210,35 @@ def test_a_completion_after_a_tapered_output_equals_one_token_at_a_time(tiny_lla
         kept = engine.complete([Request(prompt_ids, SamplingParams(max_tokens=4), DepthPolicy.full(6))])
         cold = Engine(make_backend(kind, tiny_llama.load()))
         assert kept == cold.complete([Request(prompt_ids, SamplingParams(max_tokens=4), DepthPolicy.full(6))])
+
+
+@BACKENDS
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "wide"])
+@pytest.mark.parametrize("adapters", [False, True])
+def test_depths_that_rise_again_equal_one_token_at_a_time(tiny_llama, tmp_path, kind, architecture, adapters):
+    """Also where skipped layers keep states ("wide": as many heads of keys as of queries)."""
+    if architecture == "llama":
+        loaded = tiny_llama.load()
+    elif architecture == "wide":
+        loaded = make_tiny(tmp_path, "llama", num_key_value_heads=4).load()
+    else:
+        loaded = make_tiny(tmp_path, *FAMILIES[architecture][:1], **FAMILIES[architecture][1]).load()
+    layers, size = loaded.config.num_hidden_layers, loaded.config.hidden_size
+    policy = DepthPolicy.static(layers, layers - 2, [3, 1])
+    policy = with_adapters(policy, size, scale=0.5) if adapters else policy
+    (known,), by_hand = references(1), make_backend(kind, loaded)
+    depths = np.random.default_rng(5).integers(layers - 2, layers + 1, len(known.completion_ids) - 1).tolist()
+    replay = Replay(Engine(make_backend(kind, loaded, num_slots=2)), [known])
+    (scores,) = replay.stepped([0], policy, lambda index, step, probability: depths[step - 1])
+    logits = [by_hand.forward(one_slot(by_hand, known.prompt_ids, (len(known.prompt_ids) - 1,))).logits[0]]
+    for step, (token, depth) in enumerate(zip(known.completion_ids, depths, strict=False), 1):
+        batch = one_slot(by_hand, [token], (0,), start=len(known.prompt_ids) + step - 1)
+        num_active = tuple(int(layer in policy.retained_at(depth)) for layer in range(layers))
+        batch = replace(batch, num_active=num_active, adapters=policy.adapters, fill=True)
+        logits += list(by_hand.forward(batch).logits)
+    tapered, steps = log_softmax(np.stack(logits)), np.arange(len(known.completion_ids))
+    np.testing.assert_allclose(scores.nll, -tapered[steps, list(known.completion_ids)], atol=1e-3)
+    assert scores.depth.tolist() == [layers, *depths]
+    assert scores.kl.max() > 1e-3
+    (full,) = replay.stepped([0], policy, lambda index, step, probability: layers)
+    np.testing.assert_allclose(full.kl, 0, atol=1e-4)

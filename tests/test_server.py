@@ -262,6 +262,61 @@ def test_without_max_tokens_a_text_completion_has_16_and_a_chat_what_the_context
     assert server.chat("six", max_tokens=None, max_completion_tokens=5).json()["usage"]["completion_tokens"] == 5
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ({"repeat_penalty": 1.5}, {"repetition_penalty": 1.5}),
+        ({"n_predict": 5}, {"max_tokens": 5}),
+        ({"ignore_eos": True}, {"taper": {"ignore_eos": True}}),
+        ({"cache_prompt": True, "mirostat": 0, "typical_p": 1.0, "verbosity": "medium", "prediction": None}, {}),
+        ({"repeat_penalty": 1.5, "repetition_penalty": 1.5}, {"repetition_penalty": 1.5}),
+    ],
+)
+def test_names_of_other_servers_mean_the_same(server, theirs, ours):
+    body = {"model": NAME, "messages": [{"role": "user", "content": "one"}], "temperature": 0.0}
+    limit = {} if "n_predict" in theirs else {"max_tokens": 12}
+    replies = [server.http.post("/v1/chat/completions", json=body | limit | fields).json() for fields in (theirs, ours)]
+    texts = [reply["choices"][0]["message"]["content"] for reply in replies]
+    assert texts[0] == texts[1]
+    assert replies[0]["usage"]["completion_tokens"] == replies[1]["usage"]["completion_tokens"]
+
+
+def test_neither_eos_nor_a_stop_id_comes_before_min_tokens(server):
+    """However probable it is: here a bias makes it the likeliest token by far."""
+    eos = next(iter(server.llm.tokenizer.eos_token_ids))
+    body = {
+        "model": NAME,
+        "prompt": "one",
+        "temperature": 0.0,
+        "max_tokens": 9,
+        "logit_bias": {str(eos): 100, "70": 90},
+    }
+    for fields, tokens in (({}, 0), ({"min_tokens": 4}, 4), ({"min_tokens": 9}, 9)):
+        reply = server.http.post("/v1/completions", json=body | fields).json()
+        assert reply["usage"]["completion_tokens"] == tokens, fields
+    fields = {"min_tokens": 3, "logit_bias": {"70": 100}, "taper": {"stop_token_ids": [70]}}
+    assert server.http.post("/v1/completions", json=body | fields).json()["usage"]["completion_tokens"] == 3
+    schema = {"type": "json_schema", "json_schema": {"name": "any", "schema": {"type": "integer"}}}
+    chat = {"model": NAME, "messages": [{"role": "user", "content": "one"}], "min_tokens": 3, "response_format": schema}
+    refused = server.http.post("/v1/chat/completions", json=chat)
+    assert refused.status_code == 400
+    assert "min_tokens does not go with a schema" in refused.json()["error"]["message"]
+
+
+def test_what_clients_of_llama_server_ask_for(server):
+    assert server.http.get("/v1/health").json() == {"status": "ok"}
+    props = server.http.get("/props").json()
+    assert props["default_generation_settings"]["n_ctx"] == server.llm.engine.backend.context_length
+    assert props["total_slots"] == server.llm.engine.backend.num_slots
+    assert props["model_alias"] == NAME
+    for path, allowed in (("/v1/chat/completions", "POST"), ("/health", "GET")):
+        options = server.http.options(path)
+        assert options.status_code == 204
+        assert allowed in options.headers["allow"]
+    assert server.http.head("/props").status_code == 200
+    assert server.http.options("/nowhere").status_code == 404
+
+
 def test_a_bias_forces_a_token(server):
     (token_id,) = server.llm.encode("q", raw=True)
     assert server.chat("seven", logit_bias={str(token_id): 100}).json()["choices"][0]["message"]["content"] == "q" * 8
@@ -625,7 +680,7 @@ def test_the_openai_client_works_unchanged(server):
     assert client.chat.completions.create(**options | {"messages": again}).usage.prompt_tokens > 20
     assert client.completions.create(model=NAME, prompt="ab", max_tokens=3).choices[0].finish_reason
     assert [model.id for model in client.models.list()] == [NAME]
-    with pytest.raises(BadRequestError, match="unknown field 'mirostat'"):
+    with pytest.raises(BadRequestError, match="mirostat is 2, which is not supported"):
         client.chat.completions.create(**options, extra_body={"mirostat": 2})
     with pytest.raises(NotFoundError, match="gpt-5"):
         client.chat.completions.create(**options | {"model": "gpt-5"})

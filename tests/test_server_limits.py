@@ -44,7 +44,11 @@ def check_refused(response: httpx.Response, *statuses: int) -> dict:
 @pytest.mark.parametrize(
     ("fields", "param", "said"),
     [
-        ({"mirostat": 2}, "mirostat", "unknown field"),
+        ({"mirostat": 2}, "mirostat", "mirostat is 2, which is not supported; leave it out"),
+        ({"temprature": 2}, "temprature", "unknown field 'temprature'; did you mean temperature?"),
+        ({"repeat_penalty": 1.5, "repetition_penalty": 2}, "repeat_penalty", "two names of one number"),
+        ({"prediction": {"type": "content"}}, "prediction", "not supported; leave it out"),
+        ({"min_tokens": -1}, "min_tokens", "min_tokens"),
         ({"taper": {"alpha": 1}}, "taper.alpha", "unknown field"),
         ({"messages": None}, "messages", "list"),
         ({"messages": []}, "messages", "at least 1"),
@@ -329,7 +333,9 @@ def test_a_key_is_asked_of_all_but_the_page_and_probes(tiny_llama):
             for path in ("/v1/models", "/metrics", "/openapi.json"):
                 check_refused(stranger.get(path), 401)
             check_refused(stranger.post(CHAT, json=chat_body()), 401)
-            assert {stranger.get(path).status_code for path in ("/", "/page/page.js", "/health", "/ready")} == {200}
+            assert {
+                stranger.get(path).status_code for path in ("/", "/page/page.js", "/health", "/v1/health", "/ready")
+            } == {200}
 
 
 def test_other_hosts_names_are_refused_without_a_key(server):

@@ -93,6 +93,7 @@ class GenerateOptions(TypedDict, total=False):
     stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
     ignore_eos: bool
+    min_tokens: int
     logprobs: int | None
 
 

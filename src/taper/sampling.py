@@ -40,6 +40,7 @@ class SamplingParams:
         stop: a text or texts that end the completion, and are not part of it; None for none.
         stop_token_ids: ids that end the completion, besides the model's own; None for none.
         ignore_eos: go on past the model's own stop ids.
+        min_tokens: neither these nor `stop_token_ids` come before so many tokens; for texts without a schema or tools.
         logprobs: report log-probabilities of the chosen token and of this many most probable ones, 0 to 20.
 
     Raises:
@@ -59,6 +60,7 @@ class SamplingParams:
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    min_tokens: int = 0
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
@@ -73,6 +75,7 @@ class SamplingParams:
             "stop": stop,
             "ignore_eos": flag("ignore_eos", self.ignore_eos),
             "max_tokens": whole_number("max_tokens", self.max_tokens, 1),
+            "min_tokens": whole_number("min_tokens", self.min_tokens, 0),
             "temperature": number("temperature", self.temperature, 0, 100),
             "top_k": whole_number("top_k", self.top_k, 0),
             "top_p": number("top_p", self.top_p, 0, 1, above=True),
@@ -94,7 +97,8 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         """Whether the argmax of the model's own logits is all that is asked for."""
-        return self.temperature == 0 and self.logprobs is None and not (self.has_penalties or self.logit_bias)
+        changes = self.has_penalties or self.logit_bias or self.min_tokens
+        return self.temperature == 0 and self.logprobs is None and not changes
 
     def reach(self, vocab_size: int) -> float:
         """How far below the highest logit tokens matter; infinite if each may come, or their log-probabilities do.
@@ -291,10 +295,15 @@ def check_token_ids(token_ids: Iterable[int], vocab_size: int) -> None:
             raise RequestError(f"token id {token_id} is outside the vocabulary of {vocab_size}")
 
 
+def log_total(logits: np.ndarray) -> float:
+    """log of the sum of exp of logits float32 [n]."""
+    highest = float(logits.max())
+    return highest + math.log(np.exp(logits - highest).sum(dtype=np.float64))
+
+
 def token_logprobs(logits: np.ndarray, token_id: int, top: int) -> TokenLogprobs:
     """Log-probabilities of a token and of the `top` most probable ones, from logits float32 [vocab_size]."""
-    highest = float(logits.max())
-    total = highest + math.log(np.exp(logits - highest).sum(dtype=np.float64))
+    total = log_total(logits)
     ids = _largest(logits, min(top, len(logits))) if top else np.empty(0, np.int64)
     best = ids[np.argsort(-logits[ids], kind="stable")].tolist()
     return TokenLogprobs(float(logits[token_id]) - total, {i: float(logits[i]) - total for i in best})

@@ -21,6 +21,7 @@ from .common import draft_options, limits_of_drafts, load, model_options, say, s
 @draft_options
 @click.option("--host", default="127.0.0.1", help="Address to listen on.")
 @click.option("--port", type=int, default=8000, help="Port to listen on; 0: a free one.")
+@click.option("--root-path", default="", metavar="PATH", help="Prefix under which a proxy serves it, such as /taper.")
 @click.option("--api-key", envvar="TAPER_API_KEY", show_default=False, help="What clients must send. [$TAPER_API_KEY]")
 @click.option("--insecure", is_flag=True, help="Let other machines in without a key.")
 @click.option("--cors-origin", "cors_origins", multiple=True, metavar="URL", help="Let pages of this origin in.")

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ..errors import REUSE
+from ..errors import REUSE, RequestError
 from ..policy import DepthPolicy
 from ..sampling import NOT_A_NUMBER, SamplingParams, TokenCounts, TokenLogprobs
 from .drafting import Draft, Drafting, NgramDrafter, Record
@@ -45,6 +45,9 @@ class Request:
     `reuse`, one of `REUSE`, says what it may take from earlier requests: "filled" also keys and values of layers that
     they skipped, if its own policy skips layers; "exact" only what full depth computed. `text_goes_on` is for whoever
     decodes the completion: its text goes on from that of the prompt.
+
+    Raises:
+        RequestError: `min_tokens` and a filter exclude each other.
     """
 
     prompt_ids: Tokens
@@ -56,15 +59,25 @@ class Request:
     text_goes_on: bool = False
     drafting: Drafting | None = None
 
+    def __post_init__(self) -> None:
+        if self.params.min_tokens and self.token_filter is not None:
+            message = "min_tokens does not go with a schema or tools, which say where an output may end"
+            raise RequestError(message, "leave out one of the two", param="min_tokens")
+
     @property
     def takes_filled(self) -> bool:
         """Whether it fills keys and values of skipped layers, and may see those that others filled."""
         return takes_filled(self.policy, self.reuse)
 
     @property
+    def fills(self) -> bool:
+        """Whether skipped layers get keys and values: for later requests, or as a later token may run every layer."""
+        return self.takes_filled or self.policy.is_gated
+
+    @property
     def is_greedy(self) -> bool:
         """Whether the argmax of the model's own logits is all that is asked for."""
-        return self.params.is_greedy and self.token_filter is None
+        return self.params.is_greedy and self.token_filter is None and not self.policy.is_gated
 
 
 @dataclass(frozen=True)
@@ -80,6 +93,7 @@ class StepOutput:
     finish_reason: str | None
     logprobs: TokenLogprobs | None = None
     is_drafted: bool = False  # whether it was proposed, and came true
+    probability: float = 1.0  # that the model gave it, where the policy has gates
 
 
 @dataclass(eq=False)
@@ -129,6 +143,16 @@ class Sequence:
         return len(self.outputs)
 
     @property
+    def banned_ids(self) -> list[int]:
+        """Tokens that may not come yet: those that would end the completion too early."""
+        params = self.request.params
+        return [*self.request.eos_token_ids, *params.stop_token_ids] if self.step < params.min_tokens else []
+
+    def next_depth(self) -> int:
+        """The depth of the next step, after the last token."""
+        return self.request.policy.depth(self.step, self.outputs[-1].probability if self.outputs else 1.0)
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of the prompt and of the completion so far."""
         return len(self.request.prompt_ids) + len(self.outputs)
@@ -173,7 +197,7 @@ class Sequence:
 
     def recover(self) -> None:
         """Return to the last committed token, after an interrupt while a token was being committed."""
-        self.depth = self.request.policy.depth(self.step)
+        self.depth = self.next_depth()
         self._begin()
         self.rng.random(self.step)  # `sample` draws one number a token
         for token_id in self.completion_ids:

@@ -42,7 +42,8 @@ log = logging.getLogger("taper.server")
 MAX_CONNECTIONS = 1 << 14
 MAX_WAITING_SCHEMAS = 8  # each may take two seconds, and SIGTERM waits for them
 SMALL_BODY = 1 << 16  # bytes; checked in milliseconds
-_PUBLIC_PATHS = ("/health", "/ready")  # need no key, like the page's files: they hold no secrets and show no data
+# These need no key, like the page's files: they hold no secrets and show no data.
+_PUBLIC_PATHS = ("/health", "/v1/health", "/ready")
 _CONTENT_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 _FilterFactory = Callable[[], TokenFilter]
 # The page may load its own files and talk to its own server, and nothing else.
@@ -96,7 +97,12 @@ def create_app(served: ServedModel, limits: Limits) -> types.ASGIApp:
         await run_sync(engine_loop.stop)
 
     app = FastAPI(
-        title="Taper", version=metadata.version("taper-llm"), lifespan=lifespan, docs_url=None, redoc_url=None
+        title="Taper",
+        version=metadata.version("taper-llm"),
+        root_path=limits.root_path,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
     )
     app.router.route_class = _Route
     app.state.one_large_body = CapacityLimiter(1)  # at a time: checking it takes a fraction of a second and 200 MB
@@ -181,6 +187,7 @@ def _add_openai_routes(app: FastAPI, served: ServedModel, limits: Limits, engine
 
 def _add_operator_routes(app: FastAPI, served: ServedModel, engine_loop: EngineLoop) -> None:
     @app.get("/health")
+    @app.get("/v1/health", include_in_schema=False)  # as llama-server has it
     async def health() -> dict[str, str]:
         """Whether the engine runs."""
         engine_loop.check_alive()
@@ -191,6 +198,11 @@ def _add_operator_routes(app: FastAPI, served: ServedModel, engine_loop: EngineL
         """Whether there is room for a request."""
         engine_loop.check_room(1)
         return {"status": "ready", "model": served.name}
+
+    @app.get("/props")
+    async def props() -> protocol.Props:
+        """What clients of llama-server ask for: the context, how many outputs run at a time, the chat template."""
+        return served.props()
 
     @app.get("/metrics", response_class=Response)
     async def show_metrics() -> Response:
@@ -235,6 +247,8 @@ async def _error_response(request: Request, error: Exception) -> Response:
         path = printable(request.url.path)[: protocol.MAX_PARAM_CHARACTERS]
         message = f"there is no {path} here; /docs lists what there is"
         return protocol.ApiError(404, message, code="no_route").response()
+    if isinstance(error, HTTPException) and error.status_code == 405 and request.method == "OPTIONS":
+        return Response(status_code=204, headers=error.headers)  # which say what is allowed
     return protocol.to_api_error(error).response()
 
 

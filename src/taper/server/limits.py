@@ -32,6 +32,7 @@ class Limits:
     Args:
         host: an address or name to listen on; other machines reach it unless it is a loopback address.
         port: 0 takes a free one.
+        root_path: under which a proxy serves all of it, such as "/taper"; the API's document says so. "" for none.
         api_key: what clients must send as a bearer token; "" for none.
         insecure: listen for other machines without a key.
         cors_origins: web pages of these origins may use the server; none by default.
@@ -49,6 +50,7 @@ class Limits:
 
     host: str = "127.0.0.1"
     port: int = 8000
+    root_path: str = ""
     api_key: str = ""
     insecure: bool = False
     cors_origins: Sequence[str] = ()
@@ -68,6 +70,9 @@ class Limits:
         whole_number("keep_alive_seconds", self.keep_alive_seconds, 1, 86400)
         if "/" in self.host or not self.host.strip():
             raise RequestError(f"host is {shown(self.host)}; it must be a name or an address", "such as 127.0.0.1")
+        if not re.fullmatch(r"(/[\w.~-]+)*", self.root_path, re.ASCII):
+            rule = "it must begin with a slash and not end with one"
+            raise RequestError(f"root_path is {shown(self.root_path)}; {rule}", "such as /taper")
         object.__setattr__(self, "cors_origins", tuple(map(_origin, self.cors_origins)))
         if not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key.strip() == self.api_key):
             raise RequestError("the API key has characters that clients cannot send", "use visible ASCII characters")

@@ -19,9 +19,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from ..errors import ModelError, RequestError, TaperError, printable, shown
+from ..errors import ModelError, RequestError, TaperError, did_you_mean, printable, shown
 from ..models.call_forms import CLOSE
 from ..models.files import without_mark
+from .neighbours import as_ours
 
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 1000
 MAX_BIASED_TOKENS = 1024
@@ -62,7 +63,7 @@ def read_body(body: bytes, model: type[Strict]) -> Strict:
     try:
         return model.model_validate(value, from_attributes=True)
     except ValidationError as error:
-        raise _validation_error(error, value) from None
+        raise _validation_error(error, value, model.model_fields) from None
     except TaperError as error:
         raise to_api_error(error) from None
 
@@ -119,7 +120,7 @@ def _at_most(count: int) -> BeforeValidator:
 class TaperFields(Strict):
     """Taper's own fields of a request: depth, and sampling parameters that OpenAI lacks.
 
-    `top_k`, `min_p` and `repetition_penalty` may also stand beside OpenAI's own fields, as in vLLM.
+    Sampling parameters may also stand beside OpenAI's own fields, as in vLLM.
     """
 
     policy: str | None = None
@@ -153,6 +154,8 @@ class CompletionFields(Strict):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
     logit_bias: Annotated[dict[str, float] | None, _at_most(MAX_BIASED_TOKENS)] = None
     seed: int | None = None
     stop: StopText | Annotated[list[StopText], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
@@ -170,6 +173,11 @@ class CompletionFields(Strict):
     prompt_cache_retention: str | None = None
     prompt_cache_options: Annotated[dict[str, Any] | None, _at_most(MAX_METADATA)] = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _as_ours(cls, data: Any) -> Any:
+        return as_ours(data) if isinstance(data, dict) else data
+
     @model_validator(mode="after")
     def _check_shared_fields(self) -> CompletionFields:
         for key in self.logit_bias or ():
@@ -186,6 +194,11 @@ class CompletionFields(Strict):
     def compares(self) -> bool:
         """Whether there are two choices, full depth and tapered, that advance by a token in turn."""
         return self.own.mode == "compare"
+
+    @property
+    def ignores_eos(self) -> bool:
+        """Whether the model's own stop ids do not end an output."""
+        return bool(self.own.ignore_eos if self.ignore_eos is None else self.ignore_eos)
 
     @property
     def num_choices(self) -> int:
@@ -391,10 +404,6 @@ class ChatRequest(CompletionFields):
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
     functions: Annotated[list[Any], Field(max_length=0)] | None = None
     function_call: Literal["auto", "none"] | None = None
-    verbosity: Literal["medium"] | None = None
-    audio: None = None
-    prediction: None = None
-    web_search_options: None = None
 
     @property
     def usable_tools(self) -> list[Tool]:
@@ -445,14 +454,14 @@ class ChatRequest(CompletionFields):
             raise RequestError(message, "give one of the two", "max_tokens")
         if self.requires_call and not self.callable_tools:
             raise RequestError("tool_choice asks for a tool that is not in tools", "add it", "tool_choice")
-        if self.requires_call and self.own.ignore_eos:
+        if self.requires_call and self.ignores_eos:
             message = "with ignore_eos, a call would never end"
-            raise RequestError(message, "leave out ignore_eos or tool_choice", "taper.ignore_eos")
+            raise RequestError(message, "leave out ignore_eos or tool_choice", "ignore_eos")
         if self.json_schema is not None and self.usable_tools:
             raise RequestError("tools and response_format exclude each other", "leave out one of the two", "tools")
-        if self.json_schema is not None and self.own.ignore_eos:
+        if self.json_schema is not None and self.ignores_eos:
             message = "with ignore_eos, JSON would never end"
-            raise RequestError(message, "leave out ignore_eos or response_format", "taper.ignore_eos")
+            raise RequestError(message, "leave out ignore_eos or response_format", "ignore_eos")
         return self
 
 
@@ -650,6 +659,23 @@ class ModelList(BaseModel):
     data: list[ModelReply]
 
 
+class GenerationSettings(BaseModel):
+    """What a request gets that sets nothing."""
+
+    n_ctx: int
+    params: dict[str, float]
+
+
+class Props(BaseModel):
+    """The reply of /props, by llama-server's names."""
+
+    default_generation_settings: GenerationSettings
+    total_slots: int
+    model_alias: str
+    chat_template: str
+    build_info: str
+
+
 class Tokens(BaseModel):
     """The reply of /tokenize."""
 
@@ -746,8 +772,8 @@ def errors_at(param: str, fields: Mapping[str, str] | None = None) -> Iterator[N
         raise type(error)(message, error.hint, name) from None
 
 
-def _validation_error(error: ValidationError, body: Any) -> ApiError:
-    """The first mistake in a body: where it is, what is wrong, and the value."""
+def _validation_error(error: ValidationError, body: Any, names: Iterable[str]) -> ApiError:
+    """The first mistake in a body, which has fields of these names: where it is, what is wrong, and the value."""
     problems = error.errors(include_url=False)
     # pydantic reports a problem for each type of a union. The type that was meant is the one with a problem other than
     # a wrong type, or else with the deepest one.
@@ -756,7 +782,9 @@ def _validation_error(error: ValidationError, body: Any) -> ApiError:
     problem = max(other[:1] or same_field, key=lambda problem: _param(problem, body).count("."))
     param = _param(problem, body)
     if problem["type"] == "extra_forbidden":
-        return ApiError(400, f"unknown field {param!r}", param=param, code="unknown_field")
+        hint = did_you_mean(param, names)
+        message = f"unknown field {param!r}" + (f"; {hint}" if hint else "")
+        return ApiError(400, message, param=param, code="unknown_field")
     if problem["type"] == "missing":
         return ApiError(400, f"field {param!r} is missing", param=param, code="missing_field")
     rule = problem["msg"][0].lower() + problem["msg"][1:]

@@ -12,12 +12,12 @@ _HEAD = """<!doctype html>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>Taper's API</title>
-<link rel="icon" href="/page/icon.svg">
-<link rel="stylesheet" href="/page/reference.css">
+<link rel="icon" href="page/icon.svg">
+<link rel="stylesheet" href="page/reference.css">
 </head>
 <body>
 <h1>Taper's API</h1>
-<p>As <a href="/openapi.json">an OpenAPI document</a>, for programs. Clients of OpenAI's API work with the base URL of
+<p>As <a href="openapi.json">an OpenAPI document</a>, for programs. Clients of OpenAI's API work with the base URL of
 this server and <code>/v1</code>.</p>
 """
 

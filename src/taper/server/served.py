@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import metadata
 from itertools import product
 from typing import Any
 
@@ -21,7 +22,7 @@ from .tool_calls import check_tools
 DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI documents
 NO_LIMIT = -1  # of tokens, as clients of llama.cpp and Ollama say
 # Fields of a body that are parameters of sampling, or of chat templates, under the same name.
-_SAMPLING_FIELDS = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed"}
+_SAMPLING_FIELDS = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "min_tokens", "ignore_eos"}
 _SAMPLING_FIELDS |= {"presence_penalty", "frequency_penalty"}
 _ENDING_FIELDS = {"add_generation_prompt", "continue_final_message"}
 _NO_SAMPLING_FIELDS = {"policy", "mode", "draft", "think", "reuse"}  # of Taper's own fields
@@ -145,6 +146,19 @@ class ServedModel:
             policies={name: self._describe_policy(name) for name in self.policies},
         )
         return protocol.ModelReply(id=self.name, object="model", created=self.created, owned_by="taper", taper=info)
+
+    def props(self) -> protocol.Props:
+        """What clients of llama-server look at."""
+        backend = self.llm.engine.backend
+        return protocol.Props(
+            default_generation_settings=protocol.GenerationSettings(
+                n_ctx=backend.context_length, params=self.llm.sampling
+            ),
+            total_slots=backend.num_slots,
+            model_alias=self.name,
+            chat_template=self.llm.tokenizer.chat_template,
+            build_info=f"taper {metadata.version('taper-llm')}",
+        )
 
     def _describe_policy(self, name: str) -> protocol.PolicyInfo:
         policy, provenance = self.policies[name], self.policies[name].provenance

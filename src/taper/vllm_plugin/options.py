@@ -83,6 +83,8 @@ class PluginOptions:
         named.setdefault(DEFAULT, default)
         sizes = {"hidden_size": model.hidden_size, "vocab_size": model.vocab_size}
         for policy in (default, *named.values()):
+            if policy.is_gated:  # vLLM schedules a token before it knows the one before it
+                raise PolicyError(f"policy {policy.label} has gates, which vLLM cannot follow", "choose another policy")
             policy.check_model(model.num_hidden_layers, policy.model and replace(policy.model, **sizes))
         return cls(default, named)
 

@@ -6,8 +6,9 @@ that differ from a base only from some layer on share its hidden states before t
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 
@@ -111,7 +112,8 @@ class Replay:
         steps = range(1, len(full.nll))
         common = self._paths(base, steps)
         begins = [_first_difference(self._paths(policy, steps), common) for policy in policies]
-        tapered = [i for i, own in enumerate(scores) if (own.depth < self._num_hidden_layers).any()]
+        gated = [i for i, policy in enumerate(policies) if policy.is_gated]
+        tapered = [i for i, own in enumerate(scores) if i not in gated and (own.depth < self._num_hidden_layers).any()]
         # The base runs as far as any policy shares it, and returns the hidden states from which each policy goes on.
         hidden_states = {}
         if shared := tuple(sorted({begins[i] for i in tapered} - {0})):
@@ -129,6 +131,8 @@ class Replay:
                 skips = own.depth[place] < self._num_hidden_layers
                 for values, new in zip((own.kl, own.agreement, own.nll), compared, strict=True):
                     values[place] = np.where(skips, new, values[place])
+        for i in gated:  # last, as their tokens read other cells
+            (scores[i],) = self.stepped([index], policies[i])
         return scores
 
     def after_tapered(self, index: int, policy: DepthPolicy, first: Reference) -> Scores:
@@ -172,6 +176,45 @@ class Replay:
         steps = np.arange(len(full.nll))
         kl, agreement, nll = np.concatenate(parts, axis=1)
         return Scores(np.full(len(steps), index), steps, np.full(len(steps), layers), kl, agreement, nll, full.nll)
+
+    def stepped(
+        self, indices: Sequence[int], policy: DepthPolicy, depth: Callable[[int, int, float], int] | None = None
+    ) -> list[Scores]:
+        """What depths that may rise cost: known completions are decoded side by side, and all cells are filled.
+
+        Args:
+            indices: of completions, at most as many as the engine has slots.
+            policy: whose layers and adapters are meant.
+            depth: gives that of a step, from the index, the step, and the probability of the token before, which the
+                tapered model itself gave; by default the policy's.
+        """
+        scores = {}
+        for index in indices:
+            self._prepare(index)
+            scores[index] = _as_at_full_depth(index, self._full_depth, self._full[index])
+        for step in range(1, max(len(own.nll) for own in scores.values())):
+            depths = {}
+            for index, own in scores.items():
+                if step < len(own.nll):
+                    probability = math.exp(-own.nll[step - 1])
+                    depths[index] = depth(index, step, probability) if depth else policy.depth(step, probability)
+            rows = sorted(depths, key=lambda index: -depths[index])
+            known = [self.references[index] for index in rows]
+            batch = TokenBatch(
+                tokens=np.array([one.completion_ids[step - 1] for one in known], np.int32),
+                positions=np.array([len(one.prompt_ids) - 1 + step for one in known], np.int32),
+                slots=np.array([self._held[index].slot for index in rows], np.int32),
+                num_active=active_prefixes(policy.skip_order, self._num_hidden_layers, [depths[i] for i in rows]),
+                logits_rows=tuple(range(len(rows))),
+                adapters=policy.adapters,
+                fill=True,
+            )
+            for index, reference, logits in zip(rows, known, self.engine.forward(batch).logits, strict=True):
+                own, place = scores[index], slice(step, step + 1)
+                compared = _compare(logits[None], self._full[index], reference, step)
+                own.kl[place], own.agreement[place], own.nll[place] = compared
+                own.depth[step] = depths[index]
+        return list(scores.values())
 
     def block_influence(self) -> np.ndarray:
         """1 - mean cosine of the input and output of each layer at full depth (ShortGPT, arXiv 2403.03853): [L]."""

@@ -20,11 +20,11 @@ from ...errors import RequestError
 from ...models import load_model
 from ...models.download import cache_folder
 from ...policy import DepthPolicy
-from ...sampling import SamplingParams
+from ..calibration.long_outputs import MAX_TOKENS
 from ..calibration.measured_model import MeasuredModel
 from ..calibration.problems import word_problems
-from ..calibration.progress import SILENT, Stage
-from ..calibration.prompts import BATCH, completions
+from ..calibration.progress import SILENT
+from ..calibration.prompts import completions
 from ..calibration.replay import Reference
 from ..calibration.store import digest, numbers
 from ..calibration.validation import validate
@@ -34,13 +34,13 @@ from .summary import Healing
 from .train import Evaluation, Training
 
 BEYOND = 2  # further layers, which the policy does not skip, get an adapter too: for policies that skip a little more
-CHOOSING, VALIDATION = 16, 36  # held-out prompts to choose the best state by, and those of the final figures
+CHOOSING, VALIDATION = 8, 20  # held-out prompts to choose the best state by, and those of the final figures
 KEPT = 3  # checkpoints in the cache folder
-OUTPUT_TOKENS = 128  # most tokens of an output to learn from, or to be judged by
+OUTPUT_TOKENS = MAX_TOKENS  # most tokens of an output to learn from, or to be judged by
+OUTPUTS = 8  # that are made at a time
 MIN_STEPS = 8  # shorter completions teach nothing
-TEMPERATURE = 0.8  # of every second output at full depth
-ROUNDS = (0.5, 0.65, 0.8, 1.0)  # shares of the time at which rounds end; each begins with outputs to learn from
-FULL_DEPTH, ON_POLICY = 0.15, 0.05  # shares of the time for those outputs, in the first round and in each later one
+ROUNDS = (0.5, 0.75, 1.0)  # shares of the time at which rounds end; each begins with outputs to learn from
+FULL_DEPTH, ON_POLICY = 0.15, 0.075  # shares of the time for those outputs, in the first round and in each later one
 _Ids = tuple[int, ...]  # of a prompt's tokens
 
 
@@ -88,14 +88,11 @@ class _Healer:
     def run(self, report: Callable[[Evaluation], None]) -> Healing:
         """All stages in turn."""
         model, training = self._model, self._training
-        stage = model.progress.stage(
-            "held-out prompts", sum(-(-len(half) // BATCH) for half in _halves(self._choosing))
+        held_out, validation = (
+            model.complete("outputs at full depth", prompts, model.full, OUTPUT_TOKENS, model.sampling)
+            for prompts in (self._choosing, self._validation)
         )
-        held_out = _long_enough(self._outputs(self._choosing, model.full, stage))
-        # Sampled as the policy's own outputs will be, which are compared with them.
-        validation = model.complete(
-            "outputs at full depth", self._validation, model.full, OUTPUT_TOKENS, model.sampling
-        )
+        held_out = _long_enough(held_out)
         self._stage = model.progress.stage("training", self._seconds)
         if self._checkpoint.exists():
             self._restore()
@@ -141,24 +138,19 @@ class _Healer:
         for path in checkpoints[:-KEPT]:
             path.unlink(missing_ok=True)
 
-    def _outputs(self, prompts: Sequence[_Ids], policy: DepthPolicy, batches: Stage = SILENT) -> list[Reference]:
-        """Outputs of a policy, every second one sampled."""
-        llm, store = self._model.llm, self._model.store
-        greedy, sampled = _halves(prompts)
-        sampling = SamplingParams(temperature=TEMPERATURE)
-        return [
-            *completions(llm, greedy, policy, OUTPUT_TOKENS, store, batches),
-            *completions(llm, sampled, policy, OUTPUT_TOKENS, store, batches, sampling),
-        ]
+    def _outputs(self, prompts: Sequence[_Ids], policy: DepthPolicy) -> list[Reference]:
+        """Outputs of a policy, as users get them."""
+        llm, store, sampling = self._model.llm, self._model.store, self._model.sampling
+        return completions(llm, prompts, policy, OUTPUT_TOKENS, store, SILENT, sampling)
 
     def _outputs_within(self, share: float, prompts: Sequence[_Ids], policy: DepthPolicy) -> list[Reference]:
         """Outputs of a policy, as many as a share of the time allows."""
         references: list[Reference] = []
         began = now = time.perf_counter()
-        for first in range(0, len(prompts), 2 * BATCH):
+        for first in range(0, len(prompts), OUTPUTS):
             if now - began >= share * self._seconds:
                 break
-            references += self._outputs(prompts[first : first + 2 * BATCH], policy)
+            references += self._outputs(prompts[first : first + OUTPUTS], policy)
             last, now = now, time.perf_counter()
             self._training.elapsed_s += now - last
             self._stage.done(now - last)
@@ -168,17 +160,14 @@ class _Healer:
         """The first round's outputs. Their number is stored, so that a killed training continues with the same ones."""
         made = partial(self._outputs_within, FULL_DEPTH, self._prompts, self._model.full)
         count = self._model.store.remember({"outputs of": self._run}, lambda: len(made()))
-        return self._outputs(self._prompts[:count], self._model.full)
+        batches = (self._prompts[first : first + OUTPUTS] for first in range(0, count, OUTPUTS))
+        return [output for batch in batches for output in self._outputs(batch, self._model.full)]
 
     def _outputs_of_the_tapered_model(self, round_number: int) -> list[Reference]:
         rng = np.random.default_rng((self._seed, round_number))
         prompts = [self._prompts[i] for i in rng.permutation(len(self._prompts))]
         policy = replace(self._policy, adapters=frozen(self._training.adapters))
         return self._outputs_within(ON_POLICY, prompts, policy)
-
-
-def _halves(prompts: Sequence[_Ids]) -> tuple[Sequence[_Ids], Sequence[_Ids]]:
-    return prompts[::2], prompts[1::2]
 
 
 def _long_enough(references: Sequence[Reference]) -> list[Reference]:

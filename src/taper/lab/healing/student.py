@@ -6,7 +6,7 @@ the hidden states below the first layer that is ever skipped.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from ...policy import DepthPolicy, active_prefixes
 from ..calibration.replay import Reference
 
 TOP = 256  # tokens of full depth's distribution that a target keeps; all others share one bucket
-TOGETHER = 4  # lessons in one forward
+TOGETHER = 512  # steps of lessons in one forward, or a few more, as lessons are whole
 _ROWS = 16  # whose probabilities are computed together: they fit into a processor's cache
 _TINY = 1e-6  # least probability of the bucket, which rounding may leave empty
 
@@ -213,8 +213,7 @@ def mean_losses(
 ) -> tuple[float, float]:
     """Mean KL of a policy over the tapered steps of the lessons, in nats, and its top-1 agreement there."""
     kl, agreement, steps = 0.0, 0.0, 0
-    for first in range(0, len(lessons), TOGETHER):
-        batch = lessons[first : first + TOGETHER]
+    for batch in _batches(lessons):
         depths = [[policy.depth(step) for step in range(1, lesson.num_steps + 1)] for lesson in batch]
         with torch.no_grad():
             losses, agrees = student.losses(batch, depths, adapters)
@@ -223,3 +222,15 @@ def mean_losses(
         kl, agreement = kl + float(losses[tapered].sum()), agreement + float(agrees[tapered].sum())
         steps += int(tapered.sum())
     return kl / max(1, steps), agreement / max(1, steps)
+
+
+def _batches(lessons: Sequence[Lesson]) -> Iterator[list[Lesson]]:
+    """All lessons in turn, in batches of about `TOGETHER` steps."""
+    batch: list[Lesson] = []
+    for lesson in lessons:
+        batch.append(lesson)
+        if sum(one.num_steps for one in batch) >= TOGETHER:
+            yield batch
+            batch = []
+    if batch:
+        yield batch

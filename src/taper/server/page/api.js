@@ -13,14 +13,14 @@ export class ApiError extends Error {
 }
 
 export async function fetchModel() {
-  const response = await ask("/v1/models", { headers: headers() });
+  const response = await ask("v1/models", { headers: headers() });
   return (await response.json()).data[0];
 }
 
 // Yields the events of a chat completion; ends early when the signal aborts.
 export async function* chat(body, signal) {
   const request = { method: "POST", headers: headers(), body: JSON.stringify({ ...body, stream: true }), signal };
-  const response = await ask("/v1/chat/completions", request);
+  const response = await ask("v1/chat/completions", request);
   const decoder = new TextDecoder();
   let rest = "";
   for await (const bytes of chunks(response.body)) {
