@@ -44,10 +44,10 @@ def check_refused(response: httpx.Response, *statuses: int) -> dict:
 @pytest.mark.parametrize(
     ("fields", "param", "said"),
     [
-        ({"mirostat": 2}, "mirostat", "mirostat is 2, which is not supported; leave it out"),
+        ({"mirostat": 2}, "mirostat", "mirostat is 2, which is not supported (leave it out)"),
         ({"temprature": 2}, "temprature", "unknown field 'temprature'; did you mean temperature?"),
         ({"repeat_penalty": 1.5, "repetition_penalty": 2}, "repeat_penalty", "two names of one number"),
-        ({"prediction": {"type": "content"}}, "prediction", "not supported; leave it out"),
+        ({"prediction": {"type": "content"}}, "prediction", "not supported (leave it out)"),
         ({"min_tokens": -1}, "min_tokens", "min_tokens"),
         ({"taper": {"alpha": 1}}, "taper.alpha", "unknown field"),
         ({"messages": None}, "messages", "list"),

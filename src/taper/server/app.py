@@ -99,7 +99,6 @@ def create_app(served: ServedModel, limits: Limits) -> types.ASGIApp:
     app = FastAPI(
         title="Taper",
         version=metadata.version("taper-llm"),
-        root_path=limits.root_path,
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
@@ -116,7 +115,7 @@ def create_app(served: ServedModel, limits: Limits) -> types.ASGIApp:
     gate: types.ASGIApp = Gate(app, limits, [*_PUBLIC_PATHS, *(route.path for route in page)])
     if limits.cors_origins:
         gate = CORSMiddleware(gate, limits.cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"])
-    return _RequestLog(gate, metrics, [getattr(route, "path", "") for route in app.routes])
+    return _RequestLog(gate, metrics, [getattr(route, "path", "") for route in app.routes], limits.root_path)
 
 
 def _add_openai_routes(app: FastAPI, served: ServedModel, limits: Limits, engine_loop: EngineLoop) -> None:
@@ -255,14 +254,14 @@ async def _error_response(request: Request, error: Exception) -> Response:
 class _RequestLog:
     """Counts requests and writes a line for each to the log, without its content."""
 
-    def __init__(self, app: types.ASGIApp, metrics: Metrics, paths: Sequence[str]) -> None:
-        self._app, self._metrics, self._paths = app, metrics, frozenset(paths)
+    def __init__(self, app: types.ASGIApp, metrics: Metrics, paths: Sequence[str], root_path: str) -> None:
+        self._app, self._metrics, self._paths, self._root_path = app, metrics, frozenset(paths), root_path
 
     async def __call__(self, scope: types.Scope, receive: types.Receive, send: types.Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        method = scope["method"]
+        method, scope = scope["method"], {**scope, "root_path": self._root_path}  # the proxy has removed it
         if method == "HEAD":  # as GET; the web server leaves out the body
             scope = {**scope, "method": "GET"}
         started, status = time.perf_counter(), 0

@@ -614,8 +614,9 @@ class TextCompletion(Completion):
 class PolicyInfo(BaseModel):
     """A policy that requests may name. Lists are an estimate and the ends of its interval.
 
-    `repetition` is the part of the four-grams of greedy outputs that occurred earlier in the same output;
-    `full_repetition` is the same at full depth.
+    `repetition` is the part of the four-grams of outputs that occurred earlier in the same output; `full_repetition` is
+    the same at full depth. These and `agreement` are of outputs of up to `measured_tokens` tokens; `late_agreement` is
+    of the tokens from `late_from` on in long outputs, most of which run at the least depth.
     """
 
     min_depth: int
@@ -626,6 +627,8 @@ class PolicyInfo(BaseModel):
     full_repetition: float | None = None
     mean_depth: float | None = None
     measured_tokens: int | None = None
+    late_agreement: list[float] | None = None
+    late_from: int | None = None
 
 
 class ModelInfo(BaseModel):

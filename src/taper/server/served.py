@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from itertools import product
@@ -173,6 +174,10 @@ class ServedModel:
             }
         except (KeyError, TypeError, ValueError):  # a user's own policy may have any provenance
             measured = {}
+        with suppress(KeyError, TypeError, ValueError, IndexError):
+            late = [part for part in provenance["long_outputs"]["ranges"] if part["agreement"] is not None][-1]
+            agreement = [float(value) for value in late["agreement"]]
+            measured |= {"late_agreement": agreement, "late_from": int(late["first"])}
         return protocol.PolicyInfo(min_depth=policy.min_depth, default=name == self.default_policy, **measured)
 
     def _requests(

@@ -15,7 +15,12 @@ export function showCost(parent, policy, layers) {
   create(parent, "small", "", lines.join(", "));
   if (policy.agreement) {
     const [value, low, high] = policy.agreement;
-    bar(parent, value, `same token ${percent(value)} (${percent(low)} to ${percent(high)})`);
+    const length = policy.measured_tokens ? ` in ${policy.measured_tokens} tokens` : "";
+    bar(parent, value, `same token ${percent(value)} (${percent(low)} to ${percent(high)})${length}`);
+  }
+  if (policy.late_agreement) {
+    const [value, low, high] = policy.late_agreement;
+    bar(parent, value, `from token ${policy.late_from} on ${percent(value)} (${percent(low)} to ${percent(high)})`);
   }
   if (policy.repetition) {
     const [value] = policy.repetition;
