@@ -50,7 +50,15 @@ SPEEDS = {"fast": 1.20, "balanced": 1.10, "gentle": 1.05}  # the first finds the
 REPORTED = "balanced"  # has a report
 ADAPTERS, PLAIN = "adapters.safetensors", "-plain"
 PARTS, HEALING_PARTS = ("policies", "orders", "growth"), ("training", "healed", "earlier_curves")
-HEALED = ("mean_depth", "speedup", "held_out", "free_running", "problems", "conditions")  # what is kept of those
+HEALED = (
+    "mean_depth",
+    "speedup",
+    "held_out",
+    "free_running",
+    "problems",
+    "answer_tokens",
+    "conditions",
+)  # what is kept of those
 ANSWER_TOKENS, CONTEXT, THREADS = 128, 1024, 2
 COMPARED_STEPS = 48  # first steps of each held-out output, on which orders are compared
 DEPTHS = range(29, 19, -1)
@@ -130,7 +138,7 @@ def earlier_curves(cache: Path, model: str) -> dict[str, Any]:
             }
             speedup = {"predicted": round(cost.speedup(policy, ANSWER_TOKENS), 4), **timed}
             found = {**validated, "mean_depth": plain.provenance["mean_depth"], "speedup": speedup}
-            found |= {"conditions": to_plain(measured.conditions)}
+            found |= {"conditions": to_plain(measured.conditions), "answer_tokens": ANSWER_TOKENS}
             healing = {key: trained.provenance[key] for key in ("healing",) if key in trained.provenance}
             provenance = {**plain.provenance, **found, **healing}
             results[name] = shipped(folder, name, replace(policy, provenance=provenance))
@@ -174,7 +182,8 @@ def calibrated(cache: Path, model: str, adapters: Path | None) -> dict[str, Any]
         if model != DEFAULT_MODEL and name == REPORTED:
             options += ["--report", str(PAGES / model / "report")]
         summary, took = run_cli(cache, *options)
-        keys = ("mean_depth", "speedup", "held_out", "free_running", "cost_ms", "skip_order", "frontier", "conditions")
+        keys = ("mean_depth", "speedup", "held_out", "free_running", "cost_ms", "skip_order", "frontier")
+        keys += ("answer_tokens", "conditions")
         ratio = round(summary["speedup"]["predicted"] / summary["speedup"]["measured"][0], 4)
         kept = {key: summary[key] for key in keys}
         results[name] = {"resumed": resumed, **took, "predicted_over_measured": ratio, **kept}
@@ -208,6 +217,7 @@ def orders(cache: Path, model: str) -> dict[str, Any]:
         "seconds": round(time.perf_counter() - started, 1),
         "steps": sum(len(reference.completion_ids) - 1 for reference in measurements.replay.references),
         "answers": len(held_out),
+        "answer_tokens": ANSWER_TOKENS,
         "order": order[:10],
         "not_clear_of_zero": {name: to_plain(by_depth) for name, by_depth in include_zero.items() if by_depth},
         **to_plain(compared),

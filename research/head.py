@@ -216,7 +216,8 @@ def frontier(llm: LLM, options: argparse.Namespace) -> None:
     head = backend.head_rows(np.arange(vocab_size))
     exact = test @ head.T
     best, shares = exact.argmax(1), np.exp(exact - np.logaddexp.reduce(exact, 1)[:, None])
-    result = about(llm) | {"states": len(test), "hidden_size": hidden_size, "ways": []}
+    result = about(llm) | {"states": len(test), "hidden_size": hidden_size}
+    result |= {"max_tokens": options.max_tokens, "ways": []}
 
     def note(way: str, rank: int, approximate: np.ndarray, table: str) -> None:
         gap = approximate.max(1) - approximate[np.arange(len(best)), best]

@@ -78,7 +78,7 @@ def main() -> None:
     )
     policy = llm.resolve_policy(options.policy)
     about = made_with(llm) | {"torch": torch.__version__, "policy": options.policy, "minutes": options.minutes}
-    about["base"] = BASE
+    about |= {"base": BASE, "answer_tokens": stages.OUTPUT_TOKENS}
     if options.device == "cuda":
         about["gpu"] = torch.cuda.get_device_name()
     before = result.get("conditions", about)

@@ -8,10 +8,11 @@ import importlib.util
 import json
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import calibration
 import claims
@@ -44,6 +45,7 @@ from taper.lab.calibration import clock as cost
 from taper.lab.calibration.problems import builtin_problems
 from taper.lab.calibration.replay import Reference, Replay
 from taper.lab.evals.records import RecordFile
+from taper.models.policies import LONG_OUTPUT
 
 TASKS = "gsm8k,bbh_cot_zeroshot_boolean_expressions,bbh_cot_zeroshot_word_sorting"
 ORDER = (4, 1, 2, 3)
@@ -611,3 +613,41 @@ def test_a_name_that_only_a_comment_has_is_not_defined(tmp_path):
         '"""mentioned"""\nfrom os import path as where\nfirst, second = 1, 2\n# remarked\ndef made(given): ...\n'
     )
     assert defined_names(module) == {"where", "first", "second", "made"}
+
+
+QUALITY = {"held_out", "agreement", "argmax", "repetition", "kl", "circles"}
+LENGTHS = {"answer_tokens", "max_tokens", "text_tokens", "output_tokens"}
+
+
+def without_length(part: Any, path: str, known: bool = False) -> Iterator[str]:
+    """Where figures of quality stand that nothing around them says the length of the outputs of."""
+    if isinstance(part, dict):
+        known = known or bool(LENGTHS & {*part, *(part.get("conditions") or ())})
+        if QUALITY & part.keys() and not known:
+            yield path
+        else:
+            for name, inner in part.items():
+                yield from without_length(inner, f"{path}.{name}", known)
+    elif isinstance(part, list):
+        for inner in part:
+            yield from without_length(inner, path, known)
+
+
+@pytest.mark.parametrize("file", sorted(render.RESULTS.glob("*.json")), ids=lambda file: file.stem)
+def test_results_of_quality_say_how_long_their_outputs_are(file):
+    assert list(without_length(json.loads(file.read_text()), file.stem)) == []
+    assert list(without_length({"rows": [{"agreement": 1.0}]}, "so")) == ["so.rows"], "it would find one that does not"
+
+
+def test_the_first_figures_of_quality_are_of_outputs_as_people_get_them():
+    """Those in the README: of the length in the results, which is the one that policies are judged at."""
+    readme = (render.ROOT / "README.md").read_text()
+    gains = readme.split("<!-- gains.md.j2")[1].split("<!-- end of gains.md.j2")[0]
+    results = render.load()["long_outputs"]
+    assert {result["conditions"]["answer_tokens"] for result in results.values()} == {LONG_OUTPUT}
+    assert f"of up to {LONG_OUTPUT:,} tokens" in " ".join(gains.split())
+    for result in results.values():
+        for name, policy in result["policies"].items():
+            late = [part for part in policy["long_outputs"]["ranges"] if part["nll"]][-1]
+            assert late["end"] > 256
+            assert f"| `{name}`" not in gains or f"| {late['first']} | {late['depth']:.1f} |" in gains
