@@ -42,7 +42,7 @@ class Rotating(DepthPolicy):
         """How many of the first layers of the skip order take turns."""
         return min(len(self.skip_order), 2 * (self.num_hidden_layers - self.min_depth))
 
-    def retained_layers(self, step: int) -> tuple[int, ...]:
+    def retained_layers(self, step: int, probability: float = 1.0) -> tuple[int, ...]:
         """Layers run for the token of `step`, ascending; not among those of the step before."""
         pool = self.skip_order[: self.num_rotating]
         skipped = {pool[(step + place) % len(pool)] for place in range(self.num_hidden_layers - self.depth(step))}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
@@ -26,7 +27,9 @@ from tiny import (
 import taper.hf
 from taper.engine import Engine, Request, Sequence
 from taper.errors import PolicyError, RequestError
+from taper.lab.calibration.progress import SILENT
 from taper.lab.calibration.replay import Reference, Replay
+from taper.lab.calibration.store import Measurements, Store
 from taper.policy import DepthPolicy, Gate, Schedule
 from taper.sampling import SamplingParams
 
@@ -176,6 +179,20 @@ def test_replay_finds_the_depths_that_decoding_ran(tiny, kind, adapters):
         alone = Replay(Engine(make_backend(kind, tiny.load(), num_slots=2)), known)
         for one, ungated in zip(others, (policies(6)["d3"], FULL), strict=True):
             np.testing.assert_allclose(one.kl, alone.at(0, [ungated])[0].kl, atol=1e-4)
+
+
+def test_outputs_that_are_scored_side_by_side_have_the_scores_that_each_has_alone(tiny_llama, tmp_path):
+    known = [Reference(tuple(random_prompt(280 + i)), tuple(random_prompt(290 + i, 6 + 5 * i))) for i in range(5)]
+    store = Store(tmp_path / "measured.sqlite", {})
+    with closing(Measurements(Engine(make_backend("ggml", tiny_llama.load(), num_slots=2)), known, store)) as together:
+        scores = together.scores(GATE, SILENT)
+        again = together.scores(GATE, SILENT, range(3, 5))
+    for index, one in enumerate(known):
+        (alone,) = Replay(Engine(make_backend("ggml", tiny_llama.load())), [one]).at(0, [GATE])
+        for found in (scores, again) if index >= 3 else (scores,):
+            own = found.where(found.reference == index)
+            assert own.depth.tolist() == alone.depth.tolist()
+            np.testing.assert_allclose(own.kl, alone.kl, atol=1e-4)
 
 
 def test_gates_see_the_models_own_probabilities(tiny_llama):

@@ -6,13 +6,23 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tiny import BACKENDS, FAMILIES, make_backend, make_tiny, one_slot, policies, random_prompt, with_adapters
+from tiny import (
+    BACKENDS,
+    FAMILIES,
+    VOCAB_SIZE,
+    make_backend,
+    make_tiny,
+    one_slot,
+    policies,
+    random_prompt,
+    with_adapters,
+)
 
 from taper.engine import Engine, Request
 from taper.errors import RequestError
 from taper.lab.calibration import replay as replay_module
 from taper.lab.calibration.replay import Reference, Replay, Scores
-from taper.policy import DepthPolicy
+from taper.policy import DepthPolicy, Gate
 from taper.sampling import SamplingParams
 
 
@@ -177,6 +187,12 @@ def test_completions_that_do_not_fit_are_rejected(tiny_llama):
             Replay(engine, [Reference((1, 2), completion)])
 
 
+def with_gate(policy: DepthPolicy) -> DepthPolicy:
+    """The policy with a gate that is open after about every second of random tokens."""
+    gate = Gate(1 / VOCAB_SIZE, policy.min_depth)
+    return replace(policy, schedule=replace(policy.schedule, gates=(gate,)))
+
+
 @BACKENDS
 @pytest.mark.parametrize("adapters", [False, True])
 def test_a_completion_after_a_tapered_output_equals_one_token_at_a_time(tiny_llama, kind, adapters, monkeypatch):
@@ -186,13 +202,17 @@ def test_a_completion_after_a_tapered_output_equals_one_token_at_a_time(tiny_lla
     second = Reference(prompt_ids, tuple(random_prompt(93, 12)))
     engine = Engine(make_backend(kind, tiny_llama.load(), num_slots=2))
     replay, by_hand = Replay(engine, [second]), make_backend(kind, tiny_llama.load())
-    for policy in policies(6).values():
+    gates = {f"{name}, gated": with_gate(policy) for name, policy in policies(6).items()}
+    for policy in (policies(6) | gates).values():
         policy = with_adapters(policy, 64, scale=0.5) if adapters else policy
-        by_hand.forward(one_slot(by_hand, first.prompt_ids, ()))
+        logits = by_hand.forward(one_slot(by_hand, first.prompt_ids, (len(first.prompt_ids) - 1,))).logits[0]
         for step, token in enumerate(first.completion_ids[:-1], 1):
-            batch = one_slot(by_hand, [token], (), start=len(first.prompt_ids) + step - 1)
-            num_active = tuple(int(layer in policy.retained_layers(step)) for layer in range(6))
-            by_hand.forward(replace(batch, num_active=num_active, adapters=policy.adapters, fill=True))
+            batch = one_slot(by_hand, [token], (0,), start=len(first.prompt_ids) + step - 1)
+            depth = policy.depth(step, float(np.exp(log_softmax(logits)[token])))
+            num_active = tuple(int(layer in policy.retained_at(depth)) for layer in range(6))
+            logits = by_hand.forward(replace(batch, num_active=num_active, adapters=policy.adapters, fill=True)).logits[
+                0
+            ]
         begin = len(first.prompt_ids) + len(first.completion_ids) - 1
         rest = [*second.prompt_ids, *second.completion_ids][begin:-1]
         rows = tuple(range(len(rest) - len(second.completion_ids), len(rest)))

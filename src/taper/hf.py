@@ -224,7 +224,7 @@ def _forward_by_step(
     def forward(hidden_states: Any, *args: Any, past_key_values: Any, **kwargs: Any) -> Any:
         # Layer 0 has run, so its cache holds this forward's tokens too: the prompt and one for each step.
         step = past_key_values.get_seq_length() - prompt_length
-        if step > 0 and index not in policy.retained_at(policy.depth(step, probability[0])):
+        if step > 0 and index not in policy.retained_layers(step, probability[0]):
             if fill:
                 with suppress(_Written):
                     run(hidden_states, *args, past_key_values=_WriteOnly(past_key_values), **kwargs)

@@ -262,9 +262,9 @@ class DepthPolicy:
         least = least_depths(self.skip_order, self.num_hidden_layers)
         return tuple(layer for layer, needed in enumerate(least) if depth >= needed)
 
-    def retained_layers(self, step: int) -> tuple[int, ...]:
-        """Layers run for the token of `step`, ascending."""
-        return self.retained_at(self.depth(step))
+    def retained_layers(self, step: int, probability: float = 1.0) -> tuple[int, ...]:
+        """Layers run for the token of `step`, after a token of such a probability, ascending."""
+        return self.retained_at(self.depth(step, probability))
 
     def with_alpha(self, alpha: float) -> DepthPolicy:
         """D3's power curve over this policy's skip order: from its `start` on, and as deep as the order goes.

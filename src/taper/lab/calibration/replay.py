@@ -20,7 +20,7 @@ from ...engine import Engine, Request
 from ...engine import Sequence as EngineSequence
 from ...errors import RequestError
 from ...policy import DepthPolicy, active_prefixes
-from ...sampling import SamplingParams
+from ...sampling import SamplingParams, log_total
 
 WINDOW = 128  # tokens of a forward; bounds the memory of their logits
 TOP = 1024  # most probable tokens at full depth that are compared one by one; all others share one bucket
@@ -148,12 +148,14 @@ class Replay:
         self._prepare(index)
         reference, full, layers = self.references[index], self._full[index], self._num_hidden_layers
         begin, count = len(first.prompt_ids), len(first.completion_ids) - 1  # its last token is part of the next prompt
-        tapered = [policy.depth(step) for step in range(1, count + 1)]
+        tapered = [] if policy.is_gated else [policy.depth(step) for step in range(1, count + 1)]
         rest = [layers] * (len(reference.prompt_ids) - 1 - begin - count)
         sequence, parts = self._held[index], []
         # Cells from here on are overwritten, so no other request may reuse them.
         sequence.num_computed_tokens = sequence.num_exact_tokens = begin
         try:
+            if policy.is_gated:
+                self._fill_by_step(sequence.slot, policy, first)
             for start, depths in ((begin, tapered), (begin + count, rest)):
                 for place in range(0, len(depths), WINDOW):
                     part = depths[place : place + WINDOW]
@@ -215,6 +217,22 @@ class Replay:
                 own.kl[place], own.agreement[place], own.nll[place] = compared
                 own.depth[step] = depths[index]
         return list(scores.values())
+
+    def _fill_by_step(self, slot: int | None, policy: DepthPolicy, output: Reference) -> None:
+        """Write the cells of an output's tokens but the last, each at the depth that the gates give it."""
+        token_ids, depth = (output.prompt_ids[-1], *output.completion_ids), self._num_hidden_layers
+        for step, (token_id, next_id) in enumerate(pairwise(token_ids)):
+            batch = TokenBatch(
+                tokens=np.array([token_id], np.int32),
+                positions=np.array([len(output.prompt_ids) - 1 + step], np.int32),
+                slots=np.array([slot], np.int32),
+                num_active=active_prefixes(policy.skip_order, self._num_hidden_layers, [depth]),
+                logits_rows=(0,),
+                adapters=policy.adapters,
+                fill=True,
+            )
+            logits = self.engine.forward(batch).logits[0]
+            depth = policy.depth(step + 1, math.exp(logits[next_id] - log_total(logits)))
 
     def block_influence(self) -> np.ndarray:
         """1 - mean cosine of the input and output of each layer at full depth (ShortGPT, arXiv 2403.03853): [L]."""
