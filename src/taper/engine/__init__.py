@@ -518,7 +518,7 @@ def _probabilities(prediction: np.ndarray | PreviewedLogits) -> Callable[[int], 
     if isinstance(prediction, np.ndarray):
         logits = prediction.copy()
         return lambda token_id: math.exp(logits[token_id] - log_total(logits))
-    ids = prediction.shortlist()  # those that are worth more than a ten-thousandth together
+    ids = prediction.shortlist()  # all others together have less than a ten-thousandth of the probability
 
     def probability(token_id: int) -> float:
         total = log_total(prediction.whole() if ids is None else prediction.exact(ids))

@@ -20,7 +20,7 @@ from ...engine import Engine, Request
 from ...engine import Sequence as EngineSequence
 from ...errors import RequestError
 from ...policy import DepthPolicy, active_prefixes
-from ...sampling import SamplingParams, log_total
+from ...sampling import SamplingParams
 
 WINDOW = 128  # tokens of a forward; bounds the memory of their logits
 TOP = 1024  # most probable tokens at full depth that are compared one by one; all others share one bucket
@@ -160,16 +160,9 @@ class Replay:
                 for place in range(0, len(depths), WINDOW):
                     part = depths[place : place + WINDOW]
                     positions = np.arange(start + place, start + place + len(part), dtype=np.int32)
-                    self.engine.forward(
-                        TokenBatch(
-                            tokens=np.array(reference.prompt_ids, np.int32)[positions],
-                            positions=positions,
-                            slots=np.full(len(part), sequence.slot, np.int32),
-                            num_active=active_prefixes(policy.skip_order, layers, part),
-                            adapters=policy.adapters,
-                            fill=True,
-                        )
-                    )
+                    tokens = np.array(reference.prompt_ids, np.int32)[positions]
+                    slots = np.full(len(part), sequence.slot, np.int32)
+                    self.engine.forward(self._filling(policy, tokens, positions, slots, part))
             for window in self._windows(index, first_step=0):
                 logits = self.engine.forward(self._batch(index, self._full_depth, window, logits=True)).logits
                 parts.append(_compare(logits, full, reference, window.start))
@@ -202,15 +195,10 @@ class Replay:
                     depths[index] = depth(index, step, probability) if depth else policy.depth(step, probability)
             rows = sorted(depths, key=lambda index: -depths[index])
             known = [self.references[index] for index in rows]
-            batch = TokenBatch(
-                tokens=np.array([one.completion_ids[step - 1] for one in known], np.int32),
-                positions=np.array([len(one.prompt_ids) - 1 + step for one in known], np.int32),
-                slots=np.array([self._held[index].slot for index in rows], np.int32),
-                num_active=active_prefixes(policy.skip_order, self._num_hidden_layers, [depths[i] for i in rows]),
-                logits_rows=tuple(range(len(rows))),
-                adapters=policy.adapters,
-                fill=True,
-            )
+            tokens = [one.completion_ids[step - 1] for one in known]
+            positions = [len(one.prompt_ids) - 1 + step for one in known]
+            slots = [self._held[index].slot for index in rows]
+            batch = self._filling(policy, tokens, positions, slots, [depths[index] for index in rows], logits=True)
             for index, reference, logits in zip(rows, known, self.engine.forward(batch).logits, strict=True):
                 own, place = scores[index], slice(step, step + 1)
                 compared = _compare(logits[None], self._full[index], reference, step)
@@ -220,19 +208,33 @@ class Replay:
 
     def _fill_by_step(self, slot: int | None, policy: DepthPolicy, output: Reference) -> None:
         """Write the cells of an output's tokens but the last, each at the depth that the gates give it."""
-        token_ids, depth = (output.prompt_ids[-1], *output.completion_ids), self._num_hidden_layers
-        for step, (token_id, next_id) in enumerate(pairwise(token_ids)):
-            batch = TokenBatch(
-                tokens=np.array([token_id], np.int32),
-                positions=np.array([len(output.prompt_ids) - 1 + step], np.int32),
-                slots=np.array([slot], np.int32),
-                num_active=active_prefixes(policy.skip_order, self._num_hidden_layers, [depth]),
-                logits_rows=(0,),
-                adapters=policy.adapters,
-                fill=True,
-            )
-            logits = self.engine.forward(batch).logits[0]
-            depth = policy.depth(step + 1, math.exp(logits[next_id] - log_total(logits)))
+        token_ids, depth = (output.prompt_ids[-1], *output.completion_ids[:-1]), self._num_hidden_layers
+        for step, token_id in enumerate(token_ids):
+            position = len(output.prompt_ids) - 1 + step
+            logits = self.engine.forward(
+                self._filling(policy, [token_id], [position], [slot], [depth], logits=True)
+            ).logits
+            depth = policy.depth(step + 1, math.exp(-_nll(logits, _log_sum(logits), output, step)[0]))
+
+    def _filling(
+        self,
+        policy: DepthPolicy,
+        tokens: Sequence[int] | np.ndarray,
+        positions: Sequence[int] | np.ndarray,
+        slots: Sequence[int | None] | np.ndarray,
+        depths: Sequence[int],
+        logits: bool = False,
+    ) -> TokenBatch:
+        """A forward of some tokens, the deepest first, that fills the cells of layers which they skip."""
+        return TokenBatch(
+            tokens=np.asarray(tokens, np.int32),
+            positions=np.asarray(positions, np.int32),
+            slots=np.asarray(slots, np.int32),
+            num_active=active_prefixes(policy.skip_order, self._num_hidden_layers, depths),
+            logits_rows=tuple(range(len(depths))) if logits else (),
+            adapters=policy.adapters,
+            fill=True,
+        )
 
     def block_influence(self) -> np.ndarray:
         """1 - mean cosine of the input and output of each layer at full depth (ShortGPT, arXiv 2403.03853): [L]."""
