@@ -4,7 +4,7 @@
 # make test  installs what the tests need and runs lint, types and tests
 # make test-slow  the tests that take minutes, some with a model of 1.5 billion parameters (1.1 GB to fetch)
 # make test-libraries  the CPU backend's tests with each ggml library that is installed
-# make test-package  builds the wheel, and tries it in an empty environment of every Python from 3.10 to 3.13 that is here
+# make test-package  builds the wheel, and tries it in an empty environment of every Python from 3.10 to 3.14 that is here
 # make docs  builds the documentation site into build/site, and fails if there is a warning
 # make test-vllm  the vLLM plug-in's tests, on a CPU, in an environment of their own
 PYTHON ?= python3
@@ -25,7 +25,7 @@ demo: $(VENV)/installed
 	@$(BIN)/taper pull
 	@$(BIN)/taper generate "Explain in a few sentences why the sky is blue."
 	@echo
-	@$(BIN)/taper generate --compare --policy balanced --max-tokens 160 "Explain in a few sentences why the sky is blue."
+	@$(BIN)/taper generate --compare --policy fast --max-tokens 160 "Explain in a few sentences why the sky is blue."
 
 demo-large: $(VENV)/installed
 	@$(BIN)/taper pull $(LARGE)

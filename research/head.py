@@ -7,7 +7,7 @@
 
 `fit` makes factors from the model's states on the sample text and on outputs of its own. `check` compares the shortlist
 with the whole head on outputs to other prompts, at full depth and under each shipped policy. `frontier` compares ways
-to approximate logits. `speed` alternates steps with both heads; leave the machine alone meanwhile.
+to approximate logits. `speed` alternates outputs with both heads and of policies; leave the machine alone meanwhile.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from taper.backends.ggml.shortlist import fitted_margin, quantised
 from taper.backends.ggml.weights import as_floats, convert
 from taper.engine import Request
 from taper.models import load_model
+from taper.models.files import write_whole
 from taper.models.preview import (
     TABLE_TYPE,
     UNUSUAL_TOKENS,
@@ -43,11 +44,13 @@ from taper.models.tensors import Tensor
 from taper.policy import active_prefixes
 from taper.sampling import token_weights
 
+SHIPPED = Path(__file__).parent.parent / "src" / "taper" / "policies"
 SEED, ROWS = 7, 64  # rows: of a forward whose logits are compared
 SAMPLINGS: dict[str, dict[str, Any]] = {"recommended": {"seed": SEED}, "greedy": {"temperature": 0.0}}
 # By kind of text. Outputs to the first prompts make previews, those to the second judge them.
 _PROMPTS = json.loads((Path(__file__).parent / "head_prompts.json").read_text())
 FIT, CHECK = _PROMPTS["fit"], _PROMPTS["check"]
+QUESTIONS = json.loads((Path(__file__).parent / "long_questions.json").read_text())[::4]  # whose answers are timed
 
 
 def about(llm: LLM) -> dict[str, Any]:
@@ -76,7 +79,7 @@ def batches(ids: list[int], first: int, policy: DepthPolicy, **asked: Any) -> It
     layers = policy.num_hidden_layers
     cuts = [*range(0, first, 256), *range(first, len(ids), ROWS), len(ids)]
     for start, end in pairwise(cuts):
-        depths = [policy.depth(max(0, place - first)) for place in range(start, end)]
+        depths = [policy.depth(max(0, place - first), 1.0) for place in range(start, end)]  # gates let all through
         count = end - start
         wanted = tuple(range(count)) if start >= first else ()
         yield (
@@ -249,28 +252,50 @@ def frontier(llm: LLM, options: argparse.Namespace) -> None:
 
 
 def speed(llm: LLM, options: argparse.Namespace) -> None:
-    """Steps with both heads in turn, alone and eight together: at full depth and under each shipped policy."""
+    """Outputs with both heads and, one at a time, each shipped policy in turn; a question a round."""
     whole = LLM(options.model, head="full", threads=llm.threads, context=llm.engine.backend.context_length)
-    policies = {"full": llm.resolve_policy(mode="full")} | llm.shipped_policies()
-    prompt = llm.encode("Why is the sky blue? Explain it to a child of 7.")
+    heads = {"full": whole, "shortlist": llm}
     result = about(llm) | {"rounds": options.rounds, "steps": options.max_tokens, "runs": []}
-    for name, policy in policies.items():
-        for rows in (1, 8) if name == "full" else (1,):
-            for how, given in SAMPLINGS.items() if name == "full" else [*SAMPLINGS.items()][:1]:
-                times: dict[str, list[float]] = {"shortlist": [], "full": []}
-                for _ in range(options.rounds + 1):  # the first warms up
-                    for head, one in (("shortlist", llm), ("full", whole)):
-                        params = one.sampling_params(max_tokens=options.max_tokens, ignore_eos=True, **given)
-                        request = Request(prompt, params, policy, llm.tokenizer.eos_token_ids)
-                        with one.stream_of([request] * rows) as stream:
-                            ends = [chunk.output for chunk in stream if chunk.output is not None]
-                        times[head].append(statistics.mean(1e3 / output.tokens_per_second for output in ends))
-                medians = {head: statistics.median(values[1:]) for head, values in times.items()}
-                ratios = [a / b for a, b in zip(times["full"][1:], times["shortlist"][1:], strict=True)]
-                run = {"policy": name, "rows": rows, "sampling": how, "ms": medians}
-                result["runs"].append(run | {"ratio": statistics.median(ratios), "range": [min(ratios), max(ratios)]})
-                write(options.out, result)
-                print(result["runs"][-1])
+    result["num_hidden_layers"] = llm.config.num_hidden_layers
+    for rows, how in product((1, 8), SAMPLINGS):
+        policies = {"full": llm.resolve_policy(mode="full")}
+        policies |= llm.shipped_policies() if (rows, how) == (1, "recommended") else {}
+        times: dict[tuple[str, str], list[float]] = {pair: [] for pair in product(policies, heads)}
+        for number in range(options.rounds + 1):  # the first warms up
+            prompt = llm.encode(QUESTIONS[number % len(QUESTIONS)])
+            for name, head in times:
+                tokens = options.max_tokens if rows == 1 else options.max_tokens // 4
+                params = llm.sampling_params(max_tokens=tokens, ignore_eos=True, **SAMPLINGS[how])
+                request = Request(prompt, params, policies[name], llm.tokenizer.eos_token_ids)
+                with heads[head].stream_of([request] * rows) as stream:
+                    ends = [chunk.output for chunk in stream if chunk.output is not None]
+                ms = statistics.mean(1e3 / output.tokens_per_second for output in ends)
+                times[name, head] += [ms] if number else []
+        for name in policies:
+            run = {"policy": name, "rows": rows, "sampling": how}
+            run["ms"] = {head: statistics.median(times[name, head]) for head in heads}
+            run["over_whole_head"] = times_as_fast(times[name, "shortlist"], times[name, "full"])
+            if name != "full":
+                run["over_full_depth"] = {h: times_as_fast(times[name, h], times["full", h]) for h in heads}
+                note_speed(SHIPPED / options.model / f"{name}.json", run["over_full_depth"])
+            result["runs"].append(run)
+            write(options.out, result)
+            print(run)
+
+
+def note_speed(file: Path, over_full_depth: dict[str, list[float]]) -> None:
+    """Keep in a shipped policy's file how many times as fast as full depth it is, with either head."""
+    if file.exists():
+        data = json.loads(file.read_text())
+        speedup = data["provenance"].setdefault("speedup", {})
+        speedup |= {"measured": over_full_depth["shortlist"], "whole_head": over_full_depth["full"]}
+        write_whole(file, (json.dumps(data, indent=1) + "\n").encode())
+
+
+def times_as_fast(times: Sequence[float], base: Sequence[float]) -> list[float]:
+    """How many times as fast, round by round: the median, the lowest and the highest."""
+    ratios = [before / now for now, before in zip(times, base, strict=True)]
+    return [statistics.median(ratios), min(ratios), max(ratios)]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

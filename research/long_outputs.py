@@ -23,7 +23,7 @@ from decode import conditions, write
 from word_problems import problems
 
 from taper import LLM, DepthPolicy
-from taper.lab.calibration.long_outputs import BOUNDS, MAX_TOKENS
+from taper.lab.calibration.long_outputs import BOUNDS, MAX_TOKENS, LongOutputs
 from taper.lab.calibration.measured_model import MeasuredModel, measured_model
 from taper.lab.calibration.problems import Problems, WordProblem, word_problems
 from taper.lab.calibration.replay import Reference
@@ -40,6 +40,7 @@ ROWS = 8  # outputs at a time
 SAME = 256  # tokens that outputs have on which constant depths are compared by steps
 LATER = ["word problems", "next output"]  # are measured of policies that pass the rest of the rule
 PROBLEMS_SEED = 1  # of word problems that nothing else here uses
+BALANCED_AGREEMENT, BALANCED_NLL = 0.88, 0.25  # what `balanced` keeps in every range of steps, and costs in the last
 
 
 def full_depth(model: MeasuredModel, seeds: int) -> list[Reference]:
@@ -55,12 +56,17 @@ def new_problems(model: MeasuredModel, count: int) -> Problems | None:
     return found and replace(found, search=(), validation=range(count))
 
 
-def measured(model: MeasuredModel, full: Sequence[Reference], policy: DepthPolicy, count: int) -> Validation:
-    """A policy's figures beside full depth's outputs; word problems and next outputs if it passes all else."""
-    found = validate(model, full, policy, MAX_TOKENS, None, goes_on=False)[0]
+def measured(
+    model: MeasuredModel, full: Sequence[Reference], policy: DepthPolicy, options: argparse.Namespace
+) -> tuple[Validation, float]:
+    """A policy's figures beside full depth's outputs, and its mean depth on them.
+
+    Word problems and next outputs are measured of policies that pass all else.
+    """
+    found, scores, _ = validate(model, full, policy, MAX_TOKENS, None, goes_on=False)
     if found.long_outputs.failures == LATER:
-        found = validate(model, full, policy, MAX_TOKENS, new_problems(model, count))[0]
-    return found
+        found = validate(model, full, policy, MAX_TOKENS, new_problems(model, options.problems))[0]
+    return found, float(scores.depth[scores.step > 0].mean())
 
 
 def constant(model: MeasuredModel, full: Sequence[Reference], skip_order: Sequence[int], fewer: int) -> dict[str, Any]:
@@ -74,6 +80,23 @@ def constant(model: MeasuredModel, full: Sequence[Reference], skip_order: Sequen
     return {"outputs": len(long), "ranges": ranges}
 
 
+def kept_names(found: LongOutputs) -> list[str]:
+    """The names of shipped policies whose promise a policy keeps.
+
+    `gentle` loses nothing that can be seen: it passes the rule for defaults. `balanced` loses a little: it keeps at
+    least `BALANCED_AGREEMENT` of full depth's tokens in each range of steps, and full depth finds its own outputs at
+    most `BALANCED_NLL` nats a token less likely in the last one. `fast` promises nothing but depth that falls.
+    """
+    agreement = [part.agreement.value for part in found.ranges if part.agreement]
+    nll = [part.nll.difference.value for part in found.ranges if part.nll]
+    holds = {
+        "gentle": not found.failures,
+        "balanced": bool(nll) and nll[-1] <= BALANCED_NLL and min(agreement) >= BALANCED_AGREEMENT,
+        "fast": True,
+    }
+    return [name for name, kept in holds.items() if kept]
+
+
 def note(file: Path, found: Any) -> None:
     """Keep the figures in the file of a shipped policy, which decides who gets it unasked."""
     if file.exists():
@@ -82,10 +105,28 @@ def note(file: Path, found: Any) -> None:
         write_whole(file, (json.dumps(data, indent=1) + "\n").encode())
 
 
+def ship(folder: Path, name: str, policy: DepthPolicy, row: Any, about: Any) -> None:
+    """Ship a policy under a name whose promise it keeps; its speed comes from `head.py speed`."""
+    if name not in row["long_outputs"]["names"]:
+        raise SystemExit(f"the policy keeps {row['long_outputs']['names']}, so it does not ship as {name}")
+    conditions = {
+        "machine": about["cpu"],
+        "kernels": about["library"],
+        "threads": about["threads"],
+        "date": about["date"],
+    }
+    keys = ("mean_depth", "held_out", "free_running", "problems", "next_output", "long_outputs")
+    provenance = {key: row[key] for key in keys if key in row} | {"answer_tokens": MAX_TOKENS, "conditions": conditions}
+    data = json.loads(replace(policy.without_adapters(), name=name, provenance=provenance).to_json())
+    if policy.adapters is not None:
+        data["adapters"] = "adapters.safetensors"
+    write_whole(folder / f"{name}.json", (json.dumps(data, indent=1) + "\n").encode())
+
+
 def printed(name: str, found: Validation) -> None:
     """A policy's figures as lines."""
     long = found.long_outputs
-    print(f"{name}: may be worse: {', '.join(long.failures) or 'nothing'}")
+    print(f"{name}: may be worse: {', '.join(long.failures) or 'nothing'}; keeps {', '.join(kept_names(long))}")
     for part in long.ranges:
         nll = [interval(value) for value in vars(part.nll).values()] if part.nll else []
         print(" ", part.first, part.end, part.outputs, part.depth, interval(part.agreement), interval(part.kl), *nll)
@@ -99,6 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--policies", nargs="*", help="names or files; by default the shipped ones, the deepest first")
+    parser.add_argument("--ship", choices=("gentle", "balanced", "fast"), help="ship the policy by this name")
     parser.add_argument("--seeds", type=int, default=1, help="outputs to each question; default %(default)s")
     parser.add_argument("--problems", type=int, default=128)
     parser.add_argument("--constant", type=int, nargs="*", default=[1, 2, 4, 8], help="layers fewer, at every step")
@@ -118,12 +160,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with measured_model(llm, None) as model:
         for name in list(llm.shipped_policies()) if options.policies is None else options.policies:
             policy = llm.resolve_policy(name)
-            found = measured(model, full_depth(model, options.seeds), policy, options.problems)
-            row = to_plain(found) | {"label": policy.label, "min_depth": policy.min_depth}
+            found, mean_depth = measured(model, full_depth(model, options.seeds), policy, options)
+            row = to_plain(found) | {"label": policy.label, "min_depth": policy.min_depth, "mean_depth": mean_depth}
+            row["long_outputs"]["names"] = kept_names(found.long_outputs)
             result["policies"][Path(name).stem] = row
             write(options.out, result)
-            note(SHIPPED / options.model / f"{name}.json", row["long_outputs"])
             printed(Path(name).stem, found)
+            if options.ship:
+                ship(SHIPPED / options.model, options.ship, policy, row, result["conditions"])
+            else:
+                note(SHIPPED / options.model / f"{name}.json", row["long_outputs"])
         order = min(llm.shipped_policies().values(), key=lambda policy: policy.min_depth).skip_order
         for fewer in options.constant:
             depth = str(llm.config.num_hidden_layers - fewer)

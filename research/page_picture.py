@@ -13,7 +13,7 @@ from playwright.sync_api import sync_playwright
 from server_process import free_port, serving
 
 PICTURE = Path(__file__).parent.parent / "docs" / "pictures" / "playground.png"
-QUESTION, POLICY, TOKENS = "Why is the sky blue?", "balanced", 160
+QUESTION, POLICY, TOKENS = "Why is the sky blue?", "fast", 160
 SIZE = {"width": 1180, "height": 760}
 ANSWER_MILLISECONDS = 120_000
 

@@ -39,7 +39,7 @@ from taper.policy import active_prefixes
 
 THREADS, ROUNDS, ANSWER_TOKENS, PREFILL = 2, 7, 128, 256
 FILE, BF16 = "the file", "bf16"  # what runs beside the quantised types: the GGUF file, and the folder as it is
-POLICY, COMBINED = "balanced-plain", ("the file", "iq4_nl")  # what is also measured with a policy
+POLICY, COMBINED = "fast-plain", ("the file", "iq4_nl")  # what is also measured with a policy
 
 
 def write_folder(path: Path, folder: Path) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import long_outputs as promises
 import tables
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -98,6 +99,7 @@ def environment() -> Environment:
     }
     defaults = {model: fastest_holding(policies) for model, policies in shipped_policies().items()}
     jinja.globals["shipped_models"] = sorted(shipped_policies())
+    jinja.globals["promises"] = promises
     jinja.globals["default_policies"] = {model: policy.name for model, policy in defaults.items() if policy}
     return jinja
 

@@ -30,7 +30,7 @@ from taper.models import find_model
 from taper.models.download import DEFAULT_MODEL
 
 NAME, SLOTS, CONTEXT, CLIENTS, WAITING = "load", 8, 512, 24, 12
-POLICIES = ("full", "balanced", "fast")
+POLICIES = ("full", "fast")
 # What requests ask for; the model recommends the rest, and all of it where there is nothing. All filter: over a whole
 # vocabulary at temperature 1, one draw in thousands lies so near to a border that rounding in another batch moves it.
 SAMPLING: list[dict[str, Any]] = [

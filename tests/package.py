@@ -1,6 +1,6 @@
 """Builds the wheel and the sdist, and tries the wheel as a user would: `make test-package`.
 
-On every Python from 3.10 to 3.13 that is here, in an empty environment outside the checkout: `import taper` without an
+On every Python from 3.10 to 3.14 that is here, in an empty environment outside the checkout: `import taper` without an
 extra, `taper generate "Hi"`, and a completion from `taper serve` with the extra. Fetches packages and the model.
 """
 
@@ -18,7 +18,7 @@ from server_process import CHAT, free_port, post, serving
 
 ROOT = Path(__file__).parent.parent
 MODEL = "smollm2-135m-instruct"  # the default one
-VERSIONS = ("3.10", "3.11", "3.12", "3.13")
+VERSIONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 
 
 def pythons() -> dict[str, str]:

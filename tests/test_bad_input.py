@@ -72,7 +72,7 @@ def refusal(code: int, out: bytes, err: bytes) -> str:
 WRONG_OPTIONS = """
     --max-tokens=0 --max-tokens=-3 --max-tokens=many --temperature=-1 --temperature=nan --temperature=inf --top-p=0
     --top-p=1.5 --top-k=-1 --min-p=2 --seed=-1 --stop= --threads=0 --threads=100000 --context=0 --context=1025 --alpha=0
-    --alpha=2 --alpha=nan --device=cuda --device=tpu --dtype=q3 --mode=half --policy=balanced --policy=missing.json
+    --alpha=2 --alpha=nan --device=cuda --device=tpu --dtype=q3 --mode=half --policy=fast --policy=missing.json
     --colour=red"""
 
 
@@ -119,7 +119,7 @@ def test_options_that_contradict_each_other_or_the_model_are_refused(tiny_gguf, 
         ("calibrate prompts.txt", "(a file of prompts goes with --prompts)"),
         ("heal --policy fast prompts.txt", "(a file of prompts goes with --prompts)"),
         ("pull one two", "(see taper pull --help)"),
-        ("policy show balanced --tokens 0", "tokens"),
+        ("policy show fast --tokens 0", "tokens"),
         ("bench --shape 34b --model x", "--shape"),
         ("bench --rounds many", "--rounds"),
     ],

@@ -142,7 +142,7 @@ def test_list_shows_models_by_name():
 def test_names_that_are_nearly_right_get_a_hint(tiny_gguf):
     for arguments, meant in (
         (["generate", "hi", "--model", "smolm2-135m-instruct"], "smollm2-135m-instruct"),
-        (["policy", "show", "balanced2"], "balanced"),
+        (["policy", "show", "fast-plane"], "fast-plain"),
         (["generat", "hi"], "generate"),
     ):
         done = subprocess.run([sys.executable, "-m", "taper", *arguments], capture_output=True, text=True, check=False)
@@ -212,12 +212,38 @@ def test_policies_of_one_name_are_not_for_vllm_together(tmp_path):
 
 
 def test_chat_has_commands_and_refuses_others(run):
-    lines = ["/help", "/policy", "/policy full", "/policy nonsense", "/system be kind", "/rest", "hello", "/exit"]
-    result = run("chat", "--max-tokens", "5", "--mode", "full", stdin="\n".join(lines) + "\n")
+    lines = ["/?", "/policy", "/policy full", "/policy nonsense", "/system be kind", "/rest", "hello", "/bye"]
+    result = run("chat", "--max-tokens", "5", "--mode", "full", stdin="\n".join(lines) + "\nnever\n")
     for said in ("tiny, full", "Alt-Enter", "policy full", "no policy 'nonsense'", "system message: be kind"):
         assert said in result.stderr
     assert "no command /rest; did you mean /reset?" in result.stderr
     assert result.stderr.count("mean depth") == 1
+
+
+def test_what_users_of_other_programs_type_in_a_chat(run):
+    lines = ["/set system be kind", "/system", '/system ""', "/set parameter temperature 0", "/set parameter top_p 7"]
+    lines += [
+        "/set parameter num_predict 3",
+        "/set parameter nonsense 1",
+        "/set",
+        "/clear",
+        '"""',
+        "/several",
+        'lines"""',
+    ]
+    result = run("chat", "--max-tokens", "5", "--mode", "full", stdin="\n".join(lines) + "\n")
+    said = ["system message: be kind", "no system message", "temperature 0", "top_p is 7", "max_tokens 3"]
+    said += ["no parameter nonsense", "/set parameter NAME VALUE", "a new conversation\n", "3 tokens"]
+    assert all(one in result.stderr for one in said), result.stderr
+    assert result.stderr.count("mean depth") == 1
+
+
+def test_a_chat_goes_on_after_another_system_message(run):
+    outputs = {
+        middle: run("chat", "--max-tokens", "5", "--mode", "full", stdin=f"hello\n{middle}\nagain\n").stdout
+        for middle in ("/system be kind", "/system", "/set system be kind")
+    }
+    assert outputs["/system be kind"] == outputs["/set system be kind"] != outputs["/system"]
 
 
 def test_a_system_message_of_a_chat_reaches_its_prompt(run):
@@ -236,9 +262,21 @@ def test_chat_completes_each_turn_after_all_before(run):
     assert outputs[0] == outputs[-1]
 
 
+def test_show_says_what_a_model_is(tiny_gguf):
+    shown = CliRunner().invoke(cli, ["show", str(tiny_gguf)]).stdout
+    for said in ("llama", "6, of 64 dimensions", "vocabulary", "context", "chat template", "none comes with Taper"):
+        assert said in shown
+    assert cli.main(["pull", str(tiny_gguf)], standalone_mode=False) is None
+
+
+def test_a_model_that_does_not_exist_is_named_before_an_empty_prompt(run):
+    done = CliRunner().invoke(cli, ["generate", "--model", "nowhere.gguf", "  "])
+    assert "no model 'nowhere.gguf'" in str(done.exception)
+
+
 def test_policy_list_and_show(policy_file):
     listed = CliRunner().invoke(cli, ["policy", "list"])
-    assert all(name in listed.stdout for name in ("gentle", "balanced", "fast"))
+    assert all(name in listed.stdout for name in ("fast-plain", "fast"))
     assert "qwen2.5-coder-1.5b-instruct" in listed.stdout  # without a terminal, no cell is cut or folded
     for name in ("fast", policy_file):
         shown = CliRunner().invoke(cli, ["policy", "show", name])

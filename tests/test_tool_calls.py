@@ -227,7 +227,7 @@ def qwen() -> Iterator[Server]:
         pytest.skip(f"needs the real model: taper pull {QWEN.name}")
     with LLM(QWEN_FILE, context=2048, max_batch_size=2) as llm:
         policies = {"full": llm.resolve_policy(mode="full"), **llm.shipped_policies()}
-        with running(ServedModel("qwen", llm, policies, "balanced", 4), Limits(port=0)) as server:
+        with running(ServedModel("qwen", llm, policies, "fast", 4), Limits(port=0)) as server:
             yield server
 
 

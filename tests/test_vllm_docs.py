@@ -25,18 +25,18 @@ def test_the_servers_shown_run_a_shipped_policy_on_its_own_model():
     assert len(commands) == 2
     for command in commands:
         (model,) = re.findall(r"(?:vllm serve|--model) \S+/(\S+)", command)
-        assert set(re.findall(r"--(?:policy|allow) (\w+)", command)) == {"balanced", "gentle"}
-        assert {"balanced", "gentle"} <= {policy.name for policy in shipped_policies()[model.lower()]}
+        assert set(re.findall(r"--(?:policy|allow) ([\w-]+)", command)) == {"fast", "fast-plain"}
+        assert {"fast", "fast-plain"} <= {policy.name for policy in shipped_policies()[model.lower()]}
 
 
 def test_the_command_prints_flags_that_the_server_reads_back():
-    printed = CliRunner().invoke(cli, ["vllm-args", "--policy", "fast", "--allow", "gentle"]).stdout
+    printed = CliRunner().invoke(cli, ["vllm-args", "--policy", "fast", "--allow", "fast-plain"]).stdout
     words = shlex.split(printed)
     assert json.loads(words[words.index("--hf-overrides") + 1]) == {"architectures": ["TaperLlamaForCausalLM"]}
     config = json.loads(words[words.index("--additional-config") + 1])["taper"]
     options = PluginOptions.read(config, SimpleNamespace(num_hidden_layers=30, hidden_size=576, vocab_size=49152))
     assert options.default.name == "fast"
-    assert set(options.named) == {"default", "full", "gentle"}
+    assert set(options.named) == {"default", "full", "fast-plain"}
     for word in words:
         if word.startswith("--"):
             assert word in PAGE.read_text()

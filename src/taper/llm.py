@@ -378,6 +378,31 @@ class LLM:
         outputs = self.outputs.by_text if as_generated else {}
         return self.tokenizer.encode_messages(messages, parse_special, tools, outputs, think=think, **ending)
 
+    def encode_infill(
+        self, prefix: str, suffix: str, files: Sequence[tuple[str, str]] = (), written: str = ""
+    ) -> list[int]:
+        """Token ids that ask for what is missing between two texts; `generate` takes them as a prompt.
+
+        Its output ends by itself only if `stop_token_ids` has those of `infill_ends`. The arguments are those of
+        `taper.models.infill.encode_infill`.
+
+        Raises:
+            RequestError: the model has no tokens for it, or the context has no room.
+        """
+        from .models.infill import encode_infill
+
+        self._check_length(sum(map(len, (prefix, suffix, written, *(text for _, text in files)))))
+        ids = encode_infill(self.tokenizer, prefix, suffix, files, written)
+        self.engine.check_prompt(ids)
+        return ids
+
+    @property
+    def infill_ends(self) -> frozenset[int]:
+        """The tokens that end what is filled in, besides the model's own; a RequestError if it cannot fill in."""
+        from .models.infill import infill_tokens
+
+        return infill_tokens(self.tokenizer).ends
+
     def _check_length(self, count: int) -> None:
         """Reject at once what would take the tokenizer minutes and cannot fit."""
         if count > (most := MAX_TOKEN_CHARACTERS * self.engine.backend.context_length):
@@ -437,7 +462,8 @@ class LLM:
             message = "these kernels round two tokens differently from one, so nothing is drafted"
             warnings.warn(message, TaperWarning, stacklevel=2)
         if mode != EXACT or policy is None:
-            drafter = min(self.shipped_policies().values(), key=lambda shipped: shipped.mean_depth(128), default=None)
+            ungated = (shipped for shipped in self.shipped_policies().values() if not shipped.is_gated)
+            drafter = min(ungated, key=lambda shipped: shipped.mean_depth(128), default=None)
         else:
             drafter = self.resolve_policy(policy)
             if not drafter.tapers:
@@ -454,7 +480,7 @@ class LLM:
         shipped = self.shipped_policies()
         if not shipped:
             raise PolicyError("no shipped policy fits this model", "give one with --policy, or --alpha")
-        return shipped.get(TAPERING) or next(iter(shipped.values()))
+        return next((shipped[name] for name in TAPERING if name in shipped), next(iter(shipped.values())))
 
     def shipped_policies(self) -> dict[str, DepthPolicy]:
         """The policies that come with Taper and fit this model, by name."""

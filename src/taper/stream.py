@@ -42,6 +42,7 @@ class Output:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[tuple[int, TokenLogprobs | None]] | None = None
 
     @property
     def completion_tokens(self) -> int:
@@ -317,7 +318,13 @@ class OutputBuilder:
             drafted_tokens=self.sequence.num_drafted,
             accepted_tokens=sum(step.is_drafted for step in steps),
             logprobs=None if request.params.logprobs is None else logprobs,
+            prompt_logprobs=None if request.prompt_logprobs is None else self._prompt_logprobs(),
         )
+
+    def _prompt_logprobs(self) -> list[tuple[int, TokenLogprobs | None]]:
+        """The prompt's tokens, each with its log-probabilities; the first has none."""
+        found = self.sequence.prompt_logprobs
+        return [(token_id, found.get(place)) for place, token_id in enumerate(self.sequence.request.prompt_ids)]
 
 
 class LatestOutputs:

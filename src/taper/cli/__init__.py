@@ -68,7 +68,7 @@ def cli() -> None:
     Names.are_options = True  # in tests, which do not come by `main`
 
 
-_OF_MODELS = (models.pull, models.list_models, models.policy, models.vllm_args)
+_OF_MODELS = (models.pull, models.list_models, models.show, models.rm, models.policy, models.vllm_args)
 _OF_THE_LAB = (bench.bench, calibrate.calibrate, heal.heal, eval.evaluate)
 for _command in (chat.run, generate.generate, chat.chat, *_OF_MODELS, *_OF_THE_LAB, serve.serve):
     cli.add_command(_command)

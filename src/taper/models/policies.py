@@ -31,7 +31,7 @@ METADATA_KEY = "taper_policy"
 PARTS = ("down", "up")
 FULL = "full"  # the policy that runs every layer, of any model
 LONG_OUTPUT = 1024  # tokens up to which a policy must hold to be a default
-TAPERING = "balanced"  # the policy of mode taper where no policy may be a default
+TAPERING = ("balanced", "fast")  # the policy of mode taper where none may be a default: the first that ships
 _HINT = "taper policy list shows the shipped policies; or give the path of a policy file"
 
 
@@ -42,7 +42,7 @@ def shipped_policies() -> dict[str, list[DepthPolicy]]:
     with resources.as_file(resources.files("taper") / "policies") as folders:
         for file in folders.glob("*/*.json"):
             shipped.setdefault(file.parent.name, []).append(load_policy(file))
-    return {name: sorted(policies, key=lambda policy: -policy.mean_depth(128)) for name, policies in shipped.items()}
+    return {name: sorted(policies, key=_measured_depth, reverse=True) for name, policies in shipped.items()}
 
 
 def fitting_policies(num_hidden_layers: int, identity: ModelIdentity) -> dict[str, DepthPolicy]:
@@ -64,6 +64,11 @@ def fastest_holding(policies: Iterable[DepthPolicy]) -> DepthPolicy | None:
     """The fastest of some policies that hold in long outputs; None if none does."""
     holding = filter(holds_in_long_outputs, policies)
     return min(holding, key=_depth_in_long_outputs, default=None)
+
+
+def _measured_depth(policy: DepthPolicy) -> float:
+    """The mean depth that its provenance has, since with gates the schedule does not say."""
+    return float(policy.provenance["mean_depth"])
 
 
 def _depth_in_long_outputs(policy: DepthPolicy) -> float:

@@ -65,12 +65,14 @@ class LoadedModel:
     """Everything read from a model's files, checked. Tensor names are those of `expected_shapes`.
 
     `sampling`: what its authors recommend, by the names of `SamplingParams`; empty where they say nothing.
+    `license`: as the file says it, else "".
     """
 
     config: ModelConfig
     tensors: dict[str, Tensor]
     tokenizer: Tokenizer
     sampling: Mapping[str, Any]
+    license: str = ""
 
 
 @dataclass(frozen=True)

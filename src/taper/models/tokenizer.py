@@ -8,7 +8,7 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
 from itertools import groupby
@@ -98,13 +98,10 @@ class Tokenizer:
             contents = [message["content"] for message in messages if message["role"] == "assistant"]
             known = {text: ids for text in contents if (ids := outputs.get(text))}
             return self._encode_with(known, self.render(messages, tools, **options))
-        # A mark inside a token hides it from the library until a normaliser removes the mark.
-        breakable = sorted((token for token in self.special_tokens.values() if len(token) > 1), key=len, reverse=True)
 
         def guarded(value: Any) -> Any:
             if isinstance(value, str):
-                for token in breakable:
-                    value = value.replace(token, _marked(token))
+                value = _guarded(value, self.special_tokens.values())
             elif isinstance(value, list):
                 value = [guarded(item) for item in value]
             elif isinstance(value, dict):
@@ -113,6 +110,18 @@ class Tokenizer:
 
         rendered = self.render(guarded(list(messages)), guarded(list(tools)), **options)
         return self._unmarking.encode(rendered, add_special_tokens=False)
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of a text in which nothing stands for a control token, nor for an added one in angle brackets.
+
+        Raises:
+            RequestError: as `encode`.
+        """
+        names = {token.content for token in self._added_tokens.values() if _IN_BRACKETS.fullmatch(token.content)}
+        guarded = _guarded(text, names | set(self.special_tokens.values()))
+        if guarded == text and not self._normalises_special:
+            return self.encode(text, add_special_tokens=False)
+        return self._unmarking.encode(guarded, add_special_tokens=False)
 
     def _encode_with(self, outputs: Mapping[str, Sequence[int]], rendered: str) -> list[int]:
         """Token ids of a text that contains these outputs, in this order."""
@@ -144,6 +153,11 @@ class Tokenizer:
         return {i: token.content for i, token in self._added_tokens.items() if token.special}
 
     @cached_property
+    def added_token_ids(self) -> dict[str, int]:
+        """The ids of tokens that were added to the vocabulary, control tokens among them, by their text."""
+        return {token.content: i for i, token in self._added_tokens.items()}
+
+    @cached_property
     def _added_tokens(self) -> dict[int, Any]:
         return dict(self.fast.get_added_tokens_decoder())
 
@@ -157,7 +171,8 @@ class Tokenizer:
         """The same pipeline, with a first step that removes marks from the text around control tokens."""
         data = json.loads(self.fast.to_str())
         for token in data["added_tokens"]:
-            token["normalized"] = token["normalized"] and not token["special"]
+            is_hidden = token["special"] or _IN_BRACKETS.fullmatch(token["content"])
+            token["normalized"] = token["normalized"] and not is_hidden
         unmark = {"type": "Replace", "pattern": {"String": _MARK}, "content": ""}
         steps = [unmark, data["normalizer"]] if data["normalizer"] else [unmark]
         data["normalizer"] = {"type": "Sequence", "normalizers": steps}
@@ -338,6 +353,14 @@ def texts_of(messages: Sequence[Message]) -> list[str]:
         elif isinstance(value, list):
             stack += [(item, depth + 1) for item in value]
     return texts
+
+
+def _guarded(text: str, names: Collection[str]) -> str:
+    """The text with a mark inside each of these tokens, which hides it until a normaliser removes the mark."""
+    for name in sorted(names, key=len, reverse=True):
+        if len(name) > 1:
+            text = text.replace(name, _marked(name))
+    return text
 
 
 def _marked(token: str) -> str:

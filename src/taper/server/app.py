@@ -31,7 +31,7 @@ from ..engine import Request as EngineRequest
 from ..engine import TokenFilter
 from ..errors import TaperError, printable
 from . import protocol
-from .completions import ChatEvents, CompletionResponse, Events, TextEvents
+from .completions import ChatEvents, CompletionResponse, Events, InfillEvents, TextEvents
 from .engine_loop import EngineLoop
 from .limits import Gate, Limits
 from .metrics import Metrics
@@ -162,8 +162,14 @@ def _add_openai_routes(app: FastAPI, served: ServedModel, limits: Limits, engine
     @app.post("/v1/completions", response_model=protocol.TextCompletion, responses=errors | stream)
     async def completions(body: protocol.CompletionRequest) -> Response:
         """Complete texts."""
-        events = TextEvents(served.name, served.llm.tokenizer, body.num_choices, goes_on=True)
+        events = TextEvents(served.name, served.llm.tokenizer, body)
         return complete(body, events, partial(run_sync, served.complete, body))
+
+    @app.post("/infill", response_model=protocol.Infill, responses=errors | stream)
+    async def infill(body: protocol.InfillRequest) -> Response:
+        """Fill in what is missing between two texts, as llama-server does."""
+        events = InfillEvents(served.name)
+        return complete(body, events, partial(run_sync, served.infill, body))
 
     @app.get("/v1/models", response_model_exclude_none=True)
     @app.get("/v1/models/", response_model_exclude_none=True, include_in_schema=False)

@@ -9,6 +9,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import replace
 
 import anyio
 from pydantic_core import to_json
@@ -17,9 +18,10 @@ from starlette.types import Receive, Scope, Send
 
 from ..engine import Request
 from ..models.tokenizer import Tokenizer
+from ..sampling import TokenLogprobs
 from ..stream import Chunk, Output
 from .engine_loop import EngineLoop, Job
-from .protocol import ApiError, CompletionFields, to_api_error
+from .protocol import ApiError, CompletionFields, CompletionRequest, to_api_error
 from .tool_calls import Json, ToolCallParser, join_calls
 
 _TOKEN_STATS = ("depth", "seconds")  # statistics of a token, which events have and replies have not
@@ -98,8 +100,8 @@ class CompletionResponse(Response):
         except Exception as error:
             await self._fail(error, send)
         else:
-            usage = _server_sent(self._events.usage_event()) if self._body.includes_usage else b""
-            await send({"type": "http.response.body", "body": usage + b"data: [DONE]\n\n", "more_body": False})
+            end = self._events.end(self._body.includes_usage)
+            await send({"type": "http.response.body", "body": end, "more_body": False})
 
     async def _fail(self, error: Exception, send: Send) -> None:
         """Raise an error as the reply, or end a stream with it: its status was 200, so the error is counted here."""
@@ -119,7 +121,23 @@ def _server_sent(event: Json) -> bytes:
 
 
 class Events(ABC):
-    """Turns the chunks of one request into events, and all its events into the JSON reply.
+    """Turns the chunks of one request into events, and all its events into the JSON reply."""
+
+    @abstractmethod
+    def event(self, chunk: Chunk) -> Json:
+        """The event of a chunk."""
+
+    @abstractmethod
+    def fold(self, events: Iterable[Json]) -> Json:
+        """The JSON reply that has the contents of all events of the request."""
+
+    def end(self, with_usage: bool) -> bytes:
+        """What ends a stream."""
+        return b""
+
+
+class ChoiceEvents(Events):
+    """Events of OpenAI's form, with choices.
 
     Args:
         model: the name that clients know.
@@ -141,19 +159,17 @@ class Events(ABC):
         self._texts = defaultdict[int, _TokenTexts](lambda: _TokenTexts(tokenizer, goes_on))
 
     def event(self, chunk: Chunk) -> Json:
-        """The event of a chunk."""
         if chunk.output is not None:
             self._outputs[chunk.index] = chunk.output
         self._num_chunks[chunk.index] += 1
         choice = {"index": chunk.index, **self._part(chunk), "taper": self._stats(chunk)}
         return self._shared | {"object": self.event_object, "choices": [choice]}
 
-    def usage_event(self) -> Json:
-        """The event with the usage, once all outputs have finished."""
-        return self._shared | {"object": self.event_object, "choices": [], "usage": self._usage()}
+    def end(self, with_usage: bool) -> bytes:
+        usage = self._shared | {"object": self.event_object, "choices": [], "usage": self._usage()}
+        return (_server_sent(usage) if with_usage else b"") + b"data: [DONE]\n\n"
 
     def fold(self, events: Iterable[Json]) -> Json:
-        """The JSON reply that has the contents of all events of the request."""
         parts: dict[int, list[Json]] = {index: [] for index in sorted(self._outputs)}
         for event in events:
             (choice,) = event["choices"]
@@ -204,7 +220,7 @@ class Events(ABC):
         return stats
 
 
-class ChatEvents(Events):
+class ChatEvents(ChoiceEvents):
     """Events of a chat completion; if the request has tools, calls are taken out of the text."""
 
     id_prefix, event_object, reply_object = "chatcmpl", "chat.completion.chunk", "chat.completion"
@@ -223,7 +239,7 @@ class ChatEvents(Events):
             delta["content"], calls = parser.push(chunk.text, last=chunk.output is not None)
             if calls:
                 delta["tool_calls"] = calls
-            if parser.num_calls and finish_reason == "stop":
+            if parser.num_calls and finish_reason == "stop" and not parser.is_cut:
                 finish_reason = "tool_calls"
         part: Json = {"delta": delta, "finish_reason": finish_reason}
         if chunk.logprobs is not None:
@@ -244,25 +260,66 @@ class ChatEvents(Events):
         return {"message": message, "logprobs": {"content": logprobs, "refusal": None} if logprobs else None}
 
 
-class TextEvents(Events):
-    """Events of a text completion."""
+class TextEvents(ChoiceEvents):
+    """Events of a text completion; the reply begins with the prompt if the request asks for an echo."""
 
     id_prefix, event_object, reply_object = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, model: str, tokenizer: Tokenizer, body: CompletionRequest) -> None:
+        super().__init__(model, tokenizer, body.num_choices, goes_on=True)
+        self._tokenizer, self._body = tokenizer, body
+
+    def fold(self, events: Iterable[Json]) -> Json:
+        if self._body.is_empty:  # a token was computed all the same
+            for index, output in self._outputs.items():
+                self._outputs[index] = replace(output, token_ids=[], depths=[])
+        reply = super().fold(events)
+        for choice in reply["choices"]:
+            if self._body.is_empty:
+                choice |= {"text": "", "finish_reason": "length"}
+                choice["taper"] |= {"depths": []}
+                choice["logprobs"] = choice["logprobs"] and {name: [] for name in choice["logprobs"]}
+            if self._body.echo:
+                self._put_prompt_before(choice, self._outputs[choice["index"]])
+        return reply
+
+    def _put_prompt_before(self, choice: Json, output: Output) -> None:
+        scored = output.prompt_logprobs or []
+        prompt = self._body.prompts[choice["index"] // self._n]
+        text = prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
+        if choice["logprobs"] is not None:
+            texts = _TokenTexts(self._tokenizer, goes_on=False)
+            before: Json = {name: [] for name in choice["logprobs"]}
+            for token_id, logprobs in scored:
+                entry = self._entry(texts, token_id, logprobs)
+                for name, values in entry.items():
+                    before[name] += values
+            offsets = [len(text) + offset for offset in choice["logprobs"]["text_offset"]]
+            after = choice["logprobs"] | {"text_offset": offsets}
+            choice["logprobs"] = {name: before[name] + after[name] for name in before}
+        choice["text"] = text + choice["text"]
+
+    @staticmethod
+    def _entry(texts: _TokenTexts, token_id: int, logprobs: TokenLogprobs | None) -> Json:
+        """The entries of a token, which it adds to the texts."""
+        top = {} if logprobs is None else logprobs.top
+        names = texts.names([token_id, *(other for other in top if other != token_id)])
+        offset = texts.num_characters
+        texts.add(token_id)
+        return {
+            "tokens": [names[token_id]],
+            "token_logprobs": [None if logprobs is None else logprobs.logprob],
+            "top_logprobs": [None if logprobs is None else {names[other]: value for other, value in top.items()}],
+            "text_offset": [offset],
+        }
 
     def _part(self, chunk: Chunk) -> Json:
         finish_reason = chunk.output.finish_reason if chunk.output else None
         part: Json = {"text": chunk.text, "logprobs": None, "finish_reason": finish_reason}
         if chunk.logprobs is not None:
-            texts, top = self._texts[chunk.index], chunk.logprobs.top
-            names = texts.names([chunk.token_id, *(token_id for token_id in top if token_id != chunk.token_id)])
-            offset = texts.num_characters if chunk.output is None else min(texts.num_characters, len(chunk.output.text))
-            texts.add(chunk.token_id)
-            part["logprobs"] = {
-                "tokens": [names[chunk.token_id]],
-                "token_logprobs": [chunk.logprobs.logprob],
-                "top_logprobs": [{names[token_id]: value for token_id, value in top.items()}],
-                "text_offset": [offset],
-            }
+            part["logprobs"] = entry = self._entry(self._texts[chunk.index], chunk.token_id, chunk.logprobs)
+            if chunk.output is not None:
+                entry["text_offset"] = [min(entry["text_offset"][0], len(chunk.output.text))]
         return part
 
     def _join(self, parts: Sequence[Json]) -> Json:
@@ -274,6 +331,38 @@ class TextEvents(Events):
         # A stop string may have taken the text of the last tokens.
         joined["text_offset"] = [min(offset, len(text)) for offset in joined["text_offset"]]
         return {"text": text, "logprobs": joined}
+
+
+class InfillEvents(Events):
+    """Events of what is filled in, by llama-server's names: the text of a chunk, in the last one also the figures."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+
+    def event(self, chunk: Chunk) -> Json:
+        event: Json = {"content": chunk.text, "stop": chunk.output is not None}
+        if chunk.output is not None:
+            event |= self._figures(chunk.output, chunk.token_id)
+        return event
+
+    def fold(self, events: Iterable[Json]) -> Json:
+        parts = list(events)
+        return parts[-1] | {"content": "".join(part["content"] for part in parts)}
+
+    def _figures(self, output: Output, last_id: int) -> Json:
+        is_eos = output.finish_reason == "stop" and last_id not in output.token_ids[-1:]
+        rate = output.tokens_per_second
+        timings = {"prompt_n": output.prompt_tokens - output.cached_tokens, "prompt_ms": 1000 * output.ttft_s}
+        timings |= {"predicted_n": output.completion_tokens, "predicted_per_second": rate}
+        timings["predicted_ms"] = 1000 * output.completion_tokens / rate if rate else 0.0
+        return {
+            "model": self._model,
+            "tokens_predicted": output.completion_tokens,
+            "tokens_evaluated": output.prompt_tokens,
+            "tokens_cached": output.cached_tokens,
+            "stop_type": "limit" if output.finish_reason == "length" else "eos" if is_eos else "word",
+            "timings": timings,
+        }
 
 
 class _TokenTexts:

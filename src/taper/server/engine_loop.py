@@ -144,9 +144,11 @@ class EngineLoop:
             self._warm.set_exception(error)
             return
         self._warm.set_result(None)
-        while self._run_commands():
+        goes_on = True
+        while goes_on:
             try:
-                self._step()
+                if goes_on := self._run_commands():
+                    self._step()
             except Exception as error:  # a bug: the jobs that ran are lost, later requests are served
                 log.exception("a step of the engine failed")
                 self._end_all(RuntimeError(f"the engine failed: {type(error).__name__}"))
@@ -200,12 +202,13 @@ class EngineLoop:
                 self._end(job, error)
                 continue
             chunks += received
-            if has_ended := all(stream.has_ended for stream in streams):
-                del self._jobs[job]
+            has_ended = all(stream.has_ended for stream in streams)
             if job.whole:
                 job.kept += received
                 received = job.kept if has_ended else []
             self._unsent += [(job, chunk) for chunk in received]
+            if has_ended:
+                del self._jobs[job]
         # Counted before they are sent, so that a client with a reply finds it in the metrics.
         self.metrics.count_step(chunks, now - started)
         all_decode = len(chunks) == sum(len(stream.unfinished) for stream in all_streams)

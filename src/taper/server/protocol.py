@@ -231,16 +231,74 @@ class CompletionRequest(CompletionFields):
         | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_PROMPTS)]
     )
     logprobs: int | Literal[False] | None = None
-    echo: Literal[False] | None = None
+    echo: bool | None = None
     best_of: int | None = None
-    suffix: Literal[""] | None = None
+    suffix: str | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no token is asked for: only the prompt, or its count."""
+        return self.max_tokens == 0
+
+    @property
+    def has_one_prompt(self) -> bool:
+        """Whether the prompt is not in a list of several."""
+        return isinstance(self.prompt, str) or (bool(self.prompt) and isinstance(self.prompt[0], int))
+
+    @property
+    def prompts(self) -> list[Any]:
+        """The prompts: texts or lists of token ids."""
+        return [self.prompt] if self.has_one_prompt else list(self.prompt)
 
     @model_validator(mode="after")
     def _check_fields(self) -> CompletionRequest:
+        if self.is_empty and self.stream:
+            raise RequestError("with max_tokens 0 there is nothing to stream", "leave out stream", "max_tokens")
+        if self.echo and (self.stream or self.suffix or self.compares):
+            raise RequestError("echo goes with neither stream, suffix nor taper.mode compare", "leave it out", "echo")
+        if self.suffix and not isinstance(self.prompt, str):
+            raise RequestError("suffix goes with one prompt, as text", "send a request for each", "suffix")
         if self.own.think is not None:
             raise RequestError("taper.think goes with chats, not with texts", "leave it out", "taper.think")
         if self.best_of not in (None, self.n or 1):
             raise RequestError(f"best_of is {self.best_of}; all of the n outputs are sent", "leave it out", "best_of")
+        return self
+
+
+class ExtraFile(Strict):
+    """Another file, as context of what is filled in."""
+
+    filename: str = ""
+    text: str
+
+
+class InfillRequest(CompletionFields):
+    """POST /infill, as llama-server has it: what is missing between two texts, with `prompt` as its beginning.
+
+    The fields from `n_indent` on have no effect.
+    """
+
+    model: str = ""
+    input_prefix: str
+    input_suffix: str
+    input_extra: Annotated[list[ExtraFile], Field(fail_fast=True, max_length=MAX_PROMPTS)] = []
+    prompt: str = ""
+    n_indent: int | None = None
+    id_slot: int | None = None
+    samplers: list[str] | None = None
+    t_max_prompt_ms: int | None = None
+    t_max_predict_ms: int | None = None
+    response_fields: list[str] | None = None
+
+    @property
+    def includes_usage(self) -> bool:
+        """Never: the last event has the figures."""
+        return False
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> InfillRequest:
+        if self.num_choices > 1:
+            raise RequestError("infill gives one text", "leave out n and taper.mode compare", "n")
         return self
 
 
@@ -537,8 +595,8 @@ class TextLogprobs(BaseModel):
     """Log-probabilities of a text completion: lists with an entry for each token."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -609,6 +667,19 @@ class TextCompletion(Completion):
 
     object: Literal["text_completion"]
     choices: list[TextChoice]
+
+
+class Infill(BaseModel):
+    """The reply of /infill, by llama-server's names; an event of its stream has `content` and `stop` first."""
+
+    content: str
+    stop: bool
+    model: str
+    tokens_predicted: int
+    tokens_evaluated: int
+    tokens_cached: int
+    stop_type: Literal["eos", "limit", "word"]
+    timings: dict[str, float]
 
 
 class PolicyInfo(BaseModel):

@@ -93,22 +93,38 @@ class ServedModel:
     def complete(self, body: protocol.CompletionRequest) -> list[Request]:
         """The engine's requests for a text completion: each prompt `n` times. Raises what `chat` raises."""
         self.check_name(body.model)
-        prompts: Any = body.prompt
-        is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        if is_one:
-            prompts = [prompts]
+        prompts, is_one = body.prompts, body.has_one_prompt
         with protocol.errors_at("n", {"prompts times n": "prompt" if body.n is None else "n"}):
             whole_number("prompts times n", len(prompts) * (body.n or 1), 1, self.max_n)  # before any is encoded
         encoded = []
         for number, prompt in enumerate(prompts):
             with protocol.errors_at("prompt" if is_one else f"prompt.{number}"):
-                ids = self.llm.encode(prompt, raw=True) if isinstance(prompt, str) else prompt
+                if body.suffix:
+                    with protocol.errors_at("suffix"):
+                        ids = self.llm.encode_infill(prompt, body.suffix)
+                else:
+                    ids = self.llm.encode(prompt, raw=True) if isinstance(prompt, str) else prompt
                 self.llm.engine.check_prompt(ids)
                 encoded.append(ids)
         max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
         logprobs = None if body.logprobs is False else body.logprobs
-        params = self._sampling_params(body, {}, max_tokens, logprobs)
-        return self._requests(body, encoded, params, token_filter=None, goes_on=True)
+        params = self._sampling_params(body, {}, 1 if body.is_empty else max_tokens, logprobs)
+        params = self._ending_infill(params) if body.suffix else params
+        requests = self._requests(body, encoded, params, token_filter=None, goes_on=True)
+        return [replace(request, prompt_logprobs=logprobs or 0) for request in requests] if body.echo else requests
+
+    def infill(self, body: protocol.InfillRequest) -> list[Request]:
+        """The engine's request for what is missing between two texts. Raises what `chat` raises."""
+        if body.model:
+            self.check_name(body.model)
+        files = [(file.filename, file.text) for file in body.input_extra]
+        with protocol.errors_at("input_prefix"):
+            prompt = self.llm.encode_infill(body.input_prefix, body.input_suffix, files, body.prompt)
+        params = self._sampling_params(body, {}, NO_LIMIT if body.max_tokens is None else body.max_tokens, None)
+        return self._requests(body, [prompt], self._ending_infill(params), token_filter=None, goes_on=True)
+
+    def _ending_infill(self, params: SamplingParams) -> SamplingParams:
+        return replace(params, stop_token_ids=(*params.stop_token_ids, *self.llm.infill_ends))
 
     def tokenize(self, body: protocol.TokenizeRequest) -> list[int]:
         """Token ids of a text or a conversation.

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from ..errors import RequestError
-from ..models.call_forms import CLOSE, OPEN, TAGGED_HEAD, find_call, undecided
+from ..models.call_forms import CLOSE, CUT_HEAD, OPEN, TAGGED_HEAD, find_call, undecided
 from ..models.tokenizer import Tokenizer
 
 Json = dict[str, Any]
@@ -38,7 +38,7 @@ class ToolCallParser:
     """Separates the growing text of one output into content and tool calls.
 
     Once a call's name has come, its arguments follow piece by piece, as the model writes them: as with OpenAI, whoever
-    executes the call checks them. Text that turns out not to be a call before its name has come is content.
+    executes the call checks them. Text that turns out not to be a call is content.
 
     Args:
         names: of the tools that were given. Between tags, a call may have another name too.
@@ -55,7 +55,7 @@ class ToolCallParser:
     def push(self, text: str, last: bool) -> tuple[str, list[Json]]:
         """The content that is certain to be no part of a call, and the entries of a `tool_calls` delta.
 
-        With the `last` text, an incomplete call whose name has not come becomes content.
+        With the `last` text, tags and name of a call whose arguments have not come are dropped.
         """
         self._held += text
         content, deltas = "", list[Json]()
@@ -85,12 +85,20 @@ class ToolCallParser:
         """Take a tagged call that has come as a whole, in an unusual form; returns the content with it."""
         text, close, _ = self._held[start + len(OPEN) :].partition(CLOSE)
         call, size = _read_call(text), start + len(OPEN + text + close)
+        if call is None and CUT_HEAD.match(self._held, start):
+            content, self._held = self._take(start).rstrip("\n"), ""
+            return content
         if call is None:
             return self._take(size)
         content = self._take(start).rstrip("\n")
         self._begin(*call, deltas)
         self._held, self._begins_line = self._held[size - start :], True
         return content
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the last call lacks the end of its arguments."""
+        return self._arguments is not None and not self._arguments.have_ended
 
     def _begin(self, name: str, arguments: str, deltas: list[Json]) -> None:
         function = {"name": name, "arguments": arguments}
