@@ -13,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 from forked import run_taper
@@ -22,6 +23,7 @@ from test_calibration import comparable
 from taper import DepthPolicy
 from taper.cli import cli
 from taper.cli.calibrate import calibrate
+from taper.cli.common import Share
 from taper.cli.terminal import TimeLeft
 
 PROMPTS = "".join(f"tell me about number {i}\n" for i in range(10))
@@ -169,7 +171,7 @@ WRONG = {
     "JSON with both": (b'{"prompt": "a", "messages": []}\n', [], "either"),
     "a prompt that is not text": (b'{"prompt": 7}\n', [], "text"),
     "an invalid message": (b'{"messages": [{"role": "user"}]}\n' * 9, [], "not a message"),
-    "no budget": (None, ["--max-kl"], "no budget"),
+    "no budget": (None, ["--max-kl"], "a budget is missing"),
     "speed and quality": (None, ["--speedup", "1.1"], "cannot both"),
     "agreement above one": (None, ["--min-agreement", "95"], "(0, 1]"),
     "not a number": (None, ["--max-kl", "nan"], "in (0, 1000]"),
@@ -212,3 +214,16 @@ def assert_rejected(arguments, says: str) -> None:
     assert (code, out, len(lines)) == (2, b"", 1), err.decode()
     assert says in lines[0]
     assert b"Traceback" not in err
+
+
+@pytest.mark.parametrize(("written", "share"), [("0.95", 0.95), ("95%", 0.95), ("3%", 0.03), ("1", 1.0)])
+def test_a_share_may_be_written_in_per_cent(written, share):
+    assert Share().convert(written, None, None) == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
+    ("written", "said"), [("95", "write 0.95 or 95%"), ("3", "write 0.03 or 3%"), ("x", "no share")]
+)
+def test_a_number_above_one_is_no_share(written, said):
+    with pytest.raises(click.BadParameter, match=said):
+        Share().convert(written, None, None)

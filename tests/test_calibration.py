@@ -125,7 +125,7 @@ def test_search_takes_the_first_steps_of_each_output():
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({}, "no budget"),
+        ({}, "a budget is missing"),
         ({"max_kl": 0.0}, "in (0, 1000]"),
         ({"max_kl": math.nan}, "in (0, 1000]"),
         ({"min_agreement": 1.5}, "(0, 1]"),
@@ -555,7 +555,7 @@ def test_a_user_calibrates_a_model_by_its_path(tiny_gguf):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({}, "no budget"),
+        ({}, "a budget is missing"),
         ({"max_kl": 50.0, "answer_tokens": 1}, "answer_tokens is 1"),
         ({"max_kl": 50.0, "seed": -1}, "seed is -1"),
         ({"max_kl": 50.0, "prompts": "one text"}, "a list of prompts"),
@@ -611,6 +611,29 @@ def test_calibrate_finds_validates_and_resumes(llm, tmp_path):
         llm.engine.backend.forward = forward
     assert comparable(again.policy.to_json()) == comparable(policy.to_json())
     assert max(ran) <= 20  # only the clock runs: prompts and single steps
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("p.csv", 'id,Prompt\n1,"one, and\ntwo"\n2,three\n3,\n'),
+        ("p.CSV", 'prompt\n"one, and\ntwo"\nthree\n'),
+        ("p.tsv", 'answer\tprompt\nx\t"one, and\ntwo"\ny\tthree\n'),
+    ],
+)
+def test_a_table_is_read_by_its_column(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    assert read_prompts(tmp_path / name) == ["one, and\ntwo", "three"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("question,answer\na,b\n", "its columns are 'question', 'answer'"), ("prompt\n\n", "no prompt"), ("", "are none")],
+)
+def test_a_table_without_prompts_is_refused_and_never_read_as_lines(tmp_path, text, said):
+    (tmp_path / "p.csv").write_text(text)
+    with pytest.raises(RequestError, match=said):
+        read_prompts(tmp_path / "p.csv")
 
 
 def test_a_quick_look_takes_few_prompts_and_short_outputs(llm, monkeypatch):

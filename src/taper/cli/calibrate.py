@@ -13,7 +13,18 @@ import click
 
 from ..errors import RequestError, number
 from ..models.policies import ADAPTERS_SUFFIX, load_policy, save_policy
-from .common import NOT_HEALED, GroupedCommand, check_file, check_report, load, model_options, say, stages
+from .common import (
+    NOT_HEALED,
+    GroupedCommand,
+    Share,
+    check_file,
+    check_report,
+    load,
+    model_options,
+    read_in_words,
+    say,
+    stages,
+)
 
 if TYPE_CHECKING:
     from ..lab.calibration.long_outputs import StepRange
@@ -42,11 +53,12 @@ _GROUPS = {
     "--prompts",
     type=Path,
     metavar="FILE",
-    help='JSON lines with "prompt" or "messages", or text, one prompt a line. Default: 72 built-in prompts.',
+    help='JSON lines with "prompt" or "messages", text, one prompt a line, or a CSV with a column prompt. Default: 72 '
+    "built-in prompts.",
 )
 @click.option("--max-kl", type=float, help="Budget: mean KL(full || policy) over tapered steps, in nats.")
 @click.option(
-    "--min-agreement", type=float, help="Budget: top-1 agreement with full depth over tapered steps, from 0 to 1."
+    "--min-agreement", type=Share(), help="Budget: top-1 agreement with full depth over tapered steps: 0.95 or 95%."
 )
 @click.option(
     "--max-nll-increase",
@@ -75,7 +87,9 @@ _GROUPS = {
     help="A first look in minutes: 24 prompts, short outputs, no word problems; wide intervals.",
 )
 @click.option("--task", metavar="NAME|FILE", help="Instead of a budget: hold the accuracy on a task (see --margin).")
-@click.option("--margin", type=float, metavar="X", help="With --task: loss of accuracy that you accept, such as 0.03.")
+@click.option(
+    "--margin", type=Share(), metavar="X", help="With --task: loss of accuracy that you accept, such as 0.03."
+)
 @click.option("--problems", type=int, metavar="N", help="With --task: most problems for each comparison. Default: 192.")
 @click.option("--split", metavar="NAME", help="With --task: part of the data to calibrate on. Default: train.")
 @click.option("--data-dir", type=Path, metavar="FOLDER", help="With --task: local data of GSM8K and BBH.")
@@ -146,6 +160,7 @@ def _to_prompts(out: Path, as_json: bool, options: dict[str, Any]) -> DepthPolic
         number("heal", options["heal"], 0, MAX_MINUTES, above=True)
         import_healing()  # reports that PyTorch is missing before the model loads
     prompts = builtin_prompts() if options["prompts"] is None else read_prompts(options["prompts"])
+    say(f"{read_in_words(prompts, options['prompts'])}; half for the search, half held out")
     if options["report"] is not None:
         check_report("--report", options["report"])
     llm = load(options, max_batch_size=batch_size(len(prompts), options["device"]))

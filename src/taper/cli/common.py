@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -51,6 +52,23 @@ def with_options(options: Sequence[Command], command: Command) -> Command:
     for option in reversed(options):
         command = option(command)
     return command
+
+
+class Share(click.ParamType):
+    """A part of a whole, written as 0.95 or as 95%."""
+
+    name = "share"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The share as a number; what is above 1 without a percent sign is refused, with what was meant."""
+        text = str(value).strip()
+        try:
+            share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        except ValueError:
+            self.fail(f"{text!r} is no share; write 0.95 or 95%", param, ctx)
+        if 1 < share <= 100 and not text.endswith("%"):
+            self.fail(f"{text} is above 1; for {share:g} % write {share / 100:g} or {share:g}%", param, ctx)
+        return share
 
 
 class GroupedCommand(click.Command):
@@ -125,6 +143,13 @@ def load(options: dict[str, Any], **more: Any) -> LLM:
                 status.update(f"{what} {model}, {part:.0%}")
 
         return LLM(model, **given, progress=progress, **more)
+
+
+def read_in_words(prompts: Sequence[Any], file: Path | None) -> str:
+    """How many prompts were read, from where, and how the first one begins."""
+    first = prompts[0] if isinstance(prompts[0], str) else prompts[0][-1].get("content", "")
+    begins = textwrap.shorten(str(first), 60, placeholder=" ...")
+    return f"{len(prompts)} prompts {'that are built in' if file is None else f'from {file}'}, the first: {begins}"
 
 
 def check_model(options: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ import click
 
 from ..errors import RequestError, one_of
 from ..models import model_name
-from .common import check_file, load, model_options, say
+from .common import Share, check_file, load, model_options, say
 
 if TYPE_CHECKING:
     from ..lab.evals.records import Record
@@ -39,7 +39,7 @@ MODES = ("full", "taper")  # mode exact gives the outputs of full
 @click.option("--chat/--no-chat", default=False, help="Ask by the model's chat template.")
 @click.option("--max-tokens", type=int, metavar="N", help="Most tokens of an output. Default: the task's own limit.")
 @click.option("--data-dir", type=Path, metavar="FOLDER", help="Data of GSM8K and BBH. Default: the Hugging Face hub.")
-@click.option("--margin", type=float, default=0.01, help="Loss of accuracy that you accept, between 0 and 1.")
+@click.option("--margin", type=Share(), default=0.01, help="Loss of accuracy that you accept: 0.03 or 3%.")
 @click.option("--filter", "filter_name", metavar="NAME", help="Filter to compare by. Default: the most lenient one.")
 @click.option("--batch-size", type=click.IntRange(1), default=16, help="Outputs generated at a time.")
 @click.option("--seed", type=click.IntRange(0), default=0, help="For tasks that sample.")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import RequestError, number
-from .common import NOT_HEALED, check_file, load, model_options, say, stages
+from .common import NOT_HEALED, check_file, load, model_options, read_in_words, say, stages
 
 if TYPE_CHECKING:
     from ..lab.healing.summary import Healing
@@ -59,6 +59,8 @@ def heal(
     import_healing()  # reports that PyTorch is missing before the model loads
     number("minutes", minutes, 0, MAX_MINUTES, above=True)
     texts = None if prompts is None else read_prompts(prompts)
+    if texts is not None:
+        say(read_in_words(texts, prompts))
     llm = load(options, max_batch_size=batch_size(BATCH, options["device"]))
     with stages() as progress:
         result = run(llm, policy, texts, minutes=minutes, rank=rank, seed=seed, progress=progress, report=_report)

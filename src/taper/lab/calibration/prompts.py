@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -14,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ...engine import Request
-from ...errors import RequestError
+from ...errors import RequestError, shown
 from ...llm import LLM, Prompt
 from ...models.files import decode_text, text_lines
 from ...policy import DepthPolicy
@@ -30,6 +32,7 @@ _PLACE = "OUTPUT"  # of an output, in a conversation that is rendered to see wha
 MAX_LINE = 100_000  # characters
 MAX_FILE_BYTES = 1 << 28
 _BLANK = " \t\r"
+_TABLES = {".csv": ",", ".tsv": "\t"}  # what separates their cells
 
 
 def builtin_prompts() -> list[Prompt]:
@@ -41,7 +44,7 @@ def builtin_prompts() -> list[Prompt]:
 def read_prompts(path: Path) -> list[Prompt]:
     """The prompts of a file: JSON with "prompt" or "messages", one a line or in a list, or text with a prompt a line.
 
-    Empty lines are skipped.
+    Of a table, a .csv or .tsv file, they are the column `prompt`. Empty lines are skipped.
 
     Raises:
         RequestError: the file cannot be read, is not UTF-8, or a line is not a prompt.
@@ -54,6 +57,8 @@ def read_prompts(path: Path) -> list[Prompt]:
     if len(raw) > MAX_FILE_BYTES:
         raise RequestError(f"{path} is larger than {MAX_FILE_BYTES >> 20} MiB", "give a sample of it")
     text = decode_text(raw, path)
+    if (delimiter := _TABLES.get(path.suffix.lower())) is not None:
+        return _column(text, delimiter, path)
     if text.lstrip().startswith("[") and (listed := _json_list(text)) is not None:
         return [
             item if isinstance(item, str) and item.strip() else _json_prompt(item, f"{path}, prompt {number}")
@@ -69,6 +74,24 @@ def read_prompts(path: Path) -> list[Prompt]:
         if len(line) > MAX_LINE:
             raise RequestError(f"{where} has {len(line)} characters; at most {MAX_LINE} are read")
         prompts.append(_json_prompt(_parsed(line, where), where) if is_json else line)
+    return prompts
+
+
+def _column(text: str, delimiter: str, path: Path) -> list[Prompt]:
+    """The cells of the column `prompt` of a table whose first line has the names of its columns."""
+    table = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter)
+    try:
+        named = {(name or "").strip().lower(): name for name in table.fieldnames or ()}
+        if "prompt" not in named:
+            found = ", ".join(shown(name) for name in table.fieldnames or ()) or "none"
+            reason = f"{path} has no column prompt; its columns are {found}"
+            raise RequestError(reason, 'name one "prompt", or give JSON lines or text')
+        cells = [(row[named["prompt"]] or "").strip() for row in table]
+    except csv.Error as error:
+        raise RequestError(f"{path} is not a table: {error}", "write quotes around cells with line breaks") from None
+    prompts: list[Prompt] = [cell for cell in cells if cell]
+    if not prompts:
+        raise RequestError(f"{path} holds no prompt", "its column prompt is empty")
     return prompts
 
 

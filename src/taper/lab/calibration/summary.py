@@ -55,7 +55,8 @@ class Budget:
                 "leave out --speedup, or leave out --max-kl, --min-agreement and --max-nll-increase",
             )
         if not self.given:
-            raise RequestError("no budget", "give --max-kl, --min-agreement, --max-nll-increase or --speedup")
+            hint = "give --min-agreement 95%, --max-kl 0.1, --max-nll-increase 5, or instead of a budget --speedup 1.1"
+            raise RequestError("a budget is missing: what may be lost", hint)
 
     @property
     def given(self) -> dict[str, float]:
