@@ -173,7 +173,7 @@ WRONG = {
     "an invalid message": (b'{"messages": [{"role": "user"}]}\n' * 9, [], "not a message"),
     "no budget": (None, ["--max-kl"], "a budget is missing"),
     "speed and quality": (None, ["--speedup", "1.1"], "cannot both"),
-    "agreement above one": (None, ["--min-agreement", "95"], "(0, 1]"),
+    "agreement above one": (None, ["--min-agreement", "95"], "write 0.95 or 95%"),
     "not a number": (None, ["--max-kl", "nan"], "in (0, 1000]"),
     "a speed out of reach": (None, ["--max-kl", "--speedup", "50"], "as fast"),
     "outputs that do not fit": (None, ["--answer-tokens", "90000"], "context"),
