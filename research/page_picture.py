@@ -27,6 +27,7 @@ def main() -> None:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         page = browser.new_page(viewport=SIZE, color_scheme="light")
         page.goto(f"http://127.0.0.1:{port}/")
+        page.check("[name=mode][value=taper]", force=True)
         page.check(f"[name=policy][value={POLICY}]", force=True)
         page.fill("#max-tokens", str(TOKENS))
         page.fill("#seed", "5")
