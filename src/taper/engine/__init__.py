@@ -277,7 +277,7 @@ class Engine:
                 continue
             self.slots.share(sequence)
             if not _can_wait(sequence, scheduled[num_decoding:]):
-                prompt, scores = sequence.request.prompt_ids, sequence.request.prompt_logprobs is not None
+                prompt, scores = sequence.request.prompt_ids, sequence.request.scores_prompt
                 first = min(sequence.num_computed_tokens, len(prompt) - 1)  # all, if the last step was interrupted
                 chunk = list(prompt[first : first + (min(left, MAX_PROMPT_LOGITS) if scores else left)])
                 left -= len(chunk)
@@ -423,10 +423,10 @@ class Engine:
     def _accept(self, part: Scheduled, predictions: list[Prediction]) -> list[StepOutput]:
         """Advance a sequence by each prediction, as long as the tokens proposed for the steps before came true."""
         sequence, outputs = part.sequence, list[StepOutput]()
+        if not sequence.step and sequence.request.scores_prompt:
+            return self._accept_prompt(part, predictions)
         first = len(part.token_ids) - max(1, part.num_outputs)  # the last token that is not a proposed one
         proposed = part.token_ids[first + 1 :]
-        if not sequence.step and sequence.request.prompt_logprobs is not None:
-            return self._accept_prompt(part, predictions)
         sequence.num_drafted += len(proposed)
         self.planner.num_verified.update(range(len(proposed)))
         sequence.count_computed(part.position, part.depths[: first + 1], self._num_hidden_layers)
@@ -555,7 +555,7 @@ def _predicting(sequence: Sequence, proposed: list[int]) -> Scheduled:
 def _can_wait(sequence: Sequence, prompts: list[Scheduled]) -> bool:
     """Whether this step computes what the prompt needs next anyway, so that it can be copied in the next step."""
     request = sequence.request
-    for part in prompts if request.prompt_logprobs is None else ():
+    for part in () if request.scores_prompt else prompts:
         other = part.sequence
         is_usable = request.takes_filled or other.num_exact_tokens == part.position
         computed = other.request.prompt_ids[: part.position + len(part.token_ids)]

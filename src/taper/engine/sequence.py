@@ -78,14 +78,19 @@ class Request:
         return self.takes_filled or self.policy.is_gated
 
     @property
+    def scores_prompt(self) -> bool:
+        """Whether the logits after each token of the prompt are needed, so that none is taken from elsewhere."""
+        return self.prompt_logprobs is not None
+
+    @property
     def is_greedy(self) -> bool:
         """Whether the argmax of the model's own logits is all that is asked for."""
-        plain = self.token_filter is None and self.prompt_logprobs is None
+        plain = self.token_filter is None and not self.scores_prompt
         return self.params.is_greedy and plain and not self.policy.is_gated
 
     def reach(self, vocab_size: int) -> float:
         """As `SamplingParams.reach`; infinite if the prompt's log-probabilities are asked for."""
-        return self.params.reach(vocab_size) if self.prompt_logprobs is None else math.inf
+        return math.inf if self.scores_prompt else self.params.reach(vocab_size)
 
 
 @dataclass(frozen=True)

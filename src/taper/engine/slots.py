@@ -39,7 +39,6 @@ class Slots:
         prompt = sequence.request.prompt_ids
         free = [slot for slot, owner in enumerate(self.sequences) if owner is None]
         shared = {slot: common_prefix(self._held(slot, sequence.request), prompt) for slot in free}
-        usable = shared if sequence.request.prompt_logprobs is None else dict.fromkeys(free, 0)
 
         def cost(slot: int) -> tuple[int, int]:
             lost = len(self.kept[slot]) - shared[slot]
@@ -47,7 +46,7 @@ class Slots:
 
         slot = min(free, key=cost)
         # The last token runs in any case: its logits predict the first token of the completion.
-        sequence.num_computed_tokens = sequence.num_cached_tokens = min(usable[slot], len(prompt) - 1)
+        sequence.num_computed_tokens = sequence.num_cached_tokens = min(shared[slot], len(prompt) - 1)
         sequence.num_exact_tokens = min(sequence.num_computed_tokens, self.num_exact[slot])
         sequence.slot = slot
         self.sequences[slot] = sequence
@@ -56,7 +55,7 @@ class Slots:
         """Copy the prefix of a prompt that another slot holds, if it is longer than that of its own slot."""
         own, prompt = sequence.num_computed_tokens, list(sequence.request.prompt_ids[:-1])
         least = prompt[: own + MIN_SHARED]
-        if len(least) < own + MIN_SHARED or sequence.slot is None or sequence.request.prompt_logprobs is not None:
+        if len(least) < own + MIN_SHARED or sequence.slot is None:
             return
         slots = range(len(self.kept))
         holders = [slot for slot in slots if self._held(slot, sequence.request, len(least)) == least]
@@ -85,6 +84,8 @@ class Slots:
 
     def _held(self, slot: int, request: Request, length: int | None = None) -> list[int]:
         """The first `length` tokens that a request may take from a slot; by default all of them."""
+        if request.scores_prompt:
+            return []
         owner, limit = self.sequences[slot], self._num_exact(slot)
         if request.takes_filled:
             limit = len(self.kept[slot]) if owner is None else owner.num_computed_tokens

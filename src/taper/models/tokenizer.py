@@ -117,8 +117,7 @@ class Tokenizer:
         Raises:
             RequestError: as `encode`.
         """
-        names = {token.content for token in self._added_tokens.values() if _IN_BRACKETS.fullmatch(token.content)}
-        guarded = _guarded(text, names | set(self.special_tokens.values()))
+        guarded = _guarded(text, self._control_texts)
         if guarded == text and not self._normalises_special:
             return self.encode(text, add_special_tokens=False)
         return self._unmarking.encode(guarded, add_special_tokens=False)
@@ -158,6 +157,12 @@ class Tokenizer:
         return {token.content: i for i, token in self._added_tokens.items()}
 
     @cached_property
+    def _control_texts(self) -> list[str]:
+        """The texts of control tokens, and of other added tokens in angle brackets, which have a meaning as well."""
+        tokens = self._added_tokens.values()
+        return [token.content for token in tokens if token.special or _IN_BRACKETS.fullmatch(token.content)]
+
+    @cached_property
     def _added_tokens(self) -> dict[int, Any]:
         return dict(self.fast.get_added_tokens_decoder())
 
@@ -171,8 +176,7 @@ class Tokenizer:
         """The same pipeline, with a first step that removes marks from the text around control tokens."""
         data = json.loads(self.fast.to_str())
         for token in data["added_tokens"]:
-            is_hidden = token["special"] or _IN_BRACKETS.fullmatch(token["content"])
-            token["normalized"] = token["normalized"] and not is_hidden
+            token["normalized"] = token["normalized"] and token["content"] not in self._control_texts
         unmark = {"type": "Replace", "pattern": {"String": _MARK}, "content": ""}
         steps = [unmark, data["normalizer"]] if data["normalizer"] else [unmark]
         data["normalizer"] = {"type": "Sequence", "normalizers": steps}
@@ -185,12 +189,9 @@ class Tokenizer:
         For libraries that take such a token where a text spells it, even inside of JSON.
         """
         pipeline: str = self.fast.to_str()
-        for token in self._added_tokens.values():
-            if token.special or _IN_BRACKETS.fullmatch(token.content):
-                name, marked = (
-                    json.dumps(text, ensure_ascii=False) for text in (token.content, _marked(token.content))
-                )
-                pipeline = pipeline.replace(name, marked)
+        for text in self._control_texts:
+            name, marked = (json.dumps(one, ensure_ascii=False) for one in (text, _marked(text)))
+            pipeline = pipeline.replace(name, marked)
         return pipeline
 
     def decode(self, ids: Sequence[int]) -> str:
