@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from tiny import BACKENDS, VOCAB_SIZE, make_backend, policies, random_prompt
 
+from taper.backends import TokenBatch
 from taper.engine import Engine, Request
 from taper.errors import PolicyError, RequestError
 from taper.policy import DepthPolicy
@@ -187,6 +188,18 @@ def test_an_output_that_is_no_number_ends_its_sequence_and_no_other(tiny_llama):
     assert (outputs[broken.id].token_id, outputs[broken.id].finish_reason) == (-1, "error")
     assert outputs[fine.id].finish_reason is None
     assert engine.num_free_slots == 1
+
+
+@BACKENDS
+def test_cells_that_are_no_numbers_spoil_no_later_output(tiny_llama, kind):
+    loaded, prompt = tiny_llama.load(), random_prompt(1, 8)
+    expected = Engine(make_backend(kind, loaded)).complete([Request(prompt, LONG, FULL)])
+    engine = Engine(make_backend(kind, loaded))
+    positions, slots = np.arange(8, 40, dtype=np.int32), np.zeros(32, np.int32)
+    states = np.full((32, loaded.config.hidden_size), np.nan, np.float32)
+    engine.forward(TokenBatch(positions, positions, slots, (32,) * 6, first_layer=1, hidden_states=states))
+    assert engine.complete([Request(random_prompt(2, 8), LONG, FULL, token_filter=NoNumbers)]) == [[]]
+    assert engine.complete([Request(prompt, LONG, FULL)]) == expected
 
 
 @BACKENDS

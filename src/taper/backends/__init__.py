@@ -108,8 +108,8 @@ class Backend(Protocol):
         """Copy the keys and values of all layers from one slot to another: positions `first` to `end`, excluded."""
         ...
 
-    def fix_summation_order(self) -> None:
-        """From now on, let attention sum in one order however many tokens a forward has, where kernels can."""
+    def clear(self, slot: int) -> None:
+        """Write zeros over the keys and values of a slot that may not be finite: masked ones must be numbers too."""
         ...
 
     def close(self) -> None:

@@ -137,8 +137,10 @@ class TorchBackend:
                 self._passing.copy(source, target, first, end)
             self._cache[:, :, target, :, first:end] = self._cache[:, :, source, :, first:end]
 
-    def fix_summation_order(self) -> None:
-        """PyTorch's kernels have no such choice."""
+    def clear(self, slot: int) -> None:
+        """Write zeros over the keys and values of a slot."""
+        with torch.inference_mode():
+            self._cache[:, :, slot] = 0
 
     def close(self) -> None:
         """Free its memory; the backend cannot be used afterwards."""

@@ -177,8 +177,7 @@ class Engine:
     def bitwise_width(self) -> int:
         """How many tokens of a sequence a forward may have so that their logits have the bits of single tokens.
 
-        It is found by trial: kernels for several tokens may round otherwise. 1 if two tokens differ already. From then
-        on attention sums in one order, where the backend can.
+        It is found by trial: kernels for several tokens may round otherwise. 1 if two tokens differ already.
 
         Raises:
             RequestError: no slot is free.
@@ -186,7 +185,6 @@ class Engine:
         with self._exclusive():
             if not self.num_free_slots:
                 raise RequestError("no slot is free to try how kernels round", "ask before requests run")
-            self.backend.fix_summation_order()
             self.uses_shortlist = False
             slot = self.slots.sequences.index(None)
             self.slots.kept[slot], self.slots.num_exact[slot] = [], 0
@@ -372,7 +370,8 @@ class Engine:
                 for index, part in members
                 for offset, (token_id, depth) in enumerate(zip(part.token_ids, part.depths, strict=True))
             ]
-            tokens.sort(key=lambda token: -token.depth)  # stable: tokens of a slot stay in their order
+            # Stable: tokens of a slot stay in their order. Slots side by side attend together.
+            tokens.sort(key=lambda token: (-token.depth, scheduled[token.part].sequence.slot))
             requests = {index: part.sequence.request for index, part in members}
             is_greedy = {index: not proposes and request.is_greedy for index, request in requests.items()}
             is_previewed = {

@@ -74,6 +74,9 @@ class Slots:
         if slot is not None and self.sequences[slot] is sequence:
             self.kept[slot] = sequence.leading(sequence.num_computed_tokens)
             self.num_exact[slot] = sequence.num_exact_tokens
+            if sequence.finish_reason == "error":
+                self.kept[slot], self.num_exact[slot] = [], 0
+                self._backend.clear(slot)
             self._released[slot] = next(self._times)
             self.sequences[slot] = None
         sequence.slot = None

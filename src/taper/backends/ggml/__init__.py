@@ -234,9 +234,9 @@ class GgmlBackend:
             self._passing.copy(source, target, first, end)
         self._model.cache.copy(source, target, first, end)
 
-    def fix_summation_order(self) -> None:
-        """Sum attention in one order however many tokens a forward has; with a long context, single ones get slower."""
-        ggml.fix_summation_order(self._backend)
+    def clear(self, slot: int) -> None:
+        """Write zeros over the keys and values of a slot."""
+        self._model.cache.clear(slot)
 
     def close(self) -> None:
         """Free ggml's memory; the backend cannot be used afterwards."""
@@ -269,6 +269,7 @@ class GgmlBackend:
         cache, inputs = self._model.cache, graph.inputs
         inputs["positions"][:] = batch.positions
         inputs["cells"][:] = cache.cells(batch.slots, batch.positions)
+        inputs["elements"][:] = cache.elements(batch.slots, batch.positions)
         for window, name in graph.windows.items():
             mask = inputs[name]
             mask[:] = -np.inf
@@ -288,6 +289,7 @@ class GgmlBackend:
         graph = self._graph(key)
         graph.inputs["positions"][:], graph.inputs["hidden_states"][:] = positions, states
         graph.inputs["cells"][:] = self._model.cache.cells(np.full(count, slot), positions)
+        graph.inputs["elements"][:] = self._model.cache.elements(np.full(count, slot), positions)
         self._compute.compute(graph.pointer, interruptible=False)
 
     def _graph(self, key: GraphKey) -> Graph:

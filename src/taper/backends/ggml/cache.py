@@ -13,11 +13,13 @@ from .. import no_room
 from .library import ggml
 from .tensors import TensorContext
 
-BUCKET = 256  # cells; attention reads whole buckets, so that one graph serves that many positions
+BUCKET = 64  # cells; attention reads whole buckets, so that one graph serves that many positions
 
 
 class KeyValueCache:
     """Keys and values of `num_slots` sequences of up to `context_length` tokens. Takes memory as it is written.
+
+    Keys lie by cell. Of values those of one dimension lie side by side, as attention sums over cells.
 
     Raises:
         RequestError: it would take more memory than there is.
@@ -25,45 +27,69 @@ class KeyValueCache:
 
     def __init__(self, config: ModelConfig, num_slots: int, context_length: int, dtype: str) -> None:
         self._config, self._context_length = config, context_length
-        width = config.num_key_value_heads * config.head_dim
-        shape = (config.num_hidden_layers, 2, num_slots * context_length, width)
+        self._width = width = config.num_key_value_heads * config.head_dim
+        layers, item = config.num_hidden_layers, np.dtype(np.float32 if dtype == "f32" else np.float16)
         try:
-            # [num_hidden_layers, 2, cells, heads * head_dim]
-            self._cells = _lazy_zeros(shape, np.dtype(np.float32 if dtype == "f32" else np.float16))
+            self._keys = _lazy_zeros((layers, num_slots * context_length, width), item)
+            self._values = _lazy_zeros((layers, num_slots, width, context_length), item)
         except (OSError, OverflowError):
             raise no_room(num_slots, context_length) from None
-        self._context = TensorContext(2 * config.num_hidden_layers)
-        self._layers = [(self._context.over(keys), self._context.over(values)) for keys, values in self._cells]
+        self._context = TensorContext(2 * layers)
+        # In ggml's order: keys [width, cells], and values [1, elements], so that each can be written.
+        self._tensors = [
+            (self._context.over(keys), self._context.over(values, shape=(values.size, 1)))
+            for keys, values in zip(self._keys, self._values, strict=True)
+        ]
 
     def __getitem__(self, layer: int) -> tuple[Any, Any]:
-        """Keys and values of a layer, each [cells, heads * head_dim]."""
-        return self._layers[layer]
+        """Keys [width, cells] and values [1, elements] of a layer, for writing at `cells` and `elements`."""
+        return self._tensors[layer]
 
     def cells(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Where the tokens at these slots and positions lie: int64 [N]."""
+        """Where the keys of the tokens at these slots and positions lie: int64 [N]."""
         cells: np.ndarray = slots.astype(np.int64) * self._context_length + positions
         return cells
 
+    def elements(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Where each number of their values lies: int64 [N, width]."""
+        rows = slots.astype(np.int64)[:, None] * self._width + np.arange(self._width)
+        elements: np.ndarray = rows * self._context_length + positions[:, None]
+        return elements
+
     def states(self, layer: int, slot: int, positions: np.ndarray) -> np.ndarray:
-        """What a layer's keys hold at these positions of a slot: float32 [n, heads * head_dim], a copy."""
-        states: np.ndarray = self._cells[layer, 0, slot * self._context_length + positions].astype(np.float32)
+        """What a layer's keys hold at these positions of a slot: float32 [n, width], a copy."""
+        states: np.ndarray = self._keys[layer, slot * self._context_length + positions].astype(np.float32)
         return states
 
     def copy(self, source: int, target: int, first: int, end: int) -> None:
         """Copy cells of a slot to another: positions `first` to `end`, excluded."""
         a, b = source * self._context_length, target * self._context_length
-        self._cells[:, :, b + first : b + end] = self._cells[:, :, a + first : a + end]
+        self._keys[:, b + first : b + end] = self._keys[:, a + first : a + end]
+        self._values[:, target, :, first:end] = self._values[:, source, :, first:end]
+
+    def clear(self, slot: int) -> None:
+        """Write zeros to all cells of a slot."""
+        self._keys[:, slot * self._context_length : (slot + 1) * self._context_length] = 0
+        self._values[:, slot] = 0
 
     def bucket(self, num_positions: int) -> int:
         """How many cells of a slot attention reads for sequences of up to `num_positions` tokens."""
         return min(-(-num_positions // BUCKET) * BUCKET, self._context_length)
 
-    def slot(self, context: Any, tensor: Any, slot: int, length: int) -> Any:
-        """The first `length` cells of a slot in ggml's order: [head_dim, length, key-value heads]."""
-        config, (item, row) = self._config, tensor.contents.nb[:2]
-        first = slot * self._context_length * row
-        sizes, strides = (config.head_dim, length, config.num_key_value_heads), (row, config.head_dim * item)
-        return ggml.view_3d(context, tensor, *sizes, *strides, first)
+    def slots(self, context: Any, layer: int, first: int, count: int, length: int) -> tuple[Any, Any]:
+        """The first `length` cells of neighbouring slots in ggml's order.
+
+        Returns:
+            Keys [head_dim, length, key-value heads, count] and values [length, head_dim, key-value heads, count].
+        """
+        dim, heads, size = self._config.head_dim, self._config.num_key_value_heads, self._context_length
+        keys, values = self._tensors[layer]
+        item = values.contents.nb[0]
+        row, slot = self._width * item, size * self._width * item
+        strides = (row, dim * item, slot, first * slot)
+        keys = ggml.view_4d(context, keys, dim, length, heads, count, *strides)
+        strides = (size * item, dim * size * item, slot, first * slot)
+        return keys, ggml.view_4d(context, values, length, dim, heads, count, *strides)
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:

@@ -23,7 +23,8 @@ from .shortlist import PreviewTensors
 from .tensors import TensorContext, new_input, view
 from .weights import Weights
 
-_NODES_PER_LAYER, _NODES_PER_RUN, _NODES_PER_EXPERT, _OTHER_NODES = 72, 8, 2, 32
+_NODES_PER_LAYER, _NODES_PER_RUN, _NODES_PER_EXPERT, _OTHER_NODES = 72, 20, 2, 32
+_TILE = 64  # tokens of a slot from which on flash attention works in tiles, and is faster than products
 _ROPE_NEIGHBOURS, _ROPE_HALVES = 0, 2
 _GELU_A = 2 * math.sqrt(2 / math.pi)
 _GELU_B = 0.044715 * _GELU_A
@@ -75,6 +76,7 @@ class Graph:
         shapes: dict[str, tuple[tuple[int, ...], type]] = {
             "positions": ((count,), np.int32),
             "cells": ((count,), np.int64),
+            "elements": ((count, config.num_key_value_heads * config.head_dim), np.int64),
         }
         if key.first_layer:
             shapes["hidden_states"] = ((count, config.hidden_size), np.float32)
@@ -256,10 +258,11 @@ class Graph:
         keys, values = self._model.cache[layer]
         k = self._rotated(self._project(h, layer, "k", config.num_key_value_heads), layer)
         v = self._project(h, layer, "v", config.num_key_value_heads)
-        cells = ggml.view_1d(context, self._inputs["cells"], h.contents.ne[1], 0)
-        for cache, new in ((keys, k), (values, v)):
-            flat = ggml.reshape_2d(context, new, config.num_key_value_heads * config.head_dim, h.contents.ne[1])
-            self._run(ggml.set_rows(context, cache, flat, cells))
+        count, width = h.contents.ne[1], config.num_key_value_heads * config.head_dim
+        cells = ggml.view_1d(context, self._inputs["cells"], count, 0)
+        self._run(ggml.set_rows(context, keys, ggml.reshape_2d(context, k, width, count), cells))
+        elements = ggml.view_1d(context, self._inputs["elements"], count * width, 0)
+        self._run(ggml.set_rows(context, values, ggml.reshape_2d(context, v, 1, count * width), elements))
 
     def _write_states(self, h: Any, layer: int, first: int) -> None:
         """Leave h [hidden_size, n], the tokens from `first` on, in the place of their keys."""
@@ -269,22 +272,53 @@ class Graph:
 
     def _attention(self, h: Any, layer: int) -> Any:
         """Let the first tokens, h [hidden_size, active], attend; returns [hidden_size, active]."""
-        context, config, length = self._context.pointer, self._model.config, self._key.kv_length
-        spec, active = config.layers[layer], h.contents.ne[1]
+        context, config, active = self._context.pointer, self._model.config, h.contents.ne[1]
         q = self._rotated(self._project(h, layer, "q", config.num_attention_heads), layer)
-        outputs, mask = None, self._inputs[self.windows[spec.window]]
-        for slot, first, end in self._key.runs:
-            if first >= active:
-                break
-            rows = min(end, active) - first
-            q_rows = ggml.view_3d(context, q, *q.contents.ne[:2], rows, *q.contents.nb[1:3], first * q.contents.nb[2])
-            mask_rows = _rows(context, mask, first, first + rows)
-            cached = (self._model.cache.slot(context, tensor, slot, length) for tensor in self._model.cache[layer])
-            queries = ggml.permute(context, q_rows, 0, 2, 1, 3)
-            out = ggml.flash_attn_ext(context, queries, *cached, mask_rows, spec.attention_scale, 0.0, 0.0)
+        mask, (_, head, token) = self._inputs[self.windows[config.layers[layer].window]], q.contents.nb[:3]
+        outputs = None
+        for slot, count, first, end in _side_by_side(self._key.runs, active):
+            rows = (end - first) // count  # of each slot
+            sizes, strides = (*q.contents.ne[:2], rows, count), (head, token, rows * token)
+            queries = ggml.permute(context, ggml.view_4d(context, q, *sizes, *strides, first * token), 0, 2, 1, 3)
+            visible = ggml.reshape_4d(context, _rows(context, mask, first, end), self._key.kv_length, rows, 1, count)
+            cached = self._model.cache.slots(context, layer, slot, count, self._key.kv_length)
+            attend = self._attend_in_tiles if rows >= _TILE else self._attend
+            out = attend(queries, *cached, visible, config.layers[layer].attention_scale)
+            out = ggml.reshape_3d(context, out, *q.contents.ne[:2], end - first)
             outputs = out if outputs is None else ggml.concat(context, outputs, out, 2)
         outputs = ggml.reshape_2d(context, outputs, config.num_attention_heads * config.head_dim, active)
         return self._times(outputs, layer, "o_proj")
+
+    def _attend(self, queries: Any, keys: Any, values: Any, mask: Any, scale: float) -> Any:
+        """Attention by products, in which the queries of heads that share keys stand side by side.
+
+        Args:
+            queries: [head_dim, rows, heads, slots].
+            keys: [head_dim, length, key-value heads, slots].
+            values: [length, head_dim, key-value heads, slots].
+            mask: [length, rows, 1, slots].
+
+        Returns:
+            [head_dim, heads, rows, slots].
+        """
+        context, (dim, rows, heads, slots) = self._context.pointer, queries.contents.ne[:4]
+        length, shared = keys.contents.ne[1], keys.contents.ne[2]
+        columns = (rows * heads // shared, shared, slots)
+        scores = ggml.mul_mat(context, keys, ggml.reshape_4d(context, self._contiguous(queries), dim, *columns))
+        scores = ggml.reshape_4d(context, scores, length, rows, heads, slots)
+        shares = ggml.soft_max_ext(context, scores, mask, scale, 0.0)
+        out = ggml.mul_mat(context, values, ggml.reshape_4d(context, shares, length, *columns))
+        out = ggml.reshape_4d(context, out, dim, rows, heads, slots)
+        return self._contiguous(ggml.permute(context, out, 0, 2, 1, 3))
+
+    def _attend_in_tiles(self, queries: Any, keys: Any, values: Any, mask: Any, scale: float) -> Any:
+        """The same by flash attention."""
+        context = self._context.pointer
+        values = ggml.cont(context, ggml.permute(context, values, 1, 0, 2, 3))
+        return ggml.flash_attn_ext(context, queries, keys, values, mask, scale, 0.0, 0.0)
+
+    def _contiguous(self, x: Any) -> Any:
+        return x if ggml.is_contiguous(x) else ggml.cont(self._context.pointer, x)
 
     def _project(self, h: Any, layer: int, name: str, heads: int) -> Any:
         """One of q, k, v of h [hidden_size, n] as [head_dim, heads, n]."""
@@ -306,6 +340,24 @@ class Graph:
         positions = ggml.view_1d(context, self._inputs["positions"], x.contents.ne[2], 0)
         factors, scaling = self._model.rope_factors[layer], (rope.theta, 1.0, 0.0, rope.attention_factor, 0.0, 0.0)
         return ggml.rope_ext(context, x, positions, factors, rope.dim, mode, 0, *scaling)
+
+
+def _side_by_side(runs: Runs, active: int) -> list[tuple[int, int, int, int]]:
+    """What attends in one operation: tokens of one slot, or single tokens of slots that lie side by side.
+
+    Returns:
+        The first slot, how many slots, and the first token and the end of each, of the first `active` tokens.
+    """
+    groups: list[tuple[int, int, int, int]] = []
+    for slot, first, end in runs:
+        if first >= active:
+            break
+        before, count, start, _ = groups[-1] if groups else (slot, 0, first, first)
+        if end - first == 1 and first - start == count and slot == before + count:
+            groups[-1:] = [(before, count + 1, start, end)]
+        else:
+            groups.append((slot, 1, first, min(end, active)))
+    return groups
 
 
 def _rows(context: Any, x: Any, first: int, end: int) -> Any:

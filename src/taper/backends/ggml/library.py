@@ -121,7 +121,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "graph_n_nodes": (c_int, _P),
     "build_forward_expand": (None, _P, _T),
     # Operations
-    **dict.fromkeys(("dup", "sqr", "sum_rows", "soft_max", "sigmoid", "silu_inplace"), _OF_ONE),
+    **dict.fromkeys(("dup", "cont", "sqr", "sum_rows", "soft_max", "sigmoid", "silu_inplace"), _OF_ONE),
     **dict.fromkeys(("add", "add_inplace", "mul", "div", "mul_mat", "get_rows"), _OF_TWO),
     **dict.fromkeys(("swiglu_split", "geglu_split"), _OF_TWO),
     **dict.fromkeys(("mul_mat_id", "set_rows"), _OF_THREE),
@@ -129,13 +129,16 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "scale_bias": (*_OF_ONE, c_float, c_float),
     "rms_norm": (*_OF_ONE, c_float),
     "argsort_top_k": (*_OF_ONE, c_int),
+    "is_contiguous": (c_bool, _T),
+    "soft_max_ext": (*_OF_TWO, c_float, c_float),
     "concat": (*_OF_TWO, c_int),
     "permute": (*_OF_ONE, c_int, c_int, c_int, c_int),
     "reshape_2d": (*_OF_ONE, c_int64, c_int64),
     "reshape_3d": (*_OF_ONE, c_int64, c_int64, c_int64),
+    "reshape_4d": (*_OF_ONE, c_int64, c_int64, c_int64, c_int64),
     "view_1d": (*_OF_ONE, c_int64, c_size_t),
     "view_2d": (*_OF_ONE, c_int64, c_int64, c_size_t, c_size_t),
-    "view_3d": (*_OF_ONE, c_int64, c_int64, c_int64, c_size_t, c_size_t, c_size_t),
+    "view_4d": (*_OF_ONE, c_int64, c_int64, c_int64, c_int64, c_size_t, c_size_t, c_size_t, c_size_t),
     "rope_ext": (*_OF_THREE, c_int, c_int, c_int, *(c_float,) * 6),
     "flash_attn_ext": (*_OF_THREE, _T, c_float, c_float, c_float),
     # Memory
@@ -209,12 +212,6 @@ class Library:
 
     def __str__(self) -> str:
         return f"ggml {self.version().decode()} of {self.place}"
-
-    def fix_summation_order(self, backend: Any) -> None:
-        """Let attention of a backend sum in one order whatever the number of tokens, if this version can."""
-        for handle in self._handles:
-            with suppress(AttributeError):
-                handle.ggml_backend_cpu_set_use_ref(c_void_p(backend), c_bool(True))
 
     def unused_instructions(self) -> list[str]:
         """The instructions that this processor has but the library was not built with, by ggml's names."""
