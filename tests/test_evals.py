@@ -98,7 +98,7 @@ def test_many_problems_get_the_strings_of_the_harness_own_class(llm, hf, tmp_pat
         one["filtered_resps"][0] for one in theirs
     ]
     assert len(theirs) == 24
-    assert len({one["resps"][0][0] for one in theirs}) > 20
+    assert len({one["resps"][0][0] for one in theirs}) >= 20
 
 
 def test_control_tokens_end_an_output_as_in_the_harness(lm, hf):
