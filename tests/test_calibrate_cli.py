@@ -128,6 +128,7 @@ def numbers(value) -> list[float]:
     return [value] if isinstance(value, int | float) else []
 
 
+@pytest.mark.ci
 def test_killed_three_times_it_finds_the_same_policy(arguments, tmp_path, monkeypatch):
     def run(after: int) -> int:
         command = [sys.executable, "-c", KILLED, str(after), *arguments]

@@ -11,7 +11,7 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_up import MadeUpProblems
 from tiny import make_backend, random_prompt
@@ -224,6 +224,7 @@ def test_too_few_tapered_steps_keep_no_budget():
     assert fit_quality(Budget(max_kl=9.0), [late, early], made_up_table(), 64, replay) == early
 
 
+@settings(max_examples=20)
 @given(st.floats(1.02, 1.5))
 def test_policies_of_a_speed_are_just_as_fast_as_asked(speedup):
     candidates = power_curves_of_speed(ORDER, 64, speedup, COST)
@@ -231,6 +232,7 @@ def test_policies_of_a_speed_are_just_as_fast_as_asked(speedup):
     assert len({policy.schedule.start for policy in candidates}) > 1
 
 
+@settings(max_examples=20)
 @given(st.floats(1.02, 1.5), st.integers(0, 6))
 def test_a_speed_skips_no_more_than_it_needs_beyond_the_harmless_layers(speedup, harmless):
     static = [DepthPolicy.static(LAYERS, LAYERS - n, range(n)) for n in range(1, 7)]

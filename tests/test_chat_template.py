@@ -199,6 +199,7 @@ for template in json.load(sys.stdin):
 """
 
 
+@pytest.mark.ci
 def test_hostile_templates_are_refused_within_seconds_and_a_gigabyte():
     """With a limit of a fifth of a second of processor time."""
     templates = [*BOMBS, *HARMLESS]

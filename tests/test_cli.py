@@ -11,6 +11,7 @@ from dataclasses import replace
 import click
 import pytest
 from click.testing import CliRunner
+from forked import run_taper
 
 from taper import Chunk, DepthPolicy, __version__
 from taper.cli import cli
@@ -145,10 +146,10 @@ def test_names_that_are_nearly_right_get_a_hint(tiny_gguf):
         (["policy", "show", "fast-plane"], "fast-plain"),
         (["generat", "hi"], "generate"),
     ):
-        done = subprocess.run([sys.executable, "-m", "taper", *arguments], capture_output=True, text=True, check=False)
-        assert done.returncode == 2
-        assert "id you mean" in done.stderr
-        assert meant in done.stderr
+        code, _, said = run_taper(*arguments)
+        assert code == 2
+        assert "id you mean" in said.decode()
+        assert meant in said.decode()
 
 
 @pytest.mark.parametrize(
@@ -160,9 +161,9 @@ def test_names_that_are_nearly_right_get_a_hint(tiny_gguf):
     ],
 )
 def test_command_lines_of_older_versions_are_told_what_to_write_instead(arguments, now):
-    done = subprocess.run([sys.executable, "-m", "taper", *arguments], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert now in done.stderr
+    code, _, said = run_taper(*arguments)
+    assert (code, said.count(b"\n")) == (2, 1)
+    assert now in said.decode()
 
 
 def test_windows_is_told_in_one_line_that_it_cannot_run_this():

@@ -1,6 +1,6 @@
 """GGUF files of llama.cpp's own converter hold the same facts and weights as those that the tests write.
 
-`make test` fetches it to a folder of its own, because it brings a gguf package that would hide ours.
+`make test-ci` fetches it to a folder of its own, because it brings a gguf package that would hide ours.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from taper.models import load_model
 
 ROOT = Path(__file__).parent.parent
 CONVERTER = ROOT / "build" / "converter"
-pytestmark = pytest.mark.skipif(not CONVERTER.exists(), reason="needs: make build/converter/installed")
+pytestmark = [
+    pytest.mark.ci,
+    pytest.mark.skipif(not CONVERTER.exists(), reason="needs: make build/converter/installed"),
+]
 
 
 def test_converted_files_equal_those_of_the_tests(tmp_path):

@@ -16,7 +16,10 @@ from taper.models import load_model
 from taper.models.policies import find_policy
 from taper.policy import DepthPolicy
 
-pytestmark = pytest.mark.skipif(not DEFAULT_MODEL_FILE.is_file(), reason="fetch the default model with: taper pull")
+pytestmark = [
+    pytest.mark.ci,
+    pytest.mark.skipif(not DEFAULT_MODEL_FILE.is_file(), reason="fetch the default model with: taper pull"),
+]
 
 POLICIES = (DepthPolicy.full(30), find_policy("fast"))
 QUESTION = "Why is the sky blue? Explain it to a child of 7."

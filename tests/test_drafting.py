@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import cache
 from itertools import count
 from typing import ClassVar
 
@@ -154,17 +155,33 @@ def with_drafting(requests: list[Request], **options) -> list[Request]:
     return [replace(r, drafting=Drafting(max_tokens=n, **options)) for r, n in zip(requests, sizes, strict=True)]
 
 
+@pytest.fixture(scope="module")
+def undrafted(tiny_llama):
+    """What requests under a policy give without drafts, what may be used again of them, and then their follow-ups."""
+
+    @cache
+    def undrafted(kind: str, policy: DepthPolicy):
+        requests = mixed_requests(policy)
+        engine = Engine(make_backend(kind, tiny_llama.load(), num_slots=8))
+        outputs = finished(engine, requests)
+        kept = [tuple(ids) for ids in engine.slots.kept]
+        asked = zip(requests, outputs, strict=True)
+        follow_up = [Request([*r.prompt_ids, *ids, 9, 8], r.params, policy) for r, (ids, *_) in asked]
+        return requests, outputs, kept, follow_up, finished(engine, follow_up)
+
+    return undrafted
+
+
 @BACKENDS
 @pytest.mark.parametrize("name", ["full", "d3", "healed"])
 @pytest.mark.parametrize("drafter", ["right", "wrong", "random", "ngram", "policy"])
-def test_drafts_change_nothing(tiny_llama, kind, name, drafter, monkeypatch):
+def test_drafts_change_nothing(tiny_llama, undrafted, kind, name, drafter, monkeypatch):
     """Eight requests at a time, each with windows of another size; also with adapters in policy and drafter."""
     loaded, policy = tiny_llama.load(), {"full": FULL}.get(name, DepthPolicy.d3(6, 0.97, skip_order=[4, 1, 2]))
     drafts_with = DRAFTER
     if name == "healed":
         policy, drafts_with = (with_adapters(plain, loaded.config.hidden_size) for plain in (policy, DRAFTER))
-    requests = mixed_requests(policy)
-    expected = finished(Engine(make_backend(kind, loaded, num_slots=8)), requests)
+    requests, expected, kept, follow_up, then_expected = undrafted(kind, policy)
     options = (
         {"kind": "policy", "policy": drafts_with, "min_probability": 0.0} if drafter == "policy" else {"kind": "ngram"}
     )
@@ -176,13 +193,8 @@ def test_drafts_change_nothing(tiny_llama, kind, name, drafter, monkeypatch):
     engine = Engine(make_backend(kind, loaded, num_slots=8))
     drafted = with_drafting(requests, always=True, min_match=2, **options)
     check_same(finished(engine, drafted), expected)
-    kept = [tuple(ids) for ids in engine.slots.kept]
-    outputs = [ids for ids, *_ in expected]
-    follow_up = [Request([*r.prompt_ids, *i, 9, 8], r.params, policy) for r, i in zip(requests, outputs, strict=True)]
-    plain = Engine(make_backend(kind, loaded, num_slots=8))
-    finished(plain, requests)
-    assert kept == [tuple(ids) for ids in plain.slots.kept], "what may be used again is the same"
-    check_same(finished(engine, follow_up), finished(plain, follow_up))
+    assert [tuple(ids) for ids in engine.slots.kept] == kept, "what may be used again is the same"
+    check_same(finished(engine, follow_up), then_expected)
 
 
 def test_true_drafts_take_fewer_forwards_and_false_ones_no_more(tiny_llama, monkeypatch):

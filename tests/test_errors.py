@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import unicodedata
 
 import pytest
+from forked import run_taper
 from tiny import byte_tokenizer
 
 from taper.errors import MAX_CHARACTERS, Names, RequestError, TaperError, TaperWarning
@@ -49,8 +47,7 @@ def test_long_text_is_cut():
 def test_command_line_shows_a_hostile_file_name_safely(tmp_path):
     path = tmp_path / "\x1b[2Jno\u202emodel\x07.gguf"
     path.write_bytes(b"not a model")
-    command = [sys.executable, "-m", "taper", "generate", "--model", os.fspath(path), "hi"]
-    shown = subprocess.run(command, capture_output=True, timeout=60).stderr.decode()
+    shown = run_taper("generate", "--model", path, "hi")[2].decode()
     assert shown.endswith("\n")
     assert shown.strip().isprintable()
     assert "not a GGUF file" in shown

@@ -85,8 +85,8 @@ def test_examples_and_long_prompts_give_its_texts_too(lm, hf, data):
     assert written == texts(hf, asked)
 
 
-def test_100_problems_get_the_strings_of_the_harness_own_class(llm, hf, tmp_path):
-    data = write_data(tmp_path, problems=100)
+def test_many_problems_get_the_strings_of_the_harness_own_class(llm, hf, tmp_path):
+    data = write_data(tmp_path, problems=24)
     ours = evaluate(llm, load_tasks(["gsm8k"], fewshot=0, data_dir=data), ["full"], max_tokens=16)
     task = load_tasks(["gsm8k"], fewshot=0, data_dir=data).tasks[0]
     more = {"task_manager": lm_eval.tasks.TaskManager(include_defaults=False), "bootstrap_iters": 0}
@@ -97,8 +97,8 @@ def test_100_problems_get_the_strings_of_the_harness_own_class(llm, hf, tmp_path
     assert [record.extracted["flexible-extract"] for record in ours.records] == [
         one["filtered_resps"][0] for one in theirs
     ]
-    assert len(theirs) == 100
-    assert len({one["resps"][0][0] for one in theirs}) > 90
+    assert len(theirs) == 24
+    assert len({one["resps"][0][0] for one in theirs}) >= 20
 
 
 def test_control_tokens_end_an_output_as_in_the_harness(lm, hf):

@@ -33,8 +33,8 @@ from taper.models import load_model
 from taper.models.tensors import Tensor
 from taper.policy import DepthPolicy
 
-TOKENS = 64
-PROMPTS = [random_prompt(100 + seed, 23) for seed in range(8)]
+TOKENS = 32
+PROMPTS = [random_prompt(100 + seed, 23) for seed in range(4)]
 CHOSEN = ("d3 late", "skipdecode", "static")
 CONTEXTS = {"phi3 with longrope": 90}  # one token more would choose the other table of factors
 

@@ -3,6 +3,8 @@ that is allowed."""
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from tiny import BACKENDS, gated, make_backend, make_tiny, policies, random_prompt, reference_turns, with_adapters
@@ -72,10 +74,11 @@ def decode(model, policy: DepthPolicy, ids: list[int], depths: list[int], tokens
     return ids[-tokens:]
 
 
-def naive(model, policy: DepthPolicy, turns=TURNS) -> list[list[int]]:
+@cache
+def naive(model, policy: DepthPolicy) -> list[list[int]]:
     """The completions of a conversation."""
     ids, depths, completions = [], [], []
-    for turn in turns:
+    for turn in TURNS:
         depths[len(ids) - 1 :] = [6] * (len(turn) + bool(ids))  # the last token is an input of the next prompt
         ids += turn
         completions.append(decode(model, policy, ids, depths))

@@ -15,6 +15,7 @@ def files(tmp_path_factory):
     return folder
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", fuzz.KINDS)
 def test_any_mutation_of_a_file_is_refused_or_runs(kind, files):
     counts, failures = fuzz.run(kind, 0, COUNT, files)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -158,15 +160,33 @@ def llm(tiny_gguf) -> LLM:
     return LLM(str(tiny_gguf), threads=1, max_batch_size=16, context=256)
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    """Time passes by the number of times that it is asked for, so that trainings have a number of steps."""
+@contextmanager
+def short_trainings() -> Iterator[None]:
+    """Few steps, as time passes by the number of times that it is asked for; and short outputs, few in a step."""
     ticks = count()
-    monkeypatch.setattr("time.perf_counter", lambda: next(ticks) * 0.01)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("time.perf_counter", lambda: next(ticks) * 0.04)
+        patch.setattr("taper.lab.healing.train.TOGETHER", 96)
+        patch.setattr("taper.lab.healing.stages.OUTPUT_TOKENS", 48)
+        patch.setattr("taper.lab.healing.stages.fastest_dtype", lambda device: "f32")  # its trial takes seconds
+        yield
 
 
-def test_training_lowers_the_kl_of_held_out_prompts(llm, clock):
-    healed = taper.heal(llm, POLICY, PROMPTS, minutes=0.08, rank=16)
+@pytest.fixture
+def short():
+    with short_trainings():
+        yield
+
+
+@pytest.fixture(scope="module")
+def healed(llm, tmp_path_factory) -> Healing:
+    """A training that helps."""
+    with short_trainings(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TAPER_CACHE", str(tmp_path_factory.mktemp("healed")))
+        return taper.heal(llm, POLICY, PROMPTS, minutes=0.08, rank=16)
+
+
+def test_training_lowers_the_kl_of_held_out_prompts(llm, healed):
     assert healed.helped
     assert healed.history[-1].tokens == healed.tokens > 0
     assert healed.after.held_out.all_steps.kl.value < healed.before.held_out.all_steps.kl.value
@@ -175,16 +195,15 @@ def test_training_lowers_the_kl_of_held_out_prompts(llm, clock):
     assert llm.generate("hello", policy=healed.policy, ignore_eos=True).depths[-1] == 3
 
 
-def test_training_goes_on_from_adapters_that_a_policy_has(llm, clock):
-    first = taper.heal(llm, POLICY, PROMPTS, minutes=0.08, rank=16)
-    second = taper.heal(llm, first.policy, PROMPTS, minutes=0.08)
-    assert second.before == first.after
+def test_training_goes_on_from_adapters_that_a_policy_has(llm, healed, short):
+    second = taper.heal(llm, healed.policy, PROMPTS, minutes=0.08)
+    assert second.before == healed.after
     assert second.helped
     assert {len(down) for down, _ in second.policy.adapters.layers.values()} == {16}
-    assert second.policy.provenance["healing"]["went_on_from"] == first.policy.provenance["healing"]
+    assert second.policy.provenance["healing"]["went_on_from"] == healed.policy.provenance["healing"]
 
 
-def test_layers_without_an_adapter_get_one_of_the_same_rank(llm, clock):
+def test_layers_without_an_adapter_get_one_of_the_same_rank(llm, short):
     healed = taper.heal(llm, with_adapters(POLICY, 64, rank=4), PROMPTS, minutes=0.04)
     assert {layer: len(down) for layer, (down, _) in healed.policy.adapters.layers.items()} == {3: 4, 2: 4, 4: 4}
 
@@ -199,7 +218,7 @@ def test_new_adapters_begin_where_trained_ones_ended(tiny_llama):
     assert not up.any()
 
 
-def test_a_killed_training_goes_on_where_it_was(llm, clock, monkeypatch, tmp_path):
+def test_a_killed_training_goes_on_where_it_was(llm, short, monkeypatch, tmp_path):
     options = {"minutes": 0.1, "rank": 8}
     seen = []
 
@@ -226,7 +245,7 @@ def test_a_killed_training_goes_on_where_it_was(llm, clock, monkeypatch, tmp_pat
     assert not checkpoints[0].exists()
 
 
-def test_a_damaged_checkpoint_is_removed(llm, clock, tmp_path):
+def test_a_damaged_checkpoint_is_removed(llm, short, tmp_path):
     options = {"minutes": 0.02, "rank": 8}
     taper.heal(llm, POLICY, PROMPTS, **options)
     (checkpoint,) = (tmp_path / "taper-cache" / "heal").iterdir()
@@ -236,7 +255,7 @@ def test_a_damaged_checkpoint_is_removed(llm, clock, tmp_path):
     assert taper.heal(llm, POLICY, PROMPTS, **options).tokens > 0
 
 
-def test_minutes_that_outputs_use_up_are_too_few(llm, clock):
+def test_minutes_that_outputs_use_up_are_too_few(llm, short):
     with pytest.raises(RequestError, match="give more minutes"):
         taper.heal(llm, POLICY, PROMPTS, minutes=1e-6, rank=8)
 
@@ -268,7 +287,7 @@ def test_a_checkpoint_holds_all_of_a_training(tiny_llama, tmp_path):
     assert steps(again, 3) == pytest.approx(expected[3:], rel=1e-5)
 
 
-def test_the_command_writes_a_policy_that_generates(tiny_gguf, tmp_path, clock):
+def test_the_command_writes_a_policy_that_generates(tiny_gguf, tmp_path, short):
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
     (tmp_path / "policy.json").write_text(POLICY.to_json())
     files = ["--policy", tmp_path / "policy.json", "--prompts", tmp_path / "prompts.txt", "--model", tiny_gguf]
@@ -283,7 +302,7 @@ def test_the_command_writes_a_policy_that_generates(tiny_gguf, tmp_path, clock):
     assert json.loads(generated.stdout)["text"]
 
 
-def test_what_does_not_help_is_not_written(tiny_gguf, tmp_path, monkeypatch, clock):
+def test_what_does_not_help_is_not_written(tiny_gguf, tmp_path, monkeypatch, short):
     monkeypatch.setattr(Healing, "helped", False)
     (tmp_path / "policy.json").write_text(POLICY.to_json())
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))

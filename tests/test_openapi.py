@@ -27,7 +27,7 @@ def test_no_request_makes_the_server_fail_and_replies_keep_their_schema(server, 
     for operation in operations:
         if mode == GenerationMode.POSITIVE or operation.method == "post":  # the others take nothing to spoil
 
-            @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+            @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
             @given(case=operation.as_strategy(mode))
             def check(case):
                 case.call_and_validate(checks=CHECKS)

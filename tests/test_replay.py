@@ -51,10 +51,9 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
-def expected(engine: Engine, reference: Reference, policy: DepthPolicy, top: int):
-    """KL, agreement and NLL by their definitions."""
-    layers = engine.backend.config.num_hidden_layers
-    p, q = (log_softmax(step_by_step(engine, reference, each)) for each in (DepthPolicy.full(layers), policy))
+def expected(p: np.ndarray, engine: Engine, reference: Reference, policy: DepthPolicy, top: int):
+    """KL, agreement and NLL by their definitions; p: full depth's log-probabilities."""
+    q = log_softmax(step_by_step(engine, reference, policy))
     kl = []
     for a, b in zip(p, q, strict=True):
         best = np.argsort(-a)[:top]
@@ -78,14 +77,16 @@ def test_replay_equals_decoding_step_by_step(tiny_llama, tmp_path, kind, family,
         loaded = make_tiny(tmp_path, architecture, **options).load()
     engine = Engine(make_backend(kind, loaded, num_slots=2))  # fewer slots than completions
     replay, known = Replay(engine, references()), references()
-    plain = policies(loaded.config.num_hidden_layers)
+    layers, alone = loaded.config.num_hidden_layers, Engine(make_backend(kind, loaded))
+    full = [log_softmax(step_by_step(alone, reference, DepthPolicy.full(layers))) for reference in known]
+    plain = policies(layers)
     healed = [with_adapters(plain[name], loaded.config.hidden_size, scale=0.5) for name in ("d3", "early exit")]
     for policy in [*plain.values(), *healed]:
         scores = replay.score(policy)
         assert scores.kl.max() > 1e-3, "the policy changes nothing, so this proves nothing"
         for index, reference in enumerate(known):
             found = scores.where(scores.reference == index)
-            kl, agreement, nll, nll_full = expected(Engine(make_backend(kind, loaded)), reference, policy, 50)
+            kl, agreement, nll, nll_full = expected(full[index], alone, reference, policy, 50)
             for own, wanted in ((found.kl, kl), (found.nll, nll), (found.nll_full, nll_full)):
                 np.testing.assert_allclose(own, wanted, atol=2e-4)
             assert (found.agreement == agreement).all()
@@ -108,7 +109,7 @@ def test_replay_across_buckets_of_cells_equals_transformers_at_full_depth(tiny_l
     tapered = replay.score(policy)
     for index, reference in enumerate(known):
         alone = Engine(make_backend(kind, tiny_llama.load(), context_length=800))
-        *_, nll, _ = expected(alone, reference, policy, 50)
+        nll = -log_softmax(step_by_step(alone, reference, policy))[range(40), list(reference.completion_ids)]
         np.testing.assert_allclose(tapered.nll[tapered.reference == index], nll, atol=2e-4)
 
 

@@ -9,8 +9,6 @@ import gzip
 import json
 import shutil
 import socket
-import subprocess
-import sys
 from operator import methodcaller
 from pathlib import Path
 
@@ -20,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from forked import run_taper
 from safetensors.torch import load_file, save_file
 from serving import NAME, TOOLS_TEMPLATE, chat_body, serving
 from test_server import events
@@ -300,12 +299,10 @@ def test_a_system_message_from_a_file_loses_its_mark(tiny_gguf):
 
 @pytest.mark.parametrize("prompt", ["-5 + 3 = ?", "--- what is this?", "-q"])
 def test_a_prompt_that_begins_with_a_dash_gets_a_hint(prompt):
-    done = subprocess.run(
-        [sys.executable, "-m", "taper", "generate", prompt], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2
-    assert "comes after --" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    code, _, said = run_taper("generate", prompt)
+    assert code == 2
+    assert b"comes after --" in said
+    assert len(said.splitlines()) == 1
 
 
 # Messages as agents send them

@@ -121,6 +121,7 @@ def test_a_method_has_one_colour_at_every_length():
     assert colours[0]["b"] == colours[1]["b"] != colours[1]["a"]
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(not DEFAULT_MODEL_FILE.is_file(), reason="fetch the default model with: taper pull")
 def test_the_default_model_end_to_end(run, arguments, tmp_path):
     arguments[0] = str(DEFAULT_MODEL_FILE)

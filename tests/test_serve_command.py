@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+from forked import run_taper
 
 PYTHON = [sys.executable, "-m", "taper"]
 
@@ -116,10 +117,9 @@ def test_a_policy_file_is_served_under_its_name_and_is_the_default(tiny_gguf, tm
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(tiny_gguf, options, said):
-    command = [*PYTHON, "serve", "--model", str(tiny_gguf), "--threads", "1", "--port", "0", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
-    (line,) = [line for line in done.stderr.splitlines() if "no shipped policy" not in line]
+    code, _, written = run_taper("serve", "--model", tiny_gguf, "--threads", "1", "--port", "0", *options)
+    assert code == 2
+    (line,) = [line for line in written.decode().splitlines() if "no shipped policy" not in line]
     assert line.startswith("taper: ")
     assert said in line
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import codecs
 import json
 import math
-import os
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from serving import NAME, TOOLS_TEMPLATE, chat_body, serving
 from tiny import policies
 
@@ -723,11 +721,10 @@ def test_llm_works_unchanged(server, tmp_path):
     (tmp_path / "extra-openai-models.yaml").write_text(
         f"- model_id: taper\n  model_name: {NAME}\n  api_base: {server.url}/v1\n"
     )
-    command = [sys.executable, "-m", "llm", "-m", "taper", "--key", "none", "--no-log"]
-    options = ["-o", "temperature", "0", "-o", "max_tokens", "8"]
+    from llm.cli import cli
+
+    options = ["-m", "taper", "--key", "none", "--no-log", "-o", "temperature", "0", "-o", "max_tokens", "8"]
     expected = reference_ids(server, "one", ignore_eos=False).text.strip()
-    env = os.environ | {"LLM_USER_PATH": str(tmp_path)}
     for more in ([], ["--no-stream"]):
-        run = [*command, *options, *more, "one"]
-        done = subprocess.run(run, env=env, capture_output=True, text=True, timeout=120)
-        assert (done.returncode, done.stdout.strip()) == (0, expected), done.stderr
+        done = CliRunner(env={"LLM_USER_PATH": str(tmp_path)}).invoke(cli, [*options, *more, "one"])
+        assert (done.exit_code, done.stdout.strip()) == (0, expected), done.output

@@ -112,6 +112,7 @@ class Watch:
         return self.megabytes() - self._idle
 
 
+@pytest.mark.ci
 def test_the_worst_body_of_each_field_is_rejected_while_others_are_served(tiny_gguf):
     with Process(tiny_gguf) as server, Watch(server) as watch:
         for name, path, body in bodies():
@@ -124,6 +125,7 @@ def test_the_worst_body_of_each_field_is_rejected_while_others_are_served(tiny_g
         assert server.chat().status_code == 200
 
 
+@pytest.mark.ci
 def test_many_of_the_worst_bodies_at_once_are_read_one_after_the_other(tiny_gguf):
     """So they take little more memory than one. It is the clients, in this process, that delay each other."""
     path, body = next((path, body) for name, path, body in bodies() if name == "unknown")
@@ -134,6 +136,7 @@ def test_many_of_the_worst_bodies_at_once_are_read_one_after_the_other(tiny_gguf
         assert watch.added < 450
 
 
+@pytest.mark.ci
 def test_the_worst_schemas_are_rejected_while_others_are_served(tiny_gguf):
     with Process(tiny_gguf) as server, Watch(server) as watch:
         for _ in range(2):
@@ -146,6 +149,7 @@ def test_the_worst_schemas_are_rejected_while_others_are_served(tiny_gguf):
         assert watch.added < 1000
 
 
+@pytest.mark.ci
 def test_schemas_wait_under_the_deadline_and_only_as_long_as_their_clients(tiny_gguf):
     with Process(tiny_gguf, "--max-seconds", "3") as server:
         body = chat_body() | {"model": "tiny", "response_format": WORST_SCHEMA, "taper": {}}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import gguf
@@ -322,12 +323,17 @@ def reference_ids(
     tiny: TinyModel, prompt: list[int], policy: DepthPolicy | None, tokens: int = TOKENS, reuse: str = "filled"
 ) -> list[int]:
     """The reference implementation's greedy completion; without a policy, plain transformers."""
+    return list(_reference_ids(tiny.hf, tuple(prompt), policy, tokens, reuse))
+
+
+@cache
+def _reference_ids(model, prompt: tuple[int, ...], policy: DepthPolicy | None, tokens: int, reuse: str) -> list[int]:
     from taper import hf
 
     custom = {} if policy is None else {"custom_generate": hf.custom_generate(policy, reuse)}
     ids = torch.tensor([prompt])
     mask = torch.ones_like(ids)
-    out = tiny.hf.generate(ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False, **custom)
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False, **custom)
     return out[0, len(prompt) :].tolist()
 
 
