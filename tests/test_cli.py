@@ -58,6 +58,16 @@ def test_text_goes_to_standard_output_and_the_rest_to_standard_error(run, genera
     assert "cut off by --max-tokens" in plain.stderr
 
 
+def test_an_output_that_ends_before_its_policy_skips_says_from_where_it_does(run, tmp_path):
+    late = tmp_path / "late.json"
+    late.write_text(DepthPolicy.d3(6, 0.9, start=4, skip_order=[4, 1, 2]).to_json())
+    for command, stdin in ((("generate", "hi"), None), (("chat",), "hi\n")):
+        for tokens, is_short in ((5, True), (6, False)):
+            shown = run(*command, "--policy", str(late), "--max-tokens", str(tokens), stdin=stdin).stderr
+            assert ("; this policy skips from token 6 on" in shown) == is_short
+    assert "skips from" not in run("generate", "hi", "--mode", "full", "--max-tokens", "5").stderr
+
+
 def test_json_is_one_object_in_either_mode(generate, policy_file):
     result = generate("--policy", policy_file)
     assert list(result) == KEYS

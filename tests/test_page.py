@@ -5,15 +5,21 @@ from __future__ import annotations
 import re
 import shutil
 import time
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
+from axe_playwright_python.sync_playwright import Axe
 from serving import before_each_forward, serving
 
 from taper.engine.drafting import Drafting
+from taper.models.download import DEFAULT_MODEL
+from taper.models.policies import shipped_policies
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
 SLOW = 20_000  # milliseconds; a busy machine must not fail a test
+SIZES = {"desktop": {"width": 1280, "height": 720}, "phone": {"width": 360, "height": 700}}
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +47,44 @@ def page(browser, server):
     page.on("console", lambda message: message.type == "error" and page.problems.append(message.text))
     page.on("pageerror", lambda error: page.problems.append(str(error)))
     page.on("request", lambda request: request.url.startswith(server.url) or page.problems.append(request.url))
-    page.goto(server.url)
-    page.wait_for_selector(".policy")
+    open_page(page, server)
     yield page
     assert page.problems == []
     page.close()
+
+
+def open_page(page, server) -> None:
+    page.goto(server.url)
+    page.wait_for_selector(".policy", state="attached")
+
+
+def new_page(browser, server, size: str, scheme: str = "light"):
+    page = browser.new_page(viewport=SIZES[size], color_scheme=scheme)
+    page.set_default_timeout(SLOW)
+    open_page(page, server)
+    return page
+
+
+def in_view(page, selector: str) -> bool:
+    """Whether all of an element is seen, and nothing lies over its middle."""
+    return page.eval_on_selector(
+        selector,
+        """element => {
+          const { top, bottom, left, right } = element.getBoundingClientRect();
+          const seen = document.elementFromPoint((left + right) / 2, (top + bottom) / 2);
+          return top >= 0 && bottom <= innerHeight && element.contains(seen);
+        }""",
+    )
+
+
+def choose_policy(page, name: str) -> None:
+    page.click("summary")
+    page.check(f"[name=policy][value='{name}']", force=True)
+
+
+def hidden_below(page) -> float:
+    """How many pixels of the conversation are below what is in view."""
+    return page.eval_on_selector("#conversation", "log => log.scrollHeight - log.scrollTop - log.clientHeight")
 
 
 def ask(page, text: str = "tell me", tokens: int = 40) -> None:
@@ -95,7 +134,7 @@ def test_comparing_shows_both_side_by_side_and_says_what_was_measured(page):
     page.check("[name=mode][value=compare]", force=True)
     ask(page)
     wait_for_end(page)
-    titles = page.eval_on_selector_all(".pair .answer h3", "titles => titles.map(title => title.textContent)")
+    titles = page.eval_on_selector_all(".pair .answer h2", "titles => titles.map(title => title.textContent)")
     assert titles == ["full depth, 6 layers", "tapered, d3"]
     left, right = (page.locator(".pair .answer").nth(i).bounding_box() for i in (0, 1))
     assert left["x"] + left["width"] <= right["x"]
@@ -105,7 +144,9 @@ def test_comparing_shows_both_side_by_side_and_says_what_was_measured(page):
     ratio, low, high = map(float, figures.groups())
     assert 0 < low <= ratio <= high
     assert "tokens are the same" in verdict or "texts are the same" in verdict
-    assert len(page.query_selector_all(".pair .chart")) == 2
+    assert [page.locator(".pair .chart").nth(i).is_visible() for i in (0, 1)] == [False, True]
+    ends = [page.locator(".pair .figures").nth(i).bounding_box() for i in (0, 1)]
+    assert abs(ends[0]["y"] + ends[0]["height"] - ends[1]["y"] - ends[1]["height"]) < 2
     assert "goes on from the tapered answer" in verdict
 
 
@@ -113,7 +154,7 @@ def test_exact_mode_says_how_many_drafted_tokens_were_accepted(page, server, mon
     drafting = Drafting("ngram", min_match=1, always=True)
     monkeypatch.setattr(server.served, "_drafting", lambda fields: drafting if fields.mode == "exact" else None)
     page.check("[name=mode][value=exact]", force=True)
-    assert page.evaluate("document.querySelector('#policies').disabled")
+    assert page.is_hidden("#policies")
     ask(page, "abcabcabcabc")
     wait_for_end(page)
     assert re.search(r", \d+ of \d+ drafted tokens accepted", page.text_content(".figures"))
@@ -126,8 +167,7 @@ def test_a_chat_survives_a_reload_and_its_last_answer_can_be_written_again(page,
         wait_for_end(page)
     shown = page.eval_on_selector_all(".user, .answer .text, .figures", "all => all.map(one => one.textContent)")
     classes = page.eval_on_selector_all(".answer .text span", "spans => spans.map(span => span.className)")
-    page.reload()
-    page.wait_for_selector(".policy")
+    open_page(page, server)
     again = page.eval_on_selector_all(".user, .answer .text, .figures", "all => all.map(one => one.textContent)")
     assert again == shown
     assert page.eval_on_selector_all(".answer .text span", "spans => spans.map(span => span.className)") == classes
@@ -139,8 +179,7 @@ def test_a_chat_survives_a_reload_and_its_last_answer_can_be_written_again(page,
     assert page.eval_on_selector_all(".user", "all => all.map(one => one.textContent)") == ["one", "two"]
     assert "9 tokens" in page.text_content(".figures >> nth=-1")
     page.click("#new")
-    page.reload()
-    page.wait_for_selector(".policy")
+    open_page(page, server)
     assert page.query_selector_all(".user") == []
 
 
@@ -156,17 +195,30 @@ def test_a_system_message_reaches_the_model(page, server):
     assert counts[1] - counts[0] > len("be kind")
 
 
-def test_a_setting_that_cannot_be_is_told_before_anything_is_sent(page, server):
-    page.fill("#temperature", "7")
-    page.fill("#prompt", "hello")
-    page.press("#prompt", "Enter")
-    assert "Temperature is 7" in page.text_content("[role=alert]")
-    assert page.query_selector_all(".user") == []
-    assert page.input_value("#prompt") == "hello"
-    page.fill("#temperature", "")
+@pytest.mark.parametrize("size", SIZES)
+def test_a_setting_that_cannot_be_is_said_at_its_field_before_anything_is_sent(browser, server, size):
+    page = new_page(browser, server, size)
+    for field, value, rule in (
+        ("temperature", "9", "Give a number from 0 to 2."),
+        ("seed", "0.5", "Give a whole number of at least 0."),
+        ("max-tokens", "", "Give a whole number from 1 to 1000."),
+    ):
+        page.eval_on_selector(f"#{field}", f"input => input.value = '{value}'")
+        page.fill("#prompt", "hello")
+        page.press("#prompt", "Enter")
+        assert page.text_content(f"#{field}-problem") == rule
+        assert in_view(page, f"#{field}")
+        assert in_view(page, f"#{field}-problem")
+        assert page.evaluate("document.activeElement.id") == field
+        assert page.query_selector_all(".user") == []
+        assert page.input_value("#prompt") == "hello"
+        page.fill(f"#{field}", "1")
+        assert page.text_content(f"#{field}-problem") == ""
+        page.keyboard.press("Escape")
     page.press("#prompt", "Enter")
     page.wait_for_selector(".figures")
     wait_for_end(page)
+    page.close()
 
 
 def test_empty_fields_show_what_the_model_recommends(page, server):
@@ -184,8 +236,9 @@ def test_the_legend_says_which_depths_have_which_colours(page, server):
 
 
 def test_a_policy_can_be_chosen_and_says_what_it_costs(page, server):
-    assert "quality not measured" in page.text_content(".policy >> nth=0")
-    page.check("[name=policy][value=static]", force=True)
+    assert "at least 3 of 6 layers, quality not measured" in page.text_content(".policy >> nth=0")
+    choose_policy(page, "static")
+    assert page.text_content("summary").startswith("static")
     ask(page)
     wait_for_end(page)
     assert page.get_attribute(".answer", "data-policy") == "static"
@@ -196,12 +249,52 @@ def test_a_policy_can_be_chosen_and_says_what_it_costs(page, server):
 
 def test_full_depth_has_no_tint(page):
     page.check("[name=mode][value=full]", force=True)
-    assert page.eval_on_selector("#policies", "fieldset => fieldset.disabled")
+    assert page.is_hidden("#policies")
     ask(page)
     wait_for_end(page)
     classes = page.eval_on_selector_all(".answer .text span", "spans => spans.map(span => span.className)")
     assert set(classes) == {"t0"}
     assert "mean depth 6.0 of 6" in page.text_content(".figures")
+    assert page.is_hidden(".chart"), "it would be empty"
+
+
+def test_a_card_says_which_policy_is_the_default_and_over_how_many_tokens_its_figures_hold(page, server, monkeypatch):
+    fast = shipped_policies()[DEFAULT_MODEL][-1]
+    for name in ("d3", "static"):
+        measured = replace(server.served.policies[name], provenance=fast.provenance)
+        monkeypatch.setitem(server.served.policies, name, measured)
+    monkeypatch.setitem(server.served.policies, "static-plain", server.served.policies["static"])
+    open_page(page, server)
+    cards = page.eval_on_selector_all(".policy", "all => all.map(one => one.textContent)")
+    assert [card for card in cards if "default" in card] == [card for card in cards if card.startswith("d3default")]
+    depth, speed = fast.provenance["mean_depth"], fast.provenance["speedup"]["measured"][0]
+    assert f"{depth:.1f} of 6 layers and {speed:.2f}x as fast" in page.text_content("summary")
+    assert f"over {fast.provenance['answer_tokens']} tokens" in page.text_content("summary")
+    assert ["without trained adapters" in card for card in cards] == [card.startswith("static-plain") for card in cards]
+    colours = [
+        page.eval_on_selector(f".policy .{kind} i", "bar => getComputedStyle(bar).backgroundColor")
+        for kind in ("better", "worse")
+    ]
+    assert colours[0] != colours[1]
+
+
+def test_full_depth_is_called_the_default_where_no_policy_is(page, server, monkeypatch):
+    page.check("[name=mode][value=full]", force=True)
+    assert "default" not in page.text_content("#mode-note")
+    monkeypatch.setattr(server.served, "default_policy", "full")
+    open_page(page, server)
+    assert page.is_checked("[name=mode][value=full]")
+    assert "This is the default." in page.text_content("#mode-note")
+    assert "default" not in page.text_content("#policies")
+
+
+def test_an_answer_that_ends_before_its_policy_skips_says_from_where_it_does(page):
+    choose_policy(page, "d3 late")
+    for tokens, is_short in ((10, True), (11, False)):
+        ask(page, tokens=tokens)
+        wait_for_end(page)
+        said = "this policy skips from token 11 on" in page.text_content(".figures >> nth=-1")
+        assert (said, page.is_hidden(".chart >> nth=-1")) == (is_short, is_short)
 
 
 def test_stopping_keeps_what_there_is_and_frees_the_slot(page, server, monkeypatch):
@@ -231,8 +324,87 @@ def test_an_error_is_shown_in_words(page, server):
     ask(page, "x" * 5000)
     page.wait_for_selector("[role=alert]")
     assert "context" in page.text_content("[role=alert]")
+    assert in_view(page, "[role=alert]")
     assert page.is_visible("#send")
     page.problems.clear()  # Chromium logs the 400
+
+
+def test_a_prompt_that_is_refused_goes_back_into_the_box(page):
+    ask(page, "one", tokens=3)
+    wait_for_end(page)
+    ask(page, "x" * 5000)
+    page.wait_for_selector("[role=alert]")
+    assert page.input_value("#prompt") == "x" * 5000
+    assert page.eval_on_selector_all(".user", "all => all.map(one => one.textContent)") == ["one"]
+    page.problems.clear()  # Chromium logs the 400
+    ask(page, "two", tokens=3)
+    wait_for_end(page)
+    assert page.eval_on_selector_all(".user", "all => all.map(one => one.textContent)") == ["one", "two"]
+    assert page.query_selector_all("[role=alert]") == []
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_end_of_an_answer_stays_in_view_over_three_turns(browser, server, monkeypatch, size):
+    before_each_forward(server, monkeypatch, lambda: time.sleep(0.004))
+    script(server, "a long text\n\n" * 14, monkeypatch)
+    page = new_page(browser, server, size)
+    page.evaluate(
+        """() => {
+          const log = document.querySelector("#conversation");
+          window.most = 0;
+          const watch = () => {
+            const hidden = log.scrollHeight - log.scrollTop - log.clientHeight;
+            if (document.querySelector(".running")) window.most = Math.max(window.most, hidden);
+            requestAnimationFrame(watch);
+          };
+          watch();
+        }"""
+    )
+    page.fill("#prompt", "a question\n" * 30)
+    page.press("#prompt", "Enter")
+    wait_for_end(page)
+    for text in ("two", "three"):
+        page.eval_on_selector("#conversation", "log => log.scrollTo(0, 0)")
+        page.fill("#prompt", text)
+        page.press("#prompt", "Enter")
+        wait_for_end(page)
+        assert page.evaluate("window.most") < 2
+        assert hidden_below(page) < 2
+    page.close()
+
+
+def test_a_reader_who_scrolls_up_is_left_there(page, server, monkeypatch):
+    before_each_forward(server, monkeypatch, lambda: time.sleep(0.01))
+    script(server, "a long text\n\n" * 25, monkeypatch)
+    ask(page, "a question\n" * 30, tokens=400)
+    page.wait_for_selector(".running .text span", state="attached")
+    page.eval_on_selector("#conversation", "log => log.scrollTo(0, 0)")
+    wait_for_end(page)
+    assert page.eval_on_selector("#conversation", "log => log.scrollTop") == 0
+
+
+def test_enter_while_an_answer_runs_says_what_to_do(page, server, monkeypatch):
+    before_each_forward(server, monkeypatch, lambda: time.sleep(0.02))
+    script(server, "a long text " * 60, monkeypatch)
+    ask(page, tokens=900)
+    page.wait_for_selector(".running")
+    page.fill("#prompt", "and this?")
+    page.press("#prompt", "Enter")
+    assert "stop it" in page.text_content("#status")
+    assert in_view(page, "#status")
+    assert page.input_value("#prompt") == "and this?"
+    page.keyboard.press("Escape")
+    wait_for_end(page)
+
+
+def test_tints_end_with_the_text(page, server, monkeypatch):
+    script(server, "  some text  \n\n- an item   \n\n```\ncode  \n```\n\n", monkeypatch)
+    ask(page, tokens=200)
+    wait_for_end(page)
+    for block in ("p", "li", "pre"):
+        text = page.text_content(f".answer .text {block}")
+        assert text == text.rstrip()
+        assert text
 
 
 def test_a_message_of_markup_is_text(page, server, monkeypatch):
@@ -308,18 +480,126 @@ def test_it_works_by_keyboard_alone(page):
     assert page.evaluate("document.activeElement.id") == "prompt"
 
 
+def test_the_depth_of_each_token_can_be_read_by_keyboard(page):
+    ask(page, tokens=20)
+    wait_for_end(page)
+    page.focus("[type=range]")
+    for key, step in (("End", 19), ("Home", 0), ("ArrowRight", 1)):
+        page.keyboard.press(key)
+        said = page.get_attribute("[type=range]", "aria-valuetext")
+        assert said.startswith(f"step {step}: ")
+        assert page.text_content(".axis span") == said
+        titles = page.eval_on_selector_all(".marked", "spans => spans.map(span => span.title)")
+        assert set(titles) <= {re.match(r"step \d+: \d of 6 layers", said)[0]}
+    page.keyboard.press("Tab")
+    assert page.query_selector_all(".marked") == []
+    assert page.text_content(".axis span") == "6 of 6 layers"
+
+
+def test_the_end_of_an_answer_is_announced(page):
+    ask(page, tokens=4)
+    wait_for_end(page)
+    status = page.locator("[role=status]")
+    assert "The answer is complete: 4 tokens" in status.text_content()
+
+
+def test_settings_of_a_phone_are_a_dialog(browser, server):
+    page = new_page(browser, server, "phone")
+    page.focus("#open-settings")
+    page.keyboard.press("Enter")
+    focus = "document.activeElement.closest('dialog, body').id"
+    assert page.evaluate(focus) == "sheet"
+    seen = set()
+    for _ in range(30):
+        page.keyboard.press("Tab")
+        seen.add(page.evaluate("document.activeElement.id"))
+        assert page.evaluate("document.querySelector('#sheet').matches(':modal')")
+        assert page.evaluate(focus) in ("sheet", ""), "at its end, focus may leave the page, for the browser's own"
+    assert {"close-settings", "system", "seed"} <= seen
+    assert not {"prompt", "send", "new"} & seen
+    page.keyboard.press("Escape")
+    assert page.is_hidden("#settings")
+    assert page.evaluate("document.activeElement.id") == "open-settings"
+    page.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", SIZES)
+def test_axe_finds_nothing(browser, server, monkeypatch, size, scheme):
+    script(server, MARKDOWN, monkeypatch)
+    page = new_page(browser, server, size, scheme)
+
+    def check(state: str) -> None:
+        found = Axe().run(page)
+        assert found.violations_count == 0, f"{state}: {found.generate_report()}"
+
+    check("welcome")
+    page.fill("#prompt", "tell me")
+    page.press("#prompt", "Enter")
+    wait_for_end(page)
+    if size == "phone":
+        page.click("#open-settings")
+    page.check("[name=mode][value=compare]", force=True)
+    page.click("summary")
+    page.fill("#temperature", "9")
+    check("settings")
+    page.fill("#temperature", "")
+    page.keyboard.press("Escape")
+    page.fill("#prompt", "tell me")
+    page.press("#prompt", "Enter")
+    page.wait_for_selector(".verdict")
+    check("conversation")
+    page.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_tints_of_neighbouring_depths_differ_in_lightness_and_placeholders_can_be_read(browser, server, scheme):
+    page = new_page(browser, server, "desktop", scheme)
+    colours = page.evaluate(
+        """() => [0, 1, 2, 3, 4].map((level) => {
+          document.querySelector("#legend").className = `t${level}`;
+          return getComputedStyle(document.querySelector("#legend")).backgroundColor;
+        })"""
+    )
+    for one, next_one in pairwise(colours):
+        assert contrast(one, next_one) > 1.1
+    placeholder = page.eval_on_selector("#prompt", "box => getComputedStyle(box, '::placeholder').color")
+    box = page.eval_on_selector("#prompt", "box => getComputedStyle(box).backgroundColor")
+    assert contrast(placeholder, box) >= 4.5
+    page.close()
+
+
+def contrast(one: str, other: str) -> float:
+    """The contrast of two colours, as WCAG defines it."""
+
+    def luminance(colour: str) -> float:
+        channels = [int(value) / 255 for value in re.findall(r"\d+", colour)]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+        return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    darker, lighter = sorted(map(luminance, (one, other)))
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_system_message_and_sampling_are_within_the_first_screen(browser, server, size):
+    page = new_page(browser, server, size)
+    if size == "phone":
+        page.click("#open-settings")
+    for field in ("#system", "#temperature", "#max-tokens", "#seed"):
+        assert in_view(page, field)
+    page.close()
+
+
 def test_it_fits_on_a_phone(browser, server):
-    page = browser.new_page(viewport={"width": 360, "height": 700})
-    page.set_default_timeout(SLOW)
-    page.goto(server.url)
-    page.wait_for_selector(".policy", state="attached")
+    page = new_page(browser, server, "phone")
     assert not page.is_visible("#settings")
     page.click("#open-settings")
     assert page.is_visible("#settings")
     page.check("[name=mode][value=compare]", force=True)
     for close in (
         lambda: page.click("#close-settings"),
-        lambda: page.mouse.click(180, 100),
+        lambda: page.mouse.click(180, 30),
         lambda: page.keyboard.press("Escape"),
     ):
         if not page.is_visible("#settings"):
@@ -363,7 +643,7 @@ def test_a_key_is_asked_for_and_used_and_a_server_that_is_gone_is_said_in_words(
         page.wait_for_selector("[role=alert]")
         page.fill("#api-key", "secret")
         page.press("#api-key", "Tab")
-        page.wait_for_selector(".policy")
+        page.wait_for_selector(".policy", state="attached")
         ask(page, "x", tokens=3)
         wait_for_end(page)
         assert "tokens/s" in page.text_content(".figures")

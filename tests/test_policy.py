@@ -89,6 +89,15 @@ def test_mean_depth_is_over_the_steps_after_the_first(policy, tokens):
     assert policy.mean_depth(tokens) == pytest.approx(sum(depths) / len(depths))
 
 
+@given(policies())
+def test_the_first_step_that_skips_is_the_first_below_full_depth(policy):
+    if policy.first_skip is None:
+        assert policy.depth(10_000) == policy.num_hidden_layers
+    else:
+        depths = [policy.depth(policy.first_skip - 1), policy.depth(policy.first_skip)]
+        assert depths[0] == policy.num_hidden_layers > depths[1]
+
+
 @given(policies(), st.integers(0, 80))
 def test_the_layers_of_a_depth_are_all_but_the_first_of_the_skip_order(policy, fewer):
     depth = max(1, policy.num_hidden_layers - min(fewer, len(policy.skip_order)))

@@ -232,6 +232,13 @@ class DepthPolicy:
         return self.tapers and bool(self.schedule.gates)
 
     @property
+    def first_skip(self) -> int | None:
+        """The first step that skips a layer, with gates the first that may; None at full depth."""
+        if not self.tapers:
+            return None
+        return max(1, self.schedule.start) if self.schedule.curve == "constant" else self.schedule.start + 1
+
+    @property
     def label(self) -> str:
         """What to call it in a line of text: its name, or else its numbers."""
         numbers = (f"{key}={getattr(self.schedule, key)}" for key in (*CURVES[self.schedule.curve], "min_depth"))

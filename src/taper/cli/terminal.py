@@ -42,10 +42,12 @@ def summary(output: Output) -> str:
     layers = output.policy.num_hidden_layers
     cut = ", cut off by --max-tokens or the context" if output.finish_reason == "length" else ""
     drafts = f", {output.accepted_tokens} of {output.drafted_tokens} drafted tokens accepted"
+    first = output.policy.first_skip
+    late = first is not None and output.completion_tokens <= first and f"; this policy skips from token {first + 1} on"
     return (
         f"{output.completion_tokens} tokens, mean depth {output.mean_depth:.1f} of {layers}, "
         f"{output.tokens_per_second:.1f} tokens/s, first token after {output.ttft_s:.2f} s, {output.policy.label}"
-        f"{drafts if output.drafted_tokens else ''}{cut}"
+        f"{drafts if output.drafted_tokens else ''}{cut}{late or ''}"
     )
 
 

@@ -194,7 +194,10 @@ class ServedModel:
             late = [part for part in provenance["long_outputs"]["ranges"] if part["agreement"] is not None][-1]
             agreement = [float(value) for value in late["agreement"]]
             measured |= {"late_agreement": agreement, "late_from": int(late["first"])}
-        return protocol.PolicyInfo(min_depth=policy.min_depth, default=name == self.default_policy, **measured)
+        is_default = name == self.default_policy
+        return protocol.PolicyInfo(
+            min_depth=policy.min_depth, default=is_default, first_skip=policy.first_skip, **measured
+        )
 
     def _requests(
         self,

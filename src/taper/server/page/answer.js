@@ -3,20 +3,30 @@
 import { DepthChart, tint } from "./chart.js";
 import { create, render } from "./markdown.js";
 
+// Keeps the end of the conversation in view while it grows, unless its reader has scrolled up.
+export function following(change) {
+  const log = document.getElementById("conversation");
+  const atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 80;
+  change();
+  if (atEnd) log.scrollTop = log.scrollHeight;
+}
+
 export class Answer {
   constructor(parent, model, policy, title) {
     this.layers = model.taper.num_hidden_layers;
     this.least = model.taper.policies[policy].min_depth;
+    this.firstSkip = model.taper.policies[policy].first_skip; // null at full depth
     this.tokens = [];
+    this.titles = []; // of steps
     this.seconds = []; // when each token came
     this.summary = null;
     this.element = create(parent, "article", "answer running");
     this.element.dataset.policy = policy;
-    if (title) create(this.element, "h3", "", title);
+    if (title) create(this.element, "h2", "", title);
     this.text = create(this.element, "div", "text");
     this.chart = new DepthChart(this.element, this.layers, this.least);
-    this.chart.element.hidden = true;
     this.figures = create(this.element, "p", "figures", "reading the prompt");
+    this.actions = create(this.element, "div", "actions");
     this.drawing = 0;
   }
 
@@ -31,6 +41,7 @@ export class Answer {
 
   add(text, depth) {
     const title = depth ? `step ${this.chart.depths.length}: ${depth} of ${this.layers} layers` : "";
+    if (depth) this.titles.push(title);
     const className = depth ? tint(depth, this.layers, this.least) : "t0";
     if (text) this.tokens.push({ text, depth, className, title });
     if (depth) this.chart.depths.push(depth);
@@ -45,13 +56,11 @@ export class Answer {
 
   draw() {
     this.drawing = 0;
-    const log = document.getElementById("conversation");
-    const atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 80;
-    this.text.replaceChildren(render(this.tokens));
-    this.chart.element.hidden = !this.chart.depths.length;
-    this.chart.draw();
-    this.drawFigures();
-    if (atEnd) log.scrollTop = log.scrollHeight;
+    following(() => {
+      this.text.replaceChildren(render(this.tokens));
+      this.chart.draw();
+      this.drawFigures();
+    });
   }
 
   drawFigures() {
@@ -72,15 +81,26 @@ export class Answer {
     if (drafted) this.figures.append(`, ${accepted} of ${drafted} drafted tokens accepted`);
     if (this.stopped) this.figures.append(", stopped");
     if (this.summary?.finish_reason === "length") this.figures.append(", cut at the token limit");
+    if (this.ended && count <= this.firstSkip) this.figures.append(`; this policy skips from token ${this.firstSkip + 1} on`);
+  }
+
+  // Marks the token of a step, and says its depth.
+  mark(step) {
+    const title = this.titles[step];
+    for (const span of this.text.querySelectorAll("span[title]")) span.classList.toggle("marked", span.title === title);
+    const text = this.tokens.find((token) => token.title === title)?.text.trim();
+    return text ? `${title}, “${text}”` : title;
   }
 
   end() {
     cancelAnimationFrame(this.drawing);
+    this.ended = true;
     this.element.classList.remove("running");
     if (!this.chart.depths.length) this.figures.textContent = this.stopped ? "stopped" : "";
     this.draw();
+    this.chart.letChoose((step) => this.mark(step), () => this.mark(null));
     if (!this.content || !navigator.clipboard) return;
-    const copy = create(this.element, "button", "copy", "Copy");
+    const copy = create(this.actions, "button", "", "Copy");
     copy.type = "button";
     copy.addEventListener("click", async () => {
       await navigator.clipboard.writeText(this.content);

@@ -1,4 +1,4 @@
-// A chart of depth by step that grows with the output; and the tints of depths.
+// A chart of depth by step that grows with the output, and the token that is chosen in it; and the tints of depths.
 
 import { create } from "./markdown.js";
 
@@ -29,6 +29,7 @@ export class DepthChart {
     this.least = least;
     this.depths = [];
     this.element = create(parent, "figure");
+    this.element.hidden = true;
     this.svg = node("svg", { class: "chart", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img" });
     this.area = node("path", { class: "area" });
     this.curve = node("path", { class: "curve" });
@@ -39,9 +40,29 @@ export class DepthChart {
     this.end = create(axis, "span");
   }
 
+  // Has a slider choose a step, by key, pointer or touch; describe(step) says what there is at one.
+  letChoose(describe, leave) {
+    const slider = document.createElement("input");
+    Object.assign(slider, { type: "range", min: 0, max: this.depths.length - 1, value: 0 });
+    slider.setAttribute("aria-label", "Step");
+    const show = () => {
+      this.start.textContent = describe(slider.valueAsNumber);
+      slider.setAttribute("aria-valuetext", this.start.textContent);
+    };
+    slider.addEventListener("input", show);
+    slider.addEventListener("focus", show);
+    slider.addEventListener("blur", () => {
+      leave();
+      this.draw();
+    });
+    this.svg.after(slider);
+  }
+
+  // Hidden until a token skips a layer.
   draw() {
     const count = this.depths.length;
-    if (!count) return;
+    this.element.hidden = this.depths.every((depth) => depth === this.layers);
+    if (this.element.hidden) return;
     const x = (step) => ((WIDTH * step) / count).toFixed(1);
     const span = Math.max(1, this.layers - this.least);
     const y = (depth) => (2 + ((HEIGHT - 4) * (this.layers - depth)) / span).toFixed(1);

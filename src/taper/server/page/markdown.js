@@ -49,9 +49,10 @@ function linesOf(source) {
   const lines = [];
   for (let start = 0; start <= source.length; ) {
     const newline = source.indexOf("\n", start);
-    const end = newline < 0 ? source.length : newline;
-    lines.push({ start, end, text: source.slice(start, end) });
-    start = end + 1;
+    const next = newline < 0 ? source.length : newline;
+    const text = source.slice(start, next).trimEnd(); // so that tints end with the text
+    lines.push({ start, end: start + text.length, text });
+    start = next + 1;
   }
   return lines;
 }
@@ -86,7 +87,7 @@ function block(root, source, lines, i, emit) {
   }
   let last = i;
   while (last + 1 < lines.length && isParagraph(lines[last + 1].text)) last += 1;
-  inline(create(root, "p"), source, line.start, lines[last].end, emit);
+  inline(create(root, "p"), source, line.start + line.text.search(/\S/), lines[last].end, emit);
   return last + 1;
 }
 

@@ -1,9 +1,10 @@
 // The playground: a conversation with the served model, and what depth does to it.
 
-import { Answer } from "./answer.js";
+import { Answer, following } from "./answer.js";
 import { ApiError, chat, fetchModel } from "./api.js";
 import { create } from "./markdown.js";
-import { showCost, showLegend } from "./policies.js";
+import { showCost, showLegend, showPolicy } from "./policies.js";
+import { areValid, showSettings } from "./settings.js";
 
 const $ = (id) => document.getElementById(id);
 const chosen = (name) => document.querySelector(`[name=${name}]:checked`)?.value;
@@ -70,17 +71,18 @@ function restore() {
     else new Answer(create($("messages"), "div"), model, message.policy, "").restore(message);
   }
   showRegenerate();
+  scrollToEnd();
 }
 
 // Only the last answer can be generated again.
 function showRegenerate() {
   document.querySelector(".regenerate")?.remove();
-  const answer = [...document.querySelectorAll(".answer")].at(-1);
-  if (!answer || history.at(-1)?.role !== "assistant") return;
-  const button = create(answer, "button", "regenerate", "Regenerate");
+  const actions = [...document.querySelectorAll(".actions")].at(-1);
+  if (!actions || history.at(-1)?.role !== "assistant") return;
+  const button = create(actions, "button", "regenerate", "Regenerate");
   button.type = "button";
   button.addEventListener("click", () => {
-    if (running || !isValid()) return;
+    if (!areValid()) return;
     history.pop();
     const { content } = history.pop();
     const users = [...document.querySelectorAll(".user")];
@@ -90,51 +92,59 @@ function showRegenerate() {
   });
 }
 
-// Whether all settings are valid; for the first invalid one, an error says its rule.
-function isValid() {
-  const wrong = document.querySelector("#settings input:invalid");
-  if (!wrong) return true;
-  $("settings").classList.add("open");
-  const name = wrong.parentElement.firstChild.textContent.trim();
-  showError(new ApiError(`${name} is ${wrong.value || "not a number"}. ${wrong.validationMessage}`, 0));
-  wrong.focus();
-  return false;
-}
-
 async function turn(text) {
   const mode = chosen("mode");
   const policy = chosen("policy") ?? "full";
   $("welcome").hidden = true;
-  create($("messages"), "div", "user", text);
+  for (const error of document.querySelectorAll(".error")) error.remove();
+  const message = create($("messages"), "div", "user", text);
   const conversation = history; // "New chat" begins another one
   conversation.push({ role: "user", content: text });
+  showRegenerate();
   const parent = create($("messages"), "div", mode === "compare" ? "pair" : "");
   const tapered = runsAll(mode) ? "full" : policy;
   running = new AbortController();
   const { signal } = running;
   showRunning(true);
+  say("Answering");
+  const answers = [];
   try {
     const full = `full depth, ${model.taper.num_hidden_layers} layers`;
-    const answers = mode === "compare" ? [new Answer(parent, model, "full", full)] : [];
+    if (mode === "compare") answers.push(new Answer(parent, model, "full", full));
     const answer = new Answer(parent, model, tapered, mode === "compare" ? `tapered, ${policy}` : "");
     answers.push(answer);
+    scrollToEnd();
     try {
       await complete(answers, conversation, signal);
     } finally {
       if (answer.content) conversation.push(answer.message);
     }
-    if (mode === "compare") create($("messages"), "p", "verdict", verdict(...answers));
+    const compared = mode === "compare" ? verdict(...answers) : "";
+    if (compared) following(() => create($("messages"), "p", "verdict", compared));
+    say(`The answer is complete: ${answer.figures.textContent}. ${compared}`);
   } catch (error) {
-    if (error.name !== "AbortError") showError(error);
+    say(error.name === "AbortError" ? "The answer was stopped." : "");
+    if (error.name !== "AbortError") {
+      if (!answers.some((answer) => answer.content)) takeBack(text, message, parent);
+      showError(error);
+    }
   } finally {
     if (conversation.at(-1)?.role === "user") conversation.pop();
+    $("welcome").hidden = history.length > 0 || $("messages").querySelector(".user") !== null;
     running = null;
-    showRunning(false);
     save();
-    showRegenerate();
-    $("conversation").scrollTop = $("conversation").scrollHeight;
-    $("prompt").focus();
+    following(() => {
+      showRunning(false);
+      showRegenerate();
+    });
+    if ([document.body, $("stop")].includes(document.activeElement)) $("prompt").focus(); // whoever is elsewhere stays
   }
+}
+
+// A prompt that was refused goes back to where it can be changed.
+function takeBack(text, ...elements) {
+  for (const element of elements) element.remove();
+  $("prompt").value ||= text;
 }
 
 // The result of a comparison; outputs that are too short have none.
@@ -164,11 +174,22 @@ function speedup(full, tapered) {
 function showError(error) {
   const box = create($("messages"), "p", "error", error instanceof ApiError ? error.message : `The page failed: ${error.message}`);
   box.setAttribute("role", "alert");
+  box.scrollIntoView({ block: "nearest" });
   if (error.status === 401) {
     $("key-field").hidden = false;
-    $("settings").classList.add("open");
+    showSettings();
     $("api-key").focus();
   }
+}
+
+// Tells those who hear the page how an answer goes; a notice is seen too.
+function say(text, isNotice = false) {
+  $("status").textContent = text;
+  $("status").classList.toggle("hidden", !isNotice);
+}
+
+function scrollToEnd() {
+  $("conversation").scrollTop = $("conversation").scrollHeight;
 }
 
 function showRunning(runs) {
@@ -180,10 +201,13 @@ const runsAll = (mode) => mode === "full" || mode === "exact";
 
 function showMode() {
   const mode = chosen("mode");
-  $("mode-note").textContent = NOTES[mode];
-  $("policies").disabled = runsAll(mode);
   const { num_hidden_layers: layers, policies } = model.taper;
-  showLegend($("legend"), layers, policies[chosen("policy")]?.min_depth ?? layers);
+  const name = chosen("policy");
+  $("mode-note").textContent = NOTES[mode] + (mode === "full" && policies.full.default ? " This is the default." : "");
+  $("policies").hidden = runsAll(mode);
+  $("chosen-policy").replaceChildren();
+  if (name) showPolicy($("chosen-policy"), name, policies[name], layers);
+  showLegend($("legend"), layers, policies[name]?.min_depth ?? layers);
 }
 
 function showModel() {
@@ -201,10 +225,10 @@ function showModel() {
     const label = create($("policy-list"), "label", "policy");
     const input = create(label, "input");
     Object.assign(input, { type: "radio", name: "policy", value: name, checked: name === preferred[0] });
-    create(label, "strong", "", name);
-    showCost(label, policy, layers);
+    showPolicy(label, name, policy, layers);
+    showCost(label, policy);
   }
-  const isFull = !tapering.length || policies.full?.default;
+  const isFull = !tapering.length || policies.full.default;
   for (const input of document.querySelectorAll("[name=mode]")) {
     input.disabled = !tapering.length && !runsAll(input.value);
     input.checked = input.value === (isFull ? "full" : "taper");
@@ -225,8 +249,9 @@ async function connect() {
 
 $("composer").addEventListener("submit", (event) => {
   event.preventDefault();
+  if (running) return say("An answer is running. Wait for its end or stop it, then send this.", true);
   const text = $("prompt").value.trim();
-  if (!text || running || !model || !isValid()) return;
+  if (!text || !model || !areValid()) return;
   $("prompt").value = "";
   turn(text);
 });
@@ -236,9 +261,7 @@ $("prompt").addEventListener("keydown", (event) => {
   $("composer").requestSubmit();
 });
 document.addEventListener("keydown", (event) => {
-  if (event.key !== "Escape") return;
-  if (running) running.abort();
-  else closeSettings();
+  if (event.key === "Escape" && !$("sheet").open) running?.abort();
 });
 $("stop").addEventListener("click", () => running?.abort());
 $("new").addEventListener("click", () => {
@@ -250,7 +273,7 @@ $("new").addEventListener("click", () => {
   $("prompt").focus();
 });
 $("examples").addEventListener("click", (event) => {
-  if (event.target.tagName !== "BUTTON" || running || !model || !isValid()) return;
+  if (event.target.tagName !== "BUTTON" || running || !model || !areValid()) return;
   turn(event.target.textContent);
 });
 $("modes").addEventListener("change", showMode);
@@ -261,16 +284,6 @@ $("api-key").addEventListener("change", () => {
   $("messages").replaceChildren();
   connect();
 });
-$("open-settings").addEventListener("click", () => {
-  const open = $("settings").classList.toggle("open");
-  $("open-settings").setAttribute("aria-expanded", String(open));
-});
-function closeSettings() {
-  $("settings").classList.remove("open");
-  $("open-settings").setAttribute("aria-expanded", "false");
-}
-$("close-settings").addEventListener("click", closeSettings);
-$("conversation").addEventListener("click", closeSettings);
 $("theme").addEventListener("click", () => {
   const dark = getComputedStyle(document.body).colorScheme === "dark" || matchMedia("(prefers-color-scheme: dark)").matches;
   const current = document.documentElement.dataset.theme ?? (dark ? "dark" : "light");
