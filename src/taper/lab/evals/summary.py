@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import RequestError, number, shown
-from ..calibration.statistics import Estimate, PairedComparison, compare, wilson
+from ..calibration.statistics import MIN_OUTPUTS, Estimate, PairedComparison, compare, wilson
 from ..calibration.summary import to_plain
 from .records import Evaluation, Record
 from .tasks import EvalTask, Selection
@@ -26,7 +26,8 @@ class Score:
     mean_depth: float  # over the tokens written, from step 1 on
     tokens: float  # of an output, mean
     cut_off: float  # share of outputs that ended at the limit of tokens, or of the context
-    against_full: PairedComparison | None  # None: it is full depth, or there is nothing to compare with
+    empty: float  # share of outputs without any text
+    against_full: PairedComparison | None  # None: it is full depth, or there are fewer than `MIN_OUTPUTS` problems
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class EvalSummary:
     num_truncated: int  # problems whose prompt lost its beginning
     missing: list[str]  # tasks of groups that have no local data
     results: list[TaskSummary]
+    problem_s: float | None = None  # seconds that a problem took at full depth and tapered, if any was asked now
 
     def to_json(self) -> dict[str, Any]:
         """As plain data; an interval is a list of value, low and high."""
@@ -110,7 +112,9 @@ def summarise(evaluation: Evaluation, margin: float = MARGIN, filter_name: str |
         scores = [_score(records, policy, is_right, margin) for policy in evaluation.policies]
         results.append(TaskSummary(name, tasks, _num_problems(records), " or ".join(sorted(compared)), scores))
     num_truncated = _num_problems(record for record in evaluation.records if record.truncated)
-    return EvalSummary(dict(evaluation.settings), margin, num_truncated, evaluation.selection.missing, results)
+    problem_s = None if evaluation.record_s is None else 2 * evaluation.record_s
+    settings, missing = dict(evaluation.settings), evaluation.selection.missing
+    return EvalSummary(settings, margin, num_truncated, missing, results, problem_s)
 
 
 def _num_problems(records: Iterable[Record]) -> int:
@@ -133,7 +137,7 @@ def _score(
     full = next((record.policy for record in records if record.mode == "full"), None)
     right = [is_right[record.key] for record in own if is_right]
     compared = None
-    if right and own[0].mode != "full" and full is not None and len(own) > 1:  # one problem shows nothing
+    if right and own[0].mode != "full" and full is not None and len(own) >= MIN_OUTPUTS:
         compared = compare([is_right[record.task, record.problem, full] for record in own], right, margin)
     outputs = [output for record in own for output in record.completions]
     lengths = [len(output.token_ids) for output in outputs]
@@ -146,5 +150,6 @@ def _score(
         mean_depth=depths / sum(steps) if any(steps) else max(output.mean_depth for output in outputs),
         tokens=sum(lengths) / len(outputs),
         cut_off=sum(output.finish_reason == "length" for output in outputs) / len(outputs),
+        empty=sum(not output.text.strip() for output in outputs) / len(outputs),
         against_full=compared,
     )
