@@ -97,7 +97,7 @@ def test_problems_of_ones_own_are_asked_by_the_chat_template_if_the_model_has_on
         assert result.exit_code == 0, result.output
         assert result.stderr.startswith("4 problems of sums.csv, each by full and taper; the first: 0, + 1?\n")
         assert f"sums: 4 problems, 0-shot{form}, version own" in result.stdout
-        assert "sums: no verdict comes from fewer than 5 problems." in result.stdout
+        assert "not enough problems: no verdict comes from fewer than 5" in result.stdout
         (file,) = tmp_path.glob("eval-*")
         assert file.name.endswith("-sums.jsonl")
         assert json.loads(file.read_text().splitlines()[0])["settings"]["chat"] == bool(form)

@@ -199,15 +199,11 @@ def _title(result: TaskSummary, summary: EvalSummary) -> str:
 
 
 def _remarks(summary: EvalSummary) -> Iterator[str]:
-    from ..lab.calibration.statistics import MIN_OUTPUTS
-
     yield "Intervals are 95 %; the verdict is a one-sided test at the 5 % level."
     for result in summary.results:
         if len(result.tasks) == 1 and any(score.cut_off > _OFTEN_CUT_OFF for score in result.scores):
             shares = ", ".join(f"{score.cut_off:.0%} ({score.policy})" for score in result.scores)
             yield f"{result.name}: outputs that reached the limit of tokens, which --max-tokens raises: {shares}."
-        if result.problems < MIN_OUTPUTS and len(result.scores) > 1:
-            yield f"{result.name}: no verdict comes from fewer than {MIN_OUTPUTS} problems."
     if summary.missing:
         yield f"Not run, as the data folder has no data for them: {', '.join(summary.missing)}."
     if summary.num_truncated:

@@ -227,6 +227,8 @@ class PairedComparison:
         """The verdict in words, with the number of problems to two digits."""
         if self.verdict != "not enough problems":
             return self.verdict
+        if self.problems < MIN_OUTPUTS:
+            return f"not enough problems: no verdict comes from fewer than {MIN_OUTPUTS}"
         if self.needed is None:
             return "inconclusive; at the observed difference, more problems would not show that it holds"
         return f"not enough problems: about {float(f'{self.needed:.2g}'):,.0f} more needed"
@@ -237,7 +239,8 @@ def compare(
 ) -> PairedComparison:
     """Compare two modes by the problems that each of them solved, both bool [problems].
 
-    The verdict is at the one-sided `level`; the intervals are always 95 %.
+    The verdict is at the one-sided `level`; the intervals are always 95 %. Fewer than `MIN_OUTPUTS` problems give
+    neither a verdict nor an interval of the difference.
 
     Raises:
         RequestError: the modes differ in their number of problems, there are fewer than two, an entry is not a bool, or
@@ -253,6 +256,8 @@ def compare(
     only_full, only_tapered = pairs.count((True, False)), pairs.count((False, True))
     both = pairs.count((True, True))
     verdict, needed = non_inferiority(problems, only_full, only_tapered, margin, level)
+    if problems < MIN_OUTPUTS:
+        verdict, needed = "not enough problems", None
     return PairedComparison(
         problems=problems,
         full=wilson(both + only_full, problems),
@@ -306,7 +311,8 @@ def bootstrap_difference(problems: int, only_full: int, only_tapered: int, seed:
     cells = np.array([only_full, only_tapered, problems - only_full - only_tapered])
     draws = np.random.default_rng(seed).multinomial(problems, cells / problems, RESAMPLES)  # [RESAMPLES, 3]
     low, high = np.quantile((draws[:, 1] - draws[:, 0]) / problems, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Estimate((only_tapered - only_full) / problems, float(low), float(high))
+    value = (only_tapered - only_full) / problems
+    return Estimate(value, float(low), float(high)) if problems >= MIN_OUTPUTS else Estimate(value, value, value)
 
 
 def mcnemar(only_full: int, only_tapered: int) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import RequestError, number, shown
-from ..calibration.statistics import MIN_OUTPUTS, Estimate, PairedComparison, compare, wilson
+from ..calibration.statistics import Estimate, PairedComparison, compare, wilson
 from ..calibration.summary import to_plain
 from .records import Evaluation, Record
 from .tasks import EvalTask, Selection
@@ -27,7 +27,7 @@ class Score:
     tokens: float  # of an output, mean
     cut_off: float  # share of outputs that ended at the limit of tokens, or of the context
     empty: float  # share of outputs without any text
-    against_full: PairedComparison | None  # None: it is full depth, or there are fewer than `MIN_OUTPUTS` problems
+    against_full: PairedComparison | None  # None: it is full depth, or there is nothing to compare with
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def _score(
     full = next((record.policy for record in records if record.mode == "full"), None)
     right = [is_right[record.key] for record in own if is_right]
     compared = None
-    if right and own[0].mode != "full" and full is not None and len(own) >= MIN_OUTPUTS:
+    if right and own[0].mode != "full" and full is not None and len(own) > 1:  # one problem shows nothing
         compared = compare([is_right[record.task, record.problem, full] for record in own], right, margin)
     outputs = [output for record in own for output in record.completions]
     lengths = [len(output.token_ids) for output in outputs]
