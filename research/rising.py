@@ -31,10 +31,10 @@ from decode import conditions, write
 from long_outputs import ROWS, full_depth
 
 from taper import LLM, DepthPolicy
-from taper.lab.calibration.long_outputs import BOUNDS, LEAST_OUTPUTS, MAX_TOKENS
+from taper.lab.calibration.long_outputs import BOUNDS, MAX_TOKENS
 from taper.lab.calibration.measured_model import measured_model
 from taper.lab.calibration.replay import Replay, Scores
-from taper.lab.calibration.statistics import over_steps
+from taper.lab.calibration.statistics import MIN_OUTPUTS, over_steps
 from taper.lab.calibration.summary import interval, to_plain
 from taper.models.download import DEFAULT_MODEL
 
@@ -94,7 +94,7 @@ def figures(scores: Scores) -> dict[str, Any]:
     ranges = []
     for first, end in pairwise(BOUNDS):
         part = scores.where((scores.step >= max(1, first)) & (scores.step < end))
-        if len(np.unique(part.reference)) >= LEAST_OUTPUTS:
+        if len(np.unique(part.reference)) >= MIN_OUTPUTS:
             losses = over_steps(part).all_steps
             ranges.append({"first": first, "end": end, "agreement": losses.agreement, "kl": losses.kl})
     later = scores.where(scores.step > 0)

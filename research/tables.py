@@ -12,7 +12,14 @@ from comparison import FULL
 from formats import FORMATS, TAPER, TESTS
 from task_options import DEFAULTS
 
-from taper.lab.calibration.statistics import Estimate, PairedComparison, bootstrap_difference, mcnemar, wilson
+from taper.lab.calibration.statistics import (
+    MIN_OUTPUTS,
+    Estimate,
+    PairedComparison,
+    bootstrap_difference,
+    mcnemar,
+    wilson,
+)
 
 Json = dict[str, Any]
 GSM8K, BBH = "gsm8k", "bbh"
@@ -163,6 +170,11 @@ def all_of(verdicts: Iterable[str]) -> str:
     return FAILS if FAILS in different else HOLDS if different == {HOLDS} else UNKNOWN
 
 
+def has_solutions(f: Json) -> bool:
+    """Whether there are enough of people's solutions for an interval of their perplexity."""
+    return "human" in f and f["human"]["answers"] >= MIN_OUTPUTS
+
+
 def start_verdict(f: Json) -> str:
     """Whether a start of each task's own is better than one for all."""
     _, low, high = f["saved_by_own_start"]
@@ -172,10 +184,10 @@ def start_verdict(f: Json) -> str:
 def verdicts(part: str, f: Json) -> dict[str, str]:
     """The verdicts of a part of the claims, by what they are about."""
     if part == "perplexity":
-        human = {"perplexity falls along people's solutions": below_zero(f["human"]["nll"])} if "human" in f else {}
+        human = "perplexity falls along people's solutions"
         return {
             "perplexity falls along full depth's outputs": below_zero(f["change"]["nll"]),
-            **human,
+            **({human: below_zero(f["human"]["nll"])} if has_solutions(f) else {}),
             "skipping costs less at later steps (KL)": below_zero(f["change"]["kl"]),
         }
     if part == "curves":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -67,8 +68,8 @@ def test_every_phase_runs_as_on_a_gpu_and_is_shown(tmp_path, monkeypatch):
     path = tmp_path / "new" / "bench.json"
     result = measured(**LIKE_A_GPU, json=path)
     assert json.loads(path.read_text()) == result
-    names = ["graphs equal eager steps", "graphs equal the reference implementation", "bandwidth", "depth", "prompts"]
-    assert list(result["phases"]) == [*names, "outputs of 3", "peers at 3", "outputs of 6", "peers at 6"]
+    names = ["graphs equal eager steps", "graphs equal the reference implementation", "bandwidth", "depth"]
+    assert list(result["phases"]) == [*names, "outputs of 3", "peers at 3", "outputs of 6", "peers at 6", "prompts"]
     assert (result["dropped"], result["failed"]) == ([], {})
     assert result["conditions"]["weights"] == "random"
     for name in names[:2]:
@@ -99,10 +100,35 @@ def test_every_phase_runs_as_on_a_gpu_and_is_shown(tmp_path, monkeypatch):
     assert (tmp_path / "speed.svg").read_text().startswith("<?xml")
 
 
+def test_lengths_that_were_asked_for_come_before_prompts(monkeypatch):
+    def phases(**options) -> list[str]:
+        options = BenchOptions(no_peers=True, **options)
+        return list(run.Phases(target.Target("m", None, False, "cpu", 1, {}), options, Clock(60)).all())
+
+    monkeypatch.setattr(run, "Engine", lambda backend: None)
+    assert phases(lengths=(128,)) == ["bandwidth", "depth", "outputs of 128", "prompts"]
+    assert phases()[:3] == ["bandwidth", "depth", "prompts"]
+
+
+def test_a_picture_has_no_empty_panel(tmp_path):
+    def drawn(*names: str) -> list[str]:
+        done = {name: phase for name, phase in result["phases"].items() if name in names}
+        assert command.draw(result | {"phases": done}, path) == bool(done)
+        return re.findall(r"<!-- (One decode step|Speed) -->", path.read_text())
+
+    result, path = measured(**SHORTEST), tmp_path / "speed.svg"
+    assert drawn("depth", "outputs of 2") == ["Speed", "One decode step"]
+    assert drawn("depth") == ["One decode step"]
+    assert drawn("outputs of 2") == ["Speed"]
+    path.unlink()
+    assert not command.draw(result | {"phases": {}}, path)
+    assert not path.exists()
+
+
 def test_a_model_of_files_runs_on_a_cpu_beside_llama_bench(tiny_gguf, llama_bin):  # noqa: F811
     once = SHORT | {"rounds": 1}  # so that the median over rounds is that round's own ratio
     result = measured(model=str(tiny_gguf), llama_bin=llama_bin, threads=1, **once)
-    assert list(result["phases"])[:3] == ["bandwidth", "depth", "prompts"]
+    assert list(result["phases"])[:3] == ["bandwidth", "depth", "outputs of 3"]
     rows = {row["name"]: row for row in result["phases"]["peers at 3"]["rows"]}
     assert rows["llama.cpp"]["tokens_per_s"] == 1000
     assert rows["llama.cpp"]["ttft_s"] == 0.003
@@ -235,7 +261,7 @@ def test_ctrl_c_and_a_full_disk_end_it_and_keep_what_was_written(tmp_path, monke
     monkeypatch.setattr(run.Phases, "prompts", interrupt)
     with pytest.raises(KeyboardInterrupt):  # for which every command exits with 130
         measured(**SHORTEST, json=path)
-    assert list(json.loads(path.read_text())["phases"])[-1] == "depth"
+    assert list(json.loads(path.read_text())["phases"])[-1] == "outputs of 2"
 
     def fail(*_):
         raise OSError(28, "No space left on device", "bench.json")
@@ -249,7 +275,7 @@ def test_what_does_not_fit_the_time_is_left_out_and_said(tmp_path):
     path, lines = tmp_path / "bench.json", []
     result = run.run(BenchOptions(**LIKE_A_GPU | {"minutes": 1e-9}, json=path), lines.append, torch_device="cpu")
     assert result["phases"] == {}
-    assert result["dropped"][-1] == "peers at 6"
+    assert result["dropped"][-2:] == ["peers at 6", "prompts"]
     assert json.loads(path.read_text()) == result
     assert "peers at 6 was left out for want of time" in as_text(result)
     assert any("left out" in line for line in lines)
@@ -266,7 +292,7 @@ def test_a_phase_without_one_whole_round_is_left_out(tiny_gguf, monkeypatch):
     monkeypatch.setattr(Clock, "left_s", left_s)
     result = measured(model=str(tiny_gguf), no_peers=True, threads=1, **SHORT)
     assert list(result["phases"]) == ["bandwidth"]
-    assert result["dropped"] == ["depth", "prompts", "outputs of 3", "outputs of 6"]
+    assert result["dropped"] == ["depth", "outputs of 3", "outputs of 6", "prompts"]
 
 
 def test_a_peer_that_fails_is_left_out_from_then_on(monkeypatch):

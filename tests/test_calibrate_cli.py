@@ -23,8 +23,9 @@ from test_calibration import comparable
 from taper import DepthPolicy
 from taper.cli import cli
 from taper.cli.calibrate import calibrate
-from taper.cli.common import Share
+from taper.cli.common import Percent, Share
 from taper.cli.terminal import TimeLeft
+from taper.policy import Schedule
 
 PROMPTS = "".join(f"tell me about number {i}\n" for i in range(10))
 
@@ -77,6 +78,40 @@ def test_writes_a_policy_and_says_what_it_costs(arguments, tmp_path):
     assert "taper generate --policy" in result.stderr
     shown = CliRunner().invoke(cli, ["policy", "show", str(tmp_path / "out" / "policy.json")])
     assert shown.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "more", "said"),
+    [
+        ("prompts.txt", PROMPTS, [], "10 prompts from FILE: 5 for the search, 5 held out; the first: tell me about"),
+        (
+            "prompts.tsv",
+            "id\tprompt\n" + "".join(f"{i}\ttell me\n" if i < 2 else f"{i}\ttell me {i}\n" for i in range(40)),
+            ["--quick"],
+            "40 prompts from FILE, 24 of them used: 12 for the search, 12 held out; the first: tell me\n",
+        ),
+    ],
+)
+def test_it_begins_with_what_it_read(arguments, tmp_path, monkeypatch, name, text, more, said):
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("taper.cli.calibrate.load", stop)
+    (tmp_path / name).write_text(text)
+    arguments[arguments.index("--prompts") + 1] = str(tmp_path / name)
+    result = CliRunner().invoke(cli, [*arguments, *more])
+    assert result.stderr.startswith(said.replace("FILE", str(tmp_path / name))), result.stderr
+
+
+def test_a_policy_that_hardly_tapers_gets_no_verdict_and_the_line_says_why(arguments, monkeypatch, tmp_path):
+    late = DepthPolicy(Schedule(6, "constant", 4, start=30), (2, 3))
+    monkeypatch.setattr("taper.lab.calibration.search.fit_quality", lambda *_: late)
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exit_code == 1, result.output
+    line = next(line for line in result.stdout.splitlines() if line.startswith("budget"))
+    assert re.search("no verdict, as (only .* skips? a layer; at least 30|no held-out step)", line), line
+    assert "taper: no verdict;" in result.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_budget_that_no_policy_keeps_writes_none_and_names_the_nearest(arguments, tmp_path):
@@ -165,7 +200,9 @@ WRONG = {
     "prompts file empty": (b"\n \n", [], "no prompt"),
     "prompts file not UTF-8": (b"caf\xe9\n" * 9, [], "not UTF-8"),
     "a line of a million characters": (b"x" * 1_000_000 + b"\n" + PROMPTS.encode(), [], "1000000 characters"),
-    "too few prompts": (b"one\ntwo\ntwo\n", [], "too few"),
+    "too few prompts": (b"one\ntwo\ntwo\n", [], "give at least 10"),
+    "too few steps for a verdict": (None, ["--answer-tokens", "4"], "15 steps; a verdict takes 30 steps in 5 outputs"),
+    "a table without prompts": (None, ["--prompts", "TABLE"], "its columns are 'question', 'answer'"),
     "a prompt too long for the context": (PROMPTS.encode() + b"y " * 900, ["--context", "256"], "prompt 11"),
     "broken JSON": (b'{"prompt": "a"}\n{"prompt": \n', [], "line 2"),
     "JSON without a prompt": (b'{"text": "a"}\n', [], "prompt"),
@@ -188,6 +225,8 @@ def test_mistakes_are_one_line_and_leave_nothing(case, arguments, tmp_path):
     content, more, says = WRONG[case]
     if content is not None:
         (tmp_path / "prompts.txt").write_bytes(content)
+    (tmp_path / "table.csv").write_text("question,answer\nWhy?,Because\n")
+    more = [str(tmp_path / "table.csv") if option == "TABLE" else option for option in more]
     if "--max-kl" in more[:1] and "nan" not in more:  # the option is taken away
         place = arguments.index("--max-kl")
         del arguments[place : place + 2]
@@ -228,3 +267,14 @@ def test_a_share_may_be_written_in_per_cent(written, share):
 def test_a_number_above_one_is_no_share(written, said):
     with pytest.raises(click.BadParameter, match=said):
         Share().convert(written, None, None)
+
+
+def test_a_margin_of_one_point_is_told_from_one_of_everything():
+    with pytest.raises(click.BadParameter, match=r"1 is not below 1; for 1 % write 0\.01 or 1%"):
+        Share(below_one=True).convert("1", None, None)
+    assert Share(below_one=True).convert("1%", None, None) == 0.01
+
+
+@pytest.mark.parametrize("written", ["5", "5%", " 5.0 % "])
+def test_per_cent_may_have_its_sign(written):
+    assert Percent().convert(written, None, None) == 5

@@ -165,7 +165,7 @@ def test_a_budget_of_numpy_numbers_is_one_of_floats():
 def test_a_budget_is_kept_only_where_the_whole_interval_keeps_it(given, verdict):
     tapered = LossEstimate(Estimate(0.05, 0.04, 0.06), Estimate(0.95, 0.94, 0.96), Estimate(1.0, 0.5, 1.5))
     assert Budget(**given).verdict(tapered) == verdict
-    assert Budget(**given).verdict(None) == (None if "speedup" in given else "not kept")
+    assert Budget(**given).verdict(None) == (None if "speedup" in given else "not enough steps")
 
 
 ORDER = search.LayerOrder([0.0] * 6 + [1.0] * (LAYERS - 6), [search.Skipped(layer, 0.0, 0.0) for layer in range(6)])
@@ -222,6 +222,18 @@ def test_too_few_tapered_steps_keep_no_budget():
     assert over_steps(made_up(late, 8)).tapered_steps is None
     replay = partial(made_up, outputs=8)
     assert fit_quality(Budget(max_kl=9.0), [late, early], made_up_table(), 64, replay) == early
+
+
+@pytest.mark.parametrize(("outputs", "is_enough"), [(1, False), (4, False), (5, True)])
+def test_below_five_outputs_with_tapered_steps_there_is_no_interval(outputs, is_enough):
+    """However many steps they have, and however many outputs skip nothing."""
+    scores = made_up(DepthPolicy.static(LAYERS, 4, range(6)), 12)
+    losses = over_steps(replace(scores, depth=np.where(scores.reference < outputs, scores.depth, LAYERS)))
+    assert (losses.tapered_steps is not None) == is_enough
+    assert (losses.num_tapered_steps, losses.num_tapered_outputs) == (63 * outputs, outputs)
+    counts = np.where(np.arange(12) < outputs, 3.0, 0.0)
+    mean = ratio_estimate(np.arange(12.0) * (counts > 0), counts)
+    assert (mean.low < mean.value < mean.high) if is_enough else mean.low == mean.value == mean.high
 
 
 @settings(max_examples=20)
@@ -505,7 +517,7 @@ def test_word_problems_are_of_the_hardest_level_that_the_model_can_do(llm, monke
 def test_a_budget_skips_no_layer_that_problems_need(llm, monkeypatch):
     made_up_problems = by_layer([True, False], {layer: [False, False] for layer in (0, 1, 2, 4, 5)})
     monkeypatch.setattr("taper.lab.calibration.run.word_problems", lambda llm, store: made_up_problems.judged(store))
-    result = calibrate(llm, prompts_of(9), max_kl=50.0, answer_tokens=40)
+    result = calibrate(llm, prompts_of(10), max_kl=50.0, answer_tokens=40)
     assert result.summary.harmless_layers == 1
     assert result.policy.skip_order[:1] == (3,)
     assert result.policy.min_depth == 5
@@ -543,7 +555,7 @@ def llm(request, tiny_llama):
 def test_a_user_calibrates_a_model_by_its_path(tiny_gguf):
     stages = []
     result = taper.calibrate(
-        tiny_gguf, prompts_of(8), max_kl=50.0, answer_tokens=12, progress=lambda stage, part: stages.append(stage)
+        tiny_gguf, prompts_of(10), max_kl=50.0, answer_tokens=12, progress=lambda stage, part: stages.append(stage)
     )
     assert isinstance(result, taper.Calibration)
     assert result.met
@@ -639,7 +651,7 @@ def test_a_table_without_prompts_is_refused_and_never_read_as_lines(tmp_path, te
 
 
 def test_a_quick_look_takes_few_prompts_and_short_outputs(llm, monkeypatch):
-    monkeypatch.setattr("taper.lab.calibration.run.QUICK_PROMPTS", 8)
+    monkeypatch.setattr("taper.lab.calibration.run.QUICK_PROMPTS", 10)
     monkeypatch.setattr(MeasuredModel, "sampling", SamplingParams())  # examples that can be made again
     asked = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the last"}]
     stages = set()
@@ -647,7 +659,7 @@ def test_a_quick_look_takes_few_prompts_and_short_outputs(llm, monkeypatch):
         llm, [*prompts_of(20), asked], max_kl=50.0, quick=True, progress=lambda stage, part: stages.add(stage)
     )
     summary = result.summary
-    assert summary.prompts.search + summary.prompts.held_out == 8
+    assert summary.prompts.search + summary.prompts.held_out == 10
     assert summary.prompts.quick
     assert len(summary.by_step.kl) <= 48
     assert summary.problems is None
@@ -663,11 +675,19 @@ def test_a_quick_look_takes_few_prompts_and_short_outputs(llm, monkeypatch):
 
 
 @pytest.mark.parametrize("tokens", [2, 5])
-def test_the_shortest_outputs_calibrate_too(llm, tokens):
+def test_the_shortest_outputs_calibrate_too(llm, monkeypatch, tokens):
     """Fewer steps than the clock needs to warm up, and too few to say anything."""
-    result = calibrate(llm, prompts_of(8), max_kl=50.0, answer_tokens=tokens)
-    assert not result.met
+    measured = MeasuredModel.cost
+    monkeypatch.setattr(MeasuredModel, "cost", lambda *given: measured(*given) and COST)  # so a speed is in reach
+    result = calibrate(llm, prompts_of(10), speedup=1.001, answer_tokens=tokens)
     assert result.summary.held_out.tapered_steps is None
+
+
+def test_prompts_that_cannot_give_a_verdict_are_rejected_before_the_work(llm):
+    stages = []
+    with pytest.raises(RequestError, match="5 held-out outputs can skip layers at 25 steps; a verdict takes 30 steps"):
+        calibrate(llm, prompts_of(10), max_kl=50.0, answer_tokens=6, progress=lambda stage, part: stages.append(stage))
+    assert stages == []
 
 
 def test_the_next_output_after_a_tapered_one_is_measured(llm):

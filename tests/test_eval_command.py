@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,10 @@ from lm_eval.api.registry import get_model
 from taper import LLM, DepthPolicy
 from taper.cli import cli
 from taper.cli import eval as eval_command
+from taper.cli.common import duration
 from taper.errors import RequestError, TaperError
 from taper.lab.evals import __main__ as harness_command
-from taper.lab.evals import evaluate, load_tasks, tasks
+from taper.lab.evals import evaluate, harness, load_tasks, tasks
 from taper.lab.evals.records import RecordFile
 
 TAPERED = DepthPolicy.d3(6, 0.9, skip_order=[4, 1, 2])
@@ -66,23 +68,66 @@ def by_problem(path: Path) -> list[dict]:
 
 
 def test_table_and_records(command, tmp_path):
-    text = run(*command, "--tasks", "gsm8k", "--fewshot", 0, "--chat", "--limit", 4)
+    text = run(*command, "--tasks", "gsm8k", "--fewshot", 0, "--chat", "--limit", 5)
     title, head, full, tapered, *_ = text.splitlines()
-    assert title == "gsm8k: 4 problems, 0-shot chat, version 3.0, exact_match under flexible-extract"
+    assert title == "gsm8k: 5 problems, 0-shot chat, version 3.0, exact_match under flexible-extract"
     assert head.rstrip().split("  ")[-1] == "loss within 1 point"
     assert full.split()[:2] == ["full", "0.0"]
     assert tapered.split()[:2] == ["taper", "power"]
-    assert "not enough problems: about" in tapered
+    assert re.search(r"not enough problems: about [\d,]+ more needed, about \d+ (s|min|h|days) here$", tapered.rstrip())
     assert len(tapered) > 80  # a pipe has no width, so nothing is folded or cut
     assert "gsm8k: outputs that reached the limit of tokens, which --max-tokens raises: 100% (full), 100% " in text
     header = json.loads((tmp_path / "out.jsonl").read_text().splitlines()[0])
     assert header["settings"]["tasks"] == {"gsm8k": {"version": "3.0", "fewshot": 0}}
     assert header["conditions"][0]["batch_size"] == 16
-    assert len(records(tmp_path / "out.jsonl")) == 8
+    assert len(records(tmp_path / "out.jsonl")) == 10
     first = by_problem(tmp_path / "out.jsonl")[0]
     assert set(first["metrics"]) == {"strict-match", "flexible-extract"}
     (answer,) = first["completions"]
     assert (first["mode"], len(answer["token_ids"]), answer["mean_depth"]) == ("full", 24, 6.0)
+
+
+def test_problems_of_ones_own_are_asked_by_the_chat_template_if_the_model_has_one(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sums.csv").write_text("id,Prompt,answer\n" + "".join(f'{i},"{i},\n+ 1?",{i + 1}\n' for i in range(5)))
+    at = command.index("--data-dir")
+    del command[at : at + 2], command[-2:]  # and --out
+    for more, form in (([], " chat"), (["--no-chat"], "")):
+        result = CliRunner().invoke(cli, [*map(str, command), "--tasks", "sums.csv", "--limit", "4", *more])
+        assert result.exit_code == 0, result.output
+        assert result.stderr.startswith("4 problems of sums.csv, each by full and taper; the first: 0, + 1?\n")
+        assert f"sums: 4 problems, 0-shot{form}, version own" in result.stdout
+        assert "not enough problems: no verdict comes from fewer than 5" in result.stdout
+        (file,) = tmp_path.glob("eval-*")
+        assert file.name.endswith("-sums.jsonl")
+        assert json.loads(file.read_text().splitlines()[0])["settings"]["chat"] == bool(form)
+        file.unlink()
+    (tmp_path / "sums.tsv").write_text("prompt\n1 + 1?\n")
+    with pytest.raises(RequestError, match=r"sums\.tsv has no column answer; its columns are 'prompt'"):
+        run(*command, "--tasks", "sums.tsv")
+
+
+def test_empty_outputs_are_said_before_any_verdict(command, tmp_path, monkeypatch):
+    complete = harness.complete
+
+    def empty(llm, chains):
+        for number, output in complete(llm, chains):
+            yield number, replace(output, text=" \n" if number else output.text)
+
+    monkeypatch.setattr(harness, "complete", empty)
+    first = run(*command, "--tasks", "gsm8k", "--fewshot", 0).splitlines()[0]
+    assert first.startswith("gsm8k: most outputs are empty, so its figures say nothing: 83% (full), 83% (power")
+    assert first.endswith("; ask by the chat template: --chat.")
+
+
+def test_the_time_of_problems_still_needed_is_in_the_unit_that_suits_it():
+    assert [duration(seconds) for seconds in (0.1, 90, 150, 9000, 260_000)] == [
+        "about 1 s",
+        "about 90 s",
+        "about 2 min",
+        "about 2 h",
+        "about 3 days",
+    ]
 
 
 def test_cut_prompts_json_and_groups(command, tmp_path):
@@ -250,7 +295,7 @@ def test_an_interrupted_evaluation_keeps_its_records_and_the_engine(llm, data, t
         (["--tasks", ","], "--tasks is empty"),
         (["--tasks", "gsm8k", "--limit", "0"], "limit is 0; it must be a whole number of at least 1"),
         (["--tasks", "gsm8k", "--margin", "0"], r"margin is 0.0; it must be a number in \(0, 1\)"),
-        (["--tasks", "gsm8k", "--margin", "1"], r"margin is 1.0; it must be a number in \(0, 1\)"),
+        (["--tasks", "gsm8k", "--margin", "100%"], r"margin is 1.0; it must be a number in \(0, 1\)"),
         (["--tasks", "gsm8k", "--modes", "exact"], "a mode is 'exact'; it must be one of full, taper"),
         (["--tasks", "gsm8k", "--modes", "full"], "--policy does nothing without mode taper"),
         (["--tasks", "gsm8k", "--fewshot", "7"], r"task gsm8k with 7 examples: .*lower --fewshot"),

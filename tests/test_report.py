@@ -76,6 +76,21 @@ def test_verdict_says_how_surely_a_budget_is_kept():
     assert [data.budget_met for data in (kept, by_estimate, missed, speed)] == [True, True, False, True]
 
 
+def test_without_enough_tapered_steps_there_is_no_verdict_and_it_says_why():
+    data = summary()
+    few = replace(data, held_out=Losses(data.held_out.all_steps, None, 12, 1))
+    why = "only 12 held-out steps in 1 output skip a layer; at least 30 steps in 5 outputs are needed"
+    assert (few.verdict, few.budget_met) == ("not enough steps", False)
+    assert verdict(few) == f"no verdict, as {why}"
+    assert f"No verdict, as {why}. Asked for: mean KL at most 0.06 nats. Found: 0.0417 nats over all steps" in words(
+        few
+    )
+    fast = replace(few, budget=Budget(speedup=1.2))
+    assert f"What it costs is not known: {why}." in words(fast)
+    none = replace(data, held_out=Losses(data.held_out.all_steps))
+    assert verdict(none) == "no verdict, as no held-out step skips a layer"
+
+
 # The report
 
 
@@ -97,8 +112,9 @@ def test_writes_a_page_with_pictures_that_show_something(tmp_path, name):
 
 
 def test_page_says_what_was_found():
-    budget = ["Budget kept.", "1.35 times the speed of full depth (1.31 to 1.38", "4.4 of the model’s 6 layers"]
-    budget += ["at 5 % (4 to 6 %) of the tapered steps", "mean KL at most 0.06 nats. Found: 0.0523 nats"]
+    budget = ["Budget kept. Asked for: mean KL at most 0.06 nats. Found: 0.0523 nats"]
+    budget += ["times the speed of full depth 1.35 1.31 to 1.38 in its timed runs", "of 6 layers run per token 4.4"]
+    budget += ["of the steps that skip layers predict another token 5 % 4 to 6 %"]
     held_out = ["21 prompts", "22 held-out", "0.052 (0.047 to 0.058)", "0.042 (0.038 to 0.046)", "95 (94 to 96)"]
     held_out += ["1.2 (1.1 to 1.4)", "0.99 (0.89 to 1.09)"]
     held_out.append("has a KL of 0.021 (0.019 to 0.023) nats")
@@ -113,12 +129,14 @@ def test_page_says_what_was_found():
     assert "hurts" not in said
 
 
-def test_the_page_begins_with_answers_whose_differences_are_marked():
+def test_the_first_screen_is_the_verdict_what_it_costs_and_one_answer_with_its_differences_marked():
     source = page(summary())
-    body = source[source.index("<body>") : source.index('<div class="verdict')]
-    assert body.index("tiny: constant start=8 min_depth=4") < body.index("Why is the &lt;sky&gt; blue?")
-    assert re.findall("<mark>(.*?)</mark>", body) == [" light", " colour"]
-    assert body.count("It mirrors the sky.") == 2
+    parts = ["tiny: constant start=8 min_depth=4", "Budget kept.", "times the speed", "Why is the &lt;sky&gt; blue?"]
+    parts += ["<summary>One more answer</summary>", "And the sea?", "<img", "<table>"]
+    places = [source.index(part) for part in parts]
+    assert places == sorted(places)
+    assert re.findall("<mark>(.*?)</mark>", source) == [" light", " colour"]
+    assert source.count("It mirrors the sky.") == 2
     assert "not a choice" not in words(replace(summary(), examples=[]))
 
 
@@ -165,10 +183,10 @@ def test_a_speed_that_was_asked_for_is_set_beside_what_was_measured():
 def test_no_tapered_step_and_too_few_are_told_apart():
     said = words(summary(tapers=False))
     assert "It skips no layer" in said
-    assert "another token becomes the most probable one" not in said
+    assert "too few of them to tell" not in said
     data = summary()
-    said = words(replace(data, held_out=Losses(data.held_out.all_steps)))
-    assert "fewer than 30 of the held-out steps" in said
+    said = words(replace(data, held_out=Losses(data.held_out.all_steps, None, 29, 9)))
+    assert "predict another token ? too few of them to tell" in said
     assert "It skips no layer" not in said
 
 
@@ -201,7 +219,8 @@ def test_estimates_have_the_digits_that_their_intervals_leave_open():
     assert interval(Estimate(0.05231, 0.0481, 0.0567)) == "0.052 (0.048 to 0.057)"
     assert interval(Estimate(0.97512, 0.971, 0.979), 100) == "97.5 (97.1 to 97.9)"
     assert interval(Estimate(116.06, 106.3, 124.1)) == "116 (106 to 124)"
-    assert interval(Estimate(1.0, 1.0, 1.0)) == "1 (1 to 1)"
+    assert interval(Estimate(1.0, 1.0, 1.0)) == "1"
+    assert interval(Estimate(0.612, 0.612, 0.612), 100, " %", digits=1) == "61.2 %"
     assert interval(Estimate(0.97512, 0.971, 0.979), 100, " %", digits=0) == "98 % (97 to 98 %)"
     assert interval(None) == "–"
 

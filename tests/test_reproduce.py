@@ -112,7 +112,7 @@ def test_an_order_of_too_few_layers_is_left_out_at_the_headline(run, arguments, 
 def test_a_method_has_one_colour_at_every_length():
     def result(max_tokens: int, method: str) -> Result:
         depth = None if method == FULL else 4.0
-        score = Score("taper", method, Estimate(0.5, 0.4, 0.6), 5.0, 8.0, 0.0, None)
+        score = Score("taper", method, Estimate(0.5, 0.4, 0.6), 5.0, 8.0, 0.0, 0.0, None)
         return Result("gsm8k", max_tokens, method, depth, 2, "exact_match", score)
 
     drawn = [result(16, FULL), result(16, "b"), result(24, FULL), result(24, "a"), result(24, "b")]

@@ -90,6 +90,13 @@ def test_verdicts_on_clear_counts():
     assert needed == pytest.approx(6183 + 200 - 200, rel=0.01)
 
 
+def test_fewer_than_five_problems_give_no_verdict_and_no_interval():
+    comparison = compare([True] * 4, [False] * 4, margin=0.1)
+    assert comparison.difference == (-1, -1, -1)
+    assert comparison.conclusion == "not enough problems: no verdict comes from fewer than 5"
+    assert compare([True] * 6, [False] * 6, margin=0.1).verdict == "fails"
+
+
 def test_comparison_counts_and_words():
     comparison = compare(*outcomes(40, 6, 4, 50), margin=0.1)
     assert (comparison.problems, comparison.only_full, comparison.only_tapered) == (100, 6, 4)

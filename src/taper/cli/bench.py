@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from .common import (
 )
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from rich.console import Console
     from rich.table import Table
 
@@ -95,8 +97,8 @@ def bench(context: click.Context, /, lengths: str, prompts: str, plot: Path | No
         check_matplotlib("--plot")
     result = run(chosen, say)
     show_results(result, console(stderr=False, wide=True))
-    if plot is not None:
-        draw(result, plot)
+    if plot is not None and not draw(result, plot):
+        say(f"{plot} was not written, as nothing that it shows was measured")
     context.exit(_FAILED if failed_checks(result) or result["failed"] else 0)
 
 
@@ -171,28 +173,45 @@ def _cell(value: Any, factor: float, form: str) -> str:
     return value if form == "s" else format(value * factor, form)
 
 
-def draw(result: Json, path: Path) -> None:
-    """Draw speed by output length and policy, and the time of a step by depth, as a .png or .svg file."""
+def draw(result: Json, path: Path) -> bool:
+    """Draw speed by output length and policy, and the time of a step by depth, as a .png or .svg file.
+
+    What was not measured has no panel; if that is both, there is no picture, and False comes back.
+    """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    outputs, depths = figure.subplots(1, 2)
-    phases = [phase for phase in result["phases"].values() if "output_tokens" in phase]
-    for policy in result["conditions"]["policies"]:
-        speeds = [row["tokens_per_s"] for phase in phases for row in phase["rows"] if row["policy"] == policy]
-        outputs.plot([phase["output_tokens"] for phase in phases], speeds, marker="o", label=policy)
-    outputs.set(xlabel="output, tokens", ylabel="tokens per second", ylim=(0, None), title="Speed")
-    if phases:
-        outputs.set_xscale("log", base=2)
-        outputs.legend()
-    if step := result["phases"].get("depth"):
-        layers, full = [row["depth"] for row in step["rows"]], step["rows"][0]["step_ms"]
-        depths.plot(layers, [row["step_ms"] for row in step["rows"]], "o", label="measured")
-        ends = [0, max(layers)]
-        depths.plot(ends, [step["fixed_ms"] + step["ms_per_layer"] * depth for depth in ends], label="straight line")
-        depths.plot(layers, [full / row["ideal_speedup"] for row in step["rows"]], "--", label="ideal by bytes")
-        depths.legend()
-    depths.set(xlabel="layers run", ylabel="ms", ylim=(0, None), title="One decode step")
+    outputs = [phase for phase in result["phases"].values() if "output_tokens" in phase]
+    step, panels = result["phases"].get("depth"), []
+    if outputs:
+        panels.append(partial(_draw_outputs, outputs, result["conditions"]["policies"]))
+    if step:
+        panels.append(partial(_draw_depths, step))
+    if not panels:
+        return False
+    figure = Figure(figsize=(5 * len(panels), 4), layout="constrained")
+    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        panel(axes)
+        axes.legend()
     figure.suptitle(result["conditions"]["model"])
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
+    return True
+
+
+def _draw_outputs(phases: Sequence[Json], policies: Iterable[str], axes: Axes) -> None:
+    lengths = [phase["output_tokens"] for phase in phases]
+    for policy in policies:
+        speeds = [row["tokens_per_s"] for phase in phases for row in phase["rows"] if row["policy"] == policy]
+        axes.plot(lengths, speeds, marker="o", label=policy)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, list(map(str, lengths)))
+    axes.set(xlabel="output, tokens", ylabel="tokens per second", ylim=(0, None), title="Speed")
+
+
+def _draw_depths(step: Json, axes: Axes) -> None:
+    layers, full = [row["depth"] for row in step["rows"]], step["rows"][0]["step_ms"]
+    axes.plot(layers, [row["step_ms"] for row in step["rows"]], "o", label="measured")
+    ends = [0, max(layers)]
+    axes.plot(ends, [step["fixed_ms"] + step["ms_per_layer"] * depth for depth in ends], label="straight line")
+    axes.plot(layers, [full / row["ideal_speedup"] for row in step["rows"]], "--", label="ideal by bytes")
+    axes.set(xlabel="layers run", ylabel="ms", ylim=(0, None), title="One decode step")

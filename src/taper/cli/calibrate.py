@@ -16,13 +16,17 @@ from ..models.policies import ADAPTERS_SUFFIX, load_policy, save_policy
 from .common import (
     NOT_HEALED,
     GroupedCommand,
+    Percent,
     Share,
+    beginning,
     check_file,
     check_report,
+    conclusion,
     load,
     model_options,
-    read_in_words,
+    num_used,
     say,
+    say_what_was_read,
     stages,
 )
 
@@ -62,7 +66,7 @@ _GROUPS = {
 )
 @click.option(
     "--max-nll-increase",
-    type=float,
+    type=Percent(),
     metavar="PERCENT",
     help="Budget: how much the NLL of full depth's own outputs may rise.",
 )
@@ -88,13 +92,18 @@ _GROUPS = {
 )
 @click.option("--task", metavar="NAME|FILE", help="Instead of a budget: hold the accuracy on a task (see --margin).")
 @click.option(
-    "--margin", type=Share(), metavar="X", help="With --task: loss of accuracy that you accept, such as 0.03."
+    "--margin",
+    type=Share(below_one=True),
+    metavar="X",
+    help="With --task: loss of accuracy that you accept: 0.03 or 3%.",
 )
 @click.option("--problems", type=int, metavar="N", help="With --task: most problems for each comparison. Default: 192.")
 @click.option("--split", metavar="NAME", help="With --task: part of the data to calibrate on. Default: train.")
 @click.option("--data-dir", type=Path, metavar="FOLDER", help="With --task: local data of GSM8K and BBH.")
 @click.option("--fewshot", type=int, metavar="N", help="With --task: examples before each problem.")
-@click.option("--chat/--no-chat", default=None, help="With --task: ask by the model's chat template.")
+@click.option(
+    "--chat/--no-chat", default=None, help="With --task: ask by the model's chat template, the default for a file."
+)
 @click.option("--max-tokens", type=int, metavar="N", help="With --task: most tokens of an output.")
 @click.option("--filter", "filter_name", metavar="NAME", help="With --task: the filter whose metric counts.")
 @click.option(
@@ -111,8 +120,8 @@ def calibrate(out: Path | None, as_json: bool, **options: Any) -> None:
     where it was, and another budget on the same prompts is quick. If no policy meets the budget, taper says so, writes
     no policy and exits with code 1.
 
-    With --task, the budget is the accuracy on a task of lm-evaluation-harness, or on your own problems: JSON lines with
-    "prompt" and "answer". This is the measure that counts, and it takes longest.
+    With --task, the budget is the accuracy on a task of lm-evaluation-harness, or on your own problems: JSON lines
+    or a CSV with "prompt" and "answer". This is the measure that counts, and it takes longest.
     """
     _check_options(options)
     has_adapters = options["adapters"] is not None or options["heal"] is not None
@@ -147,7 +156,8 @@ def _check_options(options: Mapping[str, Any]) -> None:
 def _to_prompts(out: Path, as_json: bool, options: dict[str, Any]) -> DepthPolicy | None:
     """The policy for a budget or a speed; None if none keeps it."""
     from ..lab.calibration.measured_model import batch_size
-    from ..lab.calibration.prompts import builtin_prompts, read_prompts
+    from ..lab.calibration.prompts import builtin_prompts, read_prompts, split
+    from ..lab.calibration.run import MAX_PROMPTS, QUICK_PROMPTS
     from ..lab.calibration.run import calibrate as run
     from ..lab.calibration.summary import Budget
     from ..lab.healing.run import MAX_MINUTES, heal, import_healing
@@ -160,7 +170,9 @@ def _to_prompts(out: Path, as_json: bool, options: dict[str, Any]) -> DepthPolic
         number("heal", options["heal"], 0, MAX_MINUTES, above=True)
         import_healing()  # reports that PyTorch is missing before the model loads
     prompts = builtin_prompts() if options["prompts"] is None else read_prompts(options["prompts"])
-    say(f"{read_in_words(prompts, options['prompts'])}; half for the search, half held out")
+    used = num_used(prompts, QUICK_PROMPTS if options["quick"] else MAX_PROMPTS)
+    search, held_out = map(len, split(range(used)))
+    say_what_was_read(prompts, options["prompts"], used, f"{search} for the search", held_out)
     if options["report"] is not None:
         check_report("--report", options["report"])
     llm = load(options, max_batch_size=batch_size(len(prompts), options["device"]))
@@ -186,7 +198,9 @@ def _to_prompts(out: Path, as_json: bool, options: dict[str, Any]) -> DepthPolic
         write_report(options["report"], result.summary)
         say(f"report: {options['report'] / 'index.html'}")
     if not result.met:
-        say(f"taper: no policy that was found keeps the budget on held-out prompts; {out} was not written")
+        no_verdict = result.summary.verdict == "not enough steps"
+        why = "no verdict" if no_verdict else "no policy that was found keeps the budget on held-out prompts"
+        say(f"taper: {why}; {out} was not written")
         return None
     return result.policy
 
@@ -250,27 +264,28 @@ def _of_steps(part: StepRange) -> tuple[str, ...]:
 def _to_task(out: Path, as_json: bool, options: dict[str, Any]) -> DepthPolicy | None:
     """The policy that keeps a task's accuracy; None if none was shown to."""
     from ..lab.calibration.summary import interval
-    from ..lab.calibration.task import PROBLEMS, calibrate_to_task
+    from ..lab.calibration.task import PROBLEMS, SEARCH_PROBLEMS, calibrate_to_task
     from ..lab.evals import load_tasks
     from ..lab.evals.run import TaskProblems
     from ..lab.evals.summary import check_comparison
+    from ..lab.evals.tasks import is_own
     from .terminal import print_table
 
-    own = options["task"].endswith(".jsonl")
+    own = is_own(options["task"])
     if own and options["split"] is not None:
         raise RequestError("--split does nothing for a file of your own", "leave it out")
     split = None if own else options["split"] or "train"
     selection = load_tasks([options["task"]], fewshot=options["fewshot"], data_dir=options["data_dir"], split=split)
     check_comparison(selection, options["margin"], options["filter_name"])
+    most = PROBLEMS if options["problems"] is None else options["problems"]
+    task, parts = selection.tasks[0], f"{SEARCH_PROBLEMS} for the search, up to {most} of the others for each verdict"
+    read = f"{task.num_problems} problems {'from' if own else 'of'} {options['task']}"
+    say(f"{read}: {parts}; the first: {beginning(task.first_prompt)}")
     healed = None if options["adapters"] is None else load_policy(options["adapters"])
     llm = load(options, max_batch_size=_TASK_BATCH_SIZE)
     seed, asked = options["seed"], {name: options[name] for name in ("max_tokens", "filter_name")}
-    problem_set = TaskProblems(llm, selection, chat=bool(options["chat"]), seed=seed, **asked)
-    given = {
-        "problems": PROBLEMS if options["problems"] is None else options["problems"],
-        "seed": seed,
-        "name": options["name"],
-    }
+    problem_set = TaskProblems(llm, selection, chat=options["chat"], seed=seed, **asked)
+    given = {"problems": most, "seed": seed, "name": options["name"]}
     with stages() as progress:
         result = calibrate_to_task(llm, problem_set, options["margin"], healed=healed, progress=progress, **given)
     if as_json:
@@ -278,10 +293,12 @@ def _to_task(out: Path, as_json: bool, options: dict[str, Any]) -> DepthPolicy |
     else:
         click.echo(f"{options['task']}, loss of accuracy within {100 * options['margin']:g} points")
         rows = []
+        problem_s = problem_set.record_s and 2 * problem_set.record_s
         for trial in result.trials:
             compared, layers = trial.comparison, " ".join(map(str, trial.policy.skip_order))
             shares = (interval(s, 100, digits=1) for s in (compared.full, compared.tapered, compared.difference))
-            rows.append((layers, f"{trial.speedup:.2f}x", str(compared.problems), *shares, compared.conclusion))
+            verdict = conclusion(compared, problem_s)
+            rows.append((layers, f"{trial.speedup:.2f}x", str(compared.problems), *shares, verdict))
         titles = ("layers", "speed", "problems", "full depth, %", "solved, %", "difference, points", "verdict")
         print_table(titles, rows)
     if result.policy is None:

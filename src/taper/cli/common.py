@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import textwrap
 import time
@@ -17,6 +18,7 @@ from ..errors import DEVICES, DRAFTERS, DTYPES, HEADS, OFF, REPACK, MissingModel
 from ..models.files import check_writable
 
 if TYPE_CHECKING:
+    from ..lab.calibration.statistics import PairedComparison
     from ..llm import LLM
 
 INTERRUPTED = 130
@@ -55,20 +57,37 @@ def with_options(options: Sequence[Command], command: Command) -> Command:
 
 
 class Share(click.ParamType):
-    """A part of a whole, written as 0.95 or as 95%."""
+    """A part of a whole, written as 0.95 or as 95%; all of it only if that is not `below_one`."""
 
     name = "share"
 
+    def __init__(self, below_one: bool = False) -> None:
+        self._below_one = below_one
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """The share as a number; what is above 1 without a percent sign is refused, with what was meant."""
+        """The share as a number; what is too large without a percent sign is refused, with what was meant."""
         text = str(value).strip()
         try:
             share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
         except ValueError:
             self.fail(f"{text!r} is no share; write 0.95 or 95%", param, ctx)
-        if 1 < share <= 100 and not text.endswith("%"):
-            self.fail(f"{text} is above 1; for {share:g} % write {share / 100:g} or {share:g}%", param, ctx)
+        if not text.endswith("%") and (1 < share <= 100 or (share == 1 and self._below_one)):
+            rule = "not below 1" if share == 1 else "above 1"
+            self.fail(f"{text} is {rule}; for {share:g} % write {share / 100:g} or {share:g}%", param, ctx)
         return share
+
+
+class Percent(click.ParamType):
+    """A number of per cent, written as 5 or as 5%."""
+
+    name = "percent"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number."""
+        try:
+            return float(str(value).strip().removesuffix("%"))
+        except ValueError:
+            self.fail(f"{value!r} is not a number of per cent; write 5 or 5%", param, ctx)
 
 
 class GroupedCommand(click.Command):
@@ -145,11 +164,44 @@ def load(options: dict[str, Any], **more: Any) -> LLM:
         return LLM(model, **given, progress=progress, **more)
 
 
-def read_in_words(prompts: Sequence[Any], file: Path | None) -> str:
-    """How many prompts were read, from where, and how the first one begins."""
+def num_used(prompts: Sequence[Any], most: int) -> int:
+    """How many of the prompts are used: different ones, and so many at most."""
+    return min(most, len({json.dumps(prompt) for prompt in prompts}))
+
+
+def say_what_was_read(prompts: Sequence[Any], file: Path | None, used: int, rest: str, held_out: int) -> None:
+    """Say how many prompts were read, from where, how they are split, and how the first one begins.
+
+    Args:
+        prompts: texts or messages.
+        file: they come from; None: they are built in.
+        used: how many of them.
+        rest: what those that are not held out are for, with their number.
+        held_out: how many are.
+    """
     first = prompts[0] if isinstance(prompts[0], str) else prompts[0][-1].get("content", "")
-    begins = textwrap.shorten(str(first), 60, placeholder=" ...")
-    return f"{len(prompts)} prompts {'that are built in' if file is None else f'from {file}'}, the first: {begins}"
+    origin = "that are built in" if file is None else f"from {file}"
+    some = "" if used == len(prompts) else f", {used} of them used"
+    say(f"{len(prompts)} prompts {origin}{some}: {rest}, {held_out} held out; the first: {beginning(str(first))}")
+
+
+def beginning(text: str) -> str:
+    """How a text begins, on one line."""
+    return textwrap.shorten(text, 60, placeholder=" ...")
+
+
+def conclusion(compared: PairedComparison, problem_s: float | None) -> str:
+    """The verdict on two accuracies in words; with more problems needed, how long they take at so many seconds each."""
+    if not compared.needed or problem_s is None:
+        return compared.conclusion
+    return f"{compared.conclusion}, {duration(compared.needed * problem_s)} here"
+
+
+def duration(seconds: float) -> str:
+    """A time in the unit that suits it, such as "about 3 h"."""
+    units = (("days", 86400), ("h", 3600), ("min", 60), ("s", 1))
+    unit, size = next(((unit, size) for unit, size in units if seconds >= 2 * size), units[-1])
+    return f"about {max(1, round(seconds / size))} {unit}"
 
 
 def check_model(options: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ import click
 
 from ..errors import RequestError, one_of
 from ..models import model_name
-from .common import Share, check_file, load, model_options, say
+from .common import Share, beginning, check_file, conclusion, load, model_options, say
 
 if TYPE_CHECKING:
     from ..lab.evals.records import Record
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _EVERY = 30  # seconds between lines of progress where there is no terminal
 _OFTEN_CUT_OFF = 0.05  # share of outputs at the limit of tokens from which readers are warned
+_MOSTLY_EMPTY = 0.5  # share of outputs without text from which no verdict means anything
 
 
 MODES = ("full", "taper")  # mode exact gives the outputs of full
@@ -30,16 +31,25 @@ MODES = ("full", "taper")  # mode exact gives the outputs of full
 
 @click.command(name="eval")
 @model_options
-@click.option("--tasks", required=True, metavar="NAMES", help="Tasks of lm-evaluation-harness, or groups of them.")
+@click.option(
+    "--tasks",
+    required=True,
+    metavar="NAMES",
+    help="Tasks of lm-evaluation-harness, groups of them, or files of your own: .jsonl or .csv with prompt and answer.",
+)
 @click.option("--modes", default="full,taper", metavar="MODES", help="full, taper or both.")
 @click.option("--policy", "policies", multiple=True, metavar="POLICY", help="Name or file, for taper. May be repeated.")
 @click.option("--limit", type=int, metavar="N", help="Only the first N problems of each task.")
 @click.option("--split", metavar="NAME", help="Part of the data, such as train. Default: the one for testing.")
 @click.option("--fewshot", type=int, metavar="N", help="Examples before each problem. Default: the task's own number.")
-@click.option("--chat/--no-chat", default=False, help="Ask by the model's chat template.")
+@click.option(
+    "--chat/--no-chat", default=None, help="Ask by the model's chat template; the default if all problems are your own."
+)
 @click.option("--max-tokens", type=int, metavar="N", help="Most tokens of an output. Default: the task's own limit.")
 @click.option("--data-dir", type=Path, metavar="FOLDER", help="Data of GSM8K and BBH. Default: the Hugging Face hub.")
-@click.option("--margin", type=Share(), default=0.01, help="Loss of accuracy that you accept: 0.03 or 3%.")
+@click.option(
+    "--margin", type=Share(below_one=True), default=0.01, help="Loss of accuracy that you accept: 0.03 or 3%."
+)
 @click.option("--filter", "filter_name", metavar="NAME", help="Filter to compare by. Default: the most lenient one.")
 @click.option("--batch-size", type=click.IntRange(1), default=16, help="Outputs generated at a time.")
 @click.option("--seed", type=click.IntRange(0), default=0, help="For tasks that sample.")
@@ -64,16 +74,21 @@ def evaluate(
     from ..lab.evals import evaluate as run
     from ..lab.evals import load_tasks, summarise
     from ..lab.evals.summary import check_comparison
+    from ..lab.evals.tasks import is_own
     from ..models.download import DEFAULT_MODEL
 
     names, wanted = listed("tasks", tasks), [one_of("a mode", mode, MODES) for mode in listed("modes", modes)]
     if policies and "taper" not in wanted:
         raise RequestError("--policy does nothing without mode taper", "leave it out, or give --modes full,taper")
     model = model_name(options["model"] or DEFAULT_MODEL)
-    out = out or Path(f"eval-{re.sub(r'[^a-zA-Z0-9_.-]+', '-', '-'.join([model, *names]))[:100]}.jsonl")
+    parts = [model, *(Path(name).stem if is_own(name) else name for name in names)]
+    out = out or Path(f"eval-{re.sub(r'[^a-zA-Z0-9_.-]+', '-', '-'.join(parts))[:100]}.jsonl")
     check_file("--out", out)
     selection = load_tasks(names, **{name: options[name] for name in ("fewshot", "data_dir", "split")})
     filters = check_comparison(selection, margin, filter_name)
+    count = sum(min(task.num_problems, options["limit"] or task.num_problems) for task in selection.tasks)
+    first = beginning(selection.tasks[0].first_prompt)
+    say(f"{count} problems of {', '.join(names)}, each by {' and '.join(wanted)}; the first: {first}")
     llm = load(options, max_batch_size=batch_size)
     given = {name: options[name] for name in ("limit", "chat", "max_tokens", "seed")}
     asked: list[Any] = []
@@ -89,7 +104,7 @@ def evaluate(
     if as_json:
         click.echo(json.dumps(summary.to_json()))
     else:
-        _print(summary)
+        _print(summary, bool(llm.tokenizer.chat_template))
     say(f"records: {out}")
 
 
@@ -137,11 +152,13 @@ def _progress(filters: dict[str, str]) -> Generator[OnRecord, None, None]:
         yield advance
 
 
-def _print(summary: EvalSummary) -> None:
-    """A table for each task and group, and what a reader should know before using them."""
+def _print(summary: EvalSummary, has_template: bool) -> None:
+    """A table for each task and group, and what a reader should know before and after it."""
     from ..lab.calibration.summary import interval
     from .terminal import print_table
 
+    if warnings := list(_warnings(summary, has_template)):
+        click.echo("\n".join(warnings) + "\n")
     loss = f"loss within {100 * summary.margin:g} {'point' if summary.margin == 0.01 else 'points'}"
     for result in summary.results:
         titles = ["", "solved, %", "mean depth", "tokens"]
@@ -153,12 +170,21 @@ def _print(summary: EvalSummary) -> None:
             row = [name, interval(score.accuracy, 100, digits=1), f"{score.mean_depth:.1f}", f"{score.tokens:.0f}"]
             if compared := score.against_full:
                 difference = interval(compared.difference, 100, digits=1)
-                row += [difference, f"{compared.p_value:.2g}", compared.conclusion]
+                row += [difference, f"{compared.p_value:.2g}", conclusion(compared, summary.problem_s)]
             rows.append(row)
         click.echo(_title(result, summary))
         print_table(titles, rows)
         click.echo()
     click.echo("\n".join(_remarks(summary)))
+
+
+def _warnings(summary: EvalSummary, has_template: bool) -> Iterator[str]:
+    """Why accuracies say nothing."""
+    for result in summary.results:
+        if len(result.tasks) == 1 and any(score.empty > _MOSTLY_EMPTY for score in result.scores):
+            shares = ", ".join(f"{score.empty:.0%} ({score.policy})" for score in result.scores)
+            chat = "; ask by the chat template: --chat" if has_template and not summary.settings["chat"] else ""
+            yield f"{result.name}: most outputs are empty, so its figures say nothing: {shares}{chat}."
 
 
 def _title(result: TaskSummary, summary: EvalSummary) -> str:

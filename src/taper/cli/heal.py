@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import RequestError, number
-from .common import NOT_HEALED, check_file, load, model_options, read_in_words, say, stages
+from .common import NOT_HEALED, check_file, load, model_options, num_used, say, say_what_was_read, stages
 
 if TYPE_CHECKING:
     from ..lab.healing.summary import Healing
@@ -53,14 +53,15 @@ def heal(
     check_file("--out", out)
     from ..lab.calibration.measured_model import batch_size
     from ..lab.calibration.prompts import BATCH, read_prompts
-    from ..lab.healing.run import MAX_MINUTES, import_healing
+    from ..lab.healing.prompts import builtin_prompts, held_out
+    from ..lab.healing.run import MAX_MINUTES, MAX_PROMPTS, import_healing
     from ..lab.healing.run import heal as run
 
     import_healing()  # reports that PyTorch is missing before the model loads
     number("minutes", minutes, 0, MAX_MINUTES, above=True)
-    texts = None if prompts is None else read_prompts(prompts)
-    if texts is not None:
-        say(read_in_words(texts, prompts))
+    texts = builtin_prompts() if prompts is None else read_prompts(prompts)
+    used = num_used(texts, MAX_PROMPTS)
+    say_what_was_read(texts, prompts, used, f"{used - sum(held_out(used))} to learn from", sum(held_out(used)))
     llm = load(options, max_batch_size=batch_size(BATCH, options["device"]))
     with stages() as progress:
         result = run(llm, policy, texts, minutes=minutes, rank=rank, seed=seed, progress=progress, report=_report)

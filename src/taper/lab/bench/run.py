@@ -36,7 +36,7 @@ from .measure import (
     step_bytes,
     step_ms_by_depth,
 )
-from .target import BenchOptions, Target, open_target
+from .target import LENGTHS, BenchOptions, Target, open_target
 
 FORMAT_VERSION = 1
 STEPS = 48  # at each depth
@@ -125,19 +125,24 @@ class Phases:
         self._unavailable: dict[str, str] = {}  # peers that cannot run here or have failed, and why
 
     def all(self) -> dict[str, Callable[[], Json]]:
-        """The phases by name, in the order in which they are measured: short outputs first."""
+        """The phases by name, in the order in which they are measured: short outputs first.
+
+        Prompts come before them, but after lengths that were asked for, which a short budget must reach.
+        """
         phases: dict[str, Callable[[], Json]] = {}
         if self._target.on_torch:
             from .torch_device import check_graphs, check_reference
 
             phases["graphs equal eager steps"] = partial(self.check, check_graphs)
             phases["graphs equal the reference implementation"] = partial(self.check, check_reference)
-        phases |= {"bandwidth": self.bandwidth, "depth": self.depth, "prompts": self.prompts}
+        phases |= {"bandwidth": self.bandwidth, "depth": self.depth}
+        prompts: dict[str, Callable[[], Json]] = {"prompts": self.prompts}
+        outputs: dict[str, Callable[[], Json]] = {}
         for length in self._options.lengths:
-            phases[f"outputs of {length}"] = partial(self.outputs, length)
+            outputs[f"outputs of {length}"] = partial(self.outputs, length)
             if not self._options.no_peers:
-                phases[f"peers at {length}"] = partial(self.compare, length)
-        return phases
+                outputs[f"peers at {length}"] = partial(self.compare, length)
+        return phases | (prompts | outputs if self._options.lengths == LENGTHS else outputs | prompts)
 
     def check(self, compare_tokens: Callable[[str], dict[str, bool]]) -> Json:
         """Whether captured graphs and something else give the same tokens on a tiny model, by policy."""

@@ -16,6 +16,7 @@ import numpy as np
 from ...models.policies import LONG_OUTPUT
 from .replay import Reference, Scores
 from .statistics import (
+    MIN_OUTPUTS,
     Difference,
     Estimate,
     LossEstimate,
@@ -28,14 +29,13 @@ from .statistics import (
 MAX_TOKENS = LONG_OUTPUT
 BOUNDS = (0, 64, 128, 256, 512, 1024)  # of the ranges of steps
 CIRCLES = 0.5  # an output goes in circles if a greater share of its 4-grams occurred in it before
-LEAST_OUTPUTS = 5  # from which an interval comes
 # How much worse than full depth a default may be, with 95 % confidence.
 NLL_MARGIN, ENDED_MARGIN, CIRCLES_MARGIN, SOLVED_MARGIN, NEXT_MARGIN = 0.10, 0.10, 0.05, 0.08, 0.10
 
 
 @dataclass(frozen=True)
 class StepRange:
-    """Some steps of long outputs. A metric is None where fewer than `LEAST_OUTPUTS` prompts have an output so long."""
+    """Some steps of long outputs. A metric is None where fewer than `MIN_OUTPUTS` prompts have an output so long."""
 
     first: int
     end: int
@@ -139,7 +139,7 @@ def _range(first: int, end: int, of_output: np.ndarray, scores: Scores, own_scor
     there, own = (part.where((part.step >= first) & (part.step < end)) for part in (scores, own_scores))
     count, own_count = (sums(part, np.ones(len(part.step))) for part in (there, own))
     outputs = len(np.unique(there.reference))
-    if min(np.count_nonzero(count), np.count_nonzero(own_count)) < LEAST_OUTPUTS:
+    if min(np.count_nonzero(count), np.count_nonzero(own_count)) < MIN_OUTPUTS:
         return StepRange(first, end, outputs, None, None, None, None)
     agreement, kl = (ratio_estimate(sums(there, values), count) for values in (there.agreement, there.kl))
     nll = paired_ratios(sums(own, own.nll_full), own_count, sums(there, there.nll_full), count)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -23,15 +23,17 @@ from ...policy import DepthPolicy
 from ...sampling import SamplingParams
 from .progress import Stage
 from .replay import Reference
+from .statistics import MIN_OUTPUTS
 from .store import Store, numbers
 
 BATCH = 16  # outputs generated at a time, and stored together
-MIN_PROMPTS = 8  # half for the search, half held out
+MIN_PROMPTS = 2 * MIN_OUTPUTS  # half for the search, half held out
 FOLLOW_UP = "Explain the most important part of that in more detail."
 _PLACE = "OUTPUT"  # of an output, in a conversation that is rendered to see what follows it
 MAX_LINE = 100_000  # characters
 MAX_FILE_BYTES = 1 << 28
 _BLANK = " \t\r"
+T = TypeVar("T")  # a prompt, or its output
 _TABLES = {".csv": ",", ".tsv": "\t"}  # what separates their cells
 
 
@@ -57,8 +59,11 @@ def read_prompts(path: Path) -> list[Prompt]:
     if len(raw) > MAX_FILE_BYTES:
         raise RequestError(f"{path} is larger than {MAX_FILE_BYTES >> 20} MiB", "give a sample of it")
     text = decode_text(raw, path)
-    if (delimiter := _TABLES.get(path.suffix.lower())) is not None:
-        return _column(text, delimiter, path)
+    if is_table(path):
+        prompts: list[Prompt] = [row["prompt"] for row in table_rows(text, path, ("prompt",)) if row["prompt"]]
+        if not prompts:
+            raise RequestError(f"{path} holds no prompt", "its column prompt is empty")
+        return prompts
     if text.lstrip().startswith("[") and (listed := _json_list(text)) is not None:
         return [
             item if isinstance(item, str) and item.strip() else _json_prompt(item, f"{path}, prompt {number}")
@@ -77,22 +82,28 @@ def read_prompts(path: Path) -> list[Prompt]:
     return prompts
 
 
-def _column(text: str, delimiter: str, path: Path) -> list[Prompt]:
-    """The cells of the column `prompt` of a table whose first line has the names of its columns."""
-    table = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter)
+def is_table(path: Path) -> bool:
+    """Whether a file is a table by its name: .csv or .tsv."""
+    return path.suffix.lower() in _TABLES
+
+
+def table_rows(text: str, path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
+    """The cells of some columns, by name, of a table whose first line has the names of its columns.
+
+    Raises:
+        RequestError: it has no such column, or is no table.
+    """
+    table = csv.DictReader(io.StringIO(text, newline=""), delimiter=_TABLES[path.suffix.lower()])
     try:
         named = {(name or "").strip().lower(): name for name in table.fieldnames or ()}
-        if "prompt" not in named:
-            found = ", ".join(shown(name) for name in table.fieldnames or ()) or "none"
-            reason = f"{path} has no column prompt; its columns are {found}"
-            raise RequestError(reason, 'name one "prompt", or give JSON lines or text')
-        cells = [(row[named["prompt"]] or "").strip() for row in table]
+        for column in columns:
+            if column not in named:
+                found = ", ".join(shown(name) for name in table.fieldnames or ()) or "none"
+                reason = f"{path} has no column {column}; its columns are {found}"
+                raise RequestError(reason, f'name one "{column}", or give JSON lines')
+        return [{column: (row[named[column]] or "").strip() for column in columns} for row in table]
     except csv.Error as error:
         raise RequestError(f"{path} is not a table: {error}", "write quotes around cells with line breaks") from None
-    prompts: list[Prompt] = [cell for cell in cells if cell]
-    if not prompts:
-        raise RequestError(f"{path} holds no prompt", "its column prompt is empty")
-    return prompts
 
 
 def _json_list(text: str) -> list[Any] | None:
@@ -207,7 +218,7 @@ def _follow_up(llm: LLM) -> list[int]:
     return llm.tokenizer.encode(text, add_special_tokens=False)
 
 
-def split(references: Sequence[Reference]) -> tuple[Sequence[Reference], Sequence[Reference]]:
+def split(prompts: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
     """The half that is searched on, and the half that is held out; the prompts were shuffled before."""
-    half = len(references) // 2
-    return references[:half], references[half:]
+    half = len(prompts) // 2
+    return prompts[:half], prompts[half:]

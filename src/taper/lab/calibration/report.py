@@ -22,7 +22,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from ...models.files import write_whole
-from .statistics import MIN_STEPS
 from .summary import CalibrationSummary, interval, limits, remarks, verdict
 
 SMOOTHED = 9  # steps of a running mean, its own in the middle
@@ -44,9 +43,12 @@ def write_report(folder: Path, summary: CalibrationSummary) -> None:
 
 def _page(summary: CalibrationSummary, pictures: Mapping[str, bytes]) -> str:
     template = resources.files(__package__).joinpath("report.html").read_text(encoding="utf-8")
-    words: dict[str, Any] = {"verdict_text": verdict(summary), "remarks": remarks(summary), "limits": limits(summary)}
+    words: dict[str, Any] = {"remarks": remarks(summary), "limits": limits(summary)}
+    is_on_budget = summary.verdict not in (None, "not enough steps")
+    text = f"budget {verdict(summary)}" if is_on_budget else verdict(summary)
+    words["headline"] = text[0].upper() + text[1:]
     words["answers"] = [(one.prompt, *_differing(one.full, one.policy)) for one in summary.examples]
-    names = {**vars(summary), "verdict": summary.verdict, "smoothed": SMOOTHED, "min_steps": MIN_STEPS}
+    names = {**vars(summary), "verdict": summary.verdict, "smoothed": SMOOTHED}
     return render(template, pictures, **names, **words)
 
 
@@ -73,7 +75,7 @@ def _differing(one: str, other: str) -> tuple[list[tuple[str, bool]], list[tuple
 
 def _frontier(summary: CalibrationSummary) -> Figure:
     layers, frontier = summary.model.num_hidden_layers, summary.frontier
-    figure, axes = _figure("What skipping layers costs")
+    figure, axes = _figure()
     axes.plot([layers, *frontier.kl], [0.0, *frontier.kl.values()], "o-", color=_BLUE, linewidth=2)
     axes.set(xlabel=f"layers run per token, of {layers} (fewer to the right)", ylabel="mean KL per token, nats")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -83,7 +85,7 @@ def _frontier(summary: CalibrationSummary) -> Figure:
 
 def _speed(summary: CalibrationSummary) -> Figure:
     frontier, (speed, slowest, fastest) = summary.frontier, summary.speedup.measured
-    figure, axes = _figure("What speed costs")
+    figure, axes = _figure()
     axes.plot([1.0, *frontier.speedup.values()], [0.0, *frontier.kl.values()], "o-", color=_BLUE, linewidth=2)
     kl, low, high = summary.held_out.all_steps.kl
     sideways, upwards = [[speed - slowest], [fastest - speed]], [[kl - low], [high - kl]]
@@ -106,15 +108,13 @@ def _loss_by_step(summary: CalibrationSummary) -> Figure:
         axes.plot(steps, values, color=_GREY, linewidth=0.7)
         axes.plot(steps, _running_mean(values, outputs), color=_BLUE, linewidth=2)
         plain(axes)
-    title = f"What the policy costs along the output (thick: mean over {SMOOTHED} steps)"
-    above.set_title(title, loc="left", fontsize=11)
     above.set(ylabel="mean KL per token, nats", ylim=(0, None))
     below.set(ylabel="same token, %", ylim=(None, 101), xlabel=_STEP, xlim=(0, len(outputs) + 1))
     return figure
 
 
 def _depth_by_step(summary: CalibrationSummary) -> Figure:
-    figure, axes = _figure("How many layers run along the output")
+    figure, axes = _figure()
     curve, layers, mean = summary.curve, summary.model.num_hidden_layers, summary.mean_depth
     axes.stairs(curve, color=_BLUE, linewidth=2, baseline=None)
     axes.stairs(curve, color=_BLUE, alpha=0.12, fill=True)
@@ -128,7 +128,7 @@ def _depth_by_step(summary: CalibrationSummary) -> Figure:
 
 
 def _importance(summary: CalibrationSummary) -> Figure:
-    figure, axes = _figure("How much each layer matters")
+    figure, axes = _figure()
     layers, importance = summary.model.num_hidden_layers, summary.importance
     core, skipped = set(summary.core_layers), set(summary.skip_order[: layers - summary.curve[-1]])
     least = min((kl for kl in importance if kl > 0), default=2e-9) / 2
@@ -148,10 +148,10 @@ def _importance(summary: CalibrationSummary) -> Figure:
     return figure
 
 
-def _figure(title: str) -> tuple[Figure, Axes]:
+def _figure() -> tuple[Figure, Axes]:
+    """A picture without a title, as the heading above it is one."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    axes.set_title(title, loc="left", fontsize=11)
     plain(axes)
     return figure, axes
 

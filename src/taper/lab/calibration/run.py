@@ -34,9 +34,9 @@ from .search import (
     layer_importance,
     layers_to_skip,
 )
-from .statistics import loss_by_step
+from .statistics import MIN_OUTPUTS, MIN_STEPS, loss_by_step
 from .store import Measurements, digest, skipping
-from .summary import Budget, CalibrationSummary, Example, Frontier, PromptCounts, Speedup
+from .summary import Budget, CalibrationSummary, Example, Frontier, PromptCounts, Speedup, counted
 from .validation import validate
 
 MAX_PROMPTS = 256
@@ -79,7 +79,7 @@ def calibrate(
 
     Args:
         model: an `LLM`, or what `LLM` takes: a name, a hub id, a GGUF file or a folder.
-        prompts: texts or messages, at least 8 different ones; a random sample of 256 if there are more; default
+        prompts: texts or messages, at least 10 different ones; a random sample of 256 if there are more; default
             the 72 built-in ones.
         max_kl: budget: mean KL(full || policy) over tapered steps, nats, above 0.
         min_agreement: budget: share of tapered steps whose argmax is that of full depth, in (0, 1].
@@ -96,8 +96,8 @@ def calibrate(
         The policy and all that was measured. If `met` is false, the policy is the nearest one.
 
     Raises:
-        RequestError: an argument out of its range, too few prompts, one that does not fit, no layers to spare, or a
-            speed out of reach.
+        RequestError: an argument out of its range, too few prompts or steps for a verdict, a prompt that does not fit,
+            no layers to spare, or a speed out of reach.
         ModelError: the model is missing, damaged or not supported.
     """
     budget = Budget(max_kl, min_agreement, max_nll_increase, speedup)
@@ -204,11 +204,15 @@ def _calibrate(
             f"a prompt of {longest} tokens and an output of {max_tokens} do not fit into a context of {context}",
             "raise --context, shorten the prompts or lower --answer-tokens",
         )
+    if budget.speedup is None:
+        _check_steps([max_tokens - 1] * len(split(prompts)[1]))
     references = model.complete("outputs at full depth", prompts, model.full, max_tokens, model.sampling)
     planned = answer_tokens or int(np.median([len(reference.completion_ids) for reference in references]))
     search, held_out = split(references)
     if planned < 2 or not all(any(len(r.completion_ids) > 1 for r in part) for part in (search, held_out)):
         raise RequestError("the outputs end with their first token: there is no step to taper", "give other prompts")
+    if budget.speedup is None:
+        _check_steps([len(reference.completion_ids) - 1 for reference in held_out])
     middle = sorted(prompts, key=len)[len(prompts) // 2]
     cost = model.cost(middle, planned, healed)
     problems = None if quick else word_problems(llm, model.store)
@@ -263,6 +267,17 @@ def _calibrate(
         provenance["healing"] = healed.provenance["healing"]
     policy = replace(policy, name=name, model=llm.config.identity, provenance=provenance)
     return Calibration(policy, summary)
+
+
+def _check_steps(steps: Sequence[int]) -> None:
+    """Reject held-out outputs, each with so many steps after the first, that are too few for a verdict."""
+    outputs = sum(count > 0 for count in steps)
+    if sum(steps) < MIN_STEPS or outputs < MIN_OUTPUTS:
+        raise RequestError(
+            f"{counted(outputs, 'held-out output')} can skip layers at {counted(sum(steps), 'step')}; a verdict takes "
+            f"{MIN_STEPS} steps in {MIN_OUTPUTS} outputs",
+            "give more prompts, prompts with longer answers, or more --answer-tokens",
+        )
 
 
 def _text(llm: LLM, output: Reference) -> str:

@@ -22,6 +22,7 @@ RESAMPLES = 10_000
 LEVEL = 0.95
 POWER = 0.8  # probability that the number of problems asked for suffices, if the observed rates are the true ones
 MIN_STEPS = 30  # the least number of tapered steps from which anything is estimated
+MIN_OUTPUTS = 5  # from which an interval comes: a bootstrap over fewer is far too narrow, and over one has no width
 _GRAM = 4
 _LEAST_ERROR = 1e-9  # error rate of an interim test; with 0 it would need infinitely many problems
 
@@ -29,7 +30,10 @@ Verdict = Literal["holds", "fails", "not enough problems"]
 
 
 class Estimate(NamedTuple):
-    """A value and its 95 % interval; the percentiles of a bootstrap, unless another method is named."""
+    """A value and its 95 % interval; the percentiles of a bootstrap, unless another method is named.
+
+    Both ends are the value itself if it comes from fewer than `MIN_OUTPUTS` outputs, or if all of them are alike.
+    """
 
     value: float
     low: float
@@ -72,8 +76,10 @@ class Losses:
     """What a policy costs over all steps, and over the tapered ones, which skip layers."""
 
     all_steps: LossEstimate = field(metadata={"json": "all steps"})
-    # None: fewer than `MIN_STEPS` of them, too few to say anything. The policy tapers late, or hardly at all.
+    # None: fewer than `MIN_STEPS` of them, or in fewer than `MIN_OUTPUTS` outputs, too few to say anything.
     tapered_steps: LossEstimate | None = field(default=None, metadata={"json": "tapered steps"})
+    num_tapered_steps: int = 0
+    num_tapered_outputs: int = 0  # that have any
 
 
 @dataclass(frozen=True)
@@ -130,23 +136,31 @@ def paired_ratios(
 
 
 def _ratios(numerator: np.ndarray, denominator: np.ndarray, seed: int) -> np.ndarray:
-    """The ratio of the sums, and that of each resample, which is not a number where nothing is below."""
+    """The ratio of the sums, and that of each resample, which is not a number where nothing is below.
+
+    None of them is a number if fewer than `MIN_OUTPUTS` have any steps.
+    """
     draws = np.random.default_rng(seed).integers(0, len(numerator), (RESAMPLES, len(numerator)))
     with np.errstate(invalid="ignore"):
         resampled = numerator[draws].sum(-1) / denominator[draws].sum(-1)
+    if np.count_nonzero(denominator) < MIN_OUTPUTS:
+        resampled[:] = np.nan
     return np.append(numerator.sum() / denominator.sum(), resampled)
 
 
 def _estimate(values: np.ndarray) -> Estimate:
-    """The first value and the ends of the interval of the others, to six digits."""
-    ends = np.nanquantile(values[1:], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    """The first value and the ends of the interval of the others, to six digits; if none is a number, no interval."""
+    resampled = values[:1] if np.isnan(values[1:]).all() else values[1:]
+    ends = np.nanquantile(resampled, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return Estimate(*(float(f"{x:.6g}") for x in (values[0], *ends)))
 
 
 def over_steps(scores: Scores) -> Losses:
     """The losses of a policy, from its scores."""
     tapered = scores.where(scores.depth < scores.depth.max())
-    return Losses(_loss(scores), _loss(tapered) if len(tapered.step) >= MIN_STEPS else None)
+    steps, outputs = len(tapered.step), len(np.unique(tapered.reference))
+    is_enough = steps >= MIN_STEPS and outputs >= MIN_OUTPUTS
+    return Losses(_loss(scores), _loss(tapered) if is_enough else None, steps, outputs)
 
 
 def _loss(scores: Scores) -> LossEstimate:
@@ -213,6 +227,8 @@ class PairedComparison:
         """The verdict in words, with the number of problems to two digits."""
         if self.verdict != "not enough problems":
             return self.verdict
+        if self.problems < MIN_OUTPUTS:
+            return f"not enough problems: no verdict comes from fewer than {MIN_OUTPUTS}"
         if self.needed is None:
             return "inconclusive; at the observed difference, more problems would not show that it holds"
         return f"not enough problems: about {float(f'{self.needed:.2g}'):,.0f} more needed"
@@ -223,7 +239,8 @@ def compare(
 ) -> PairedComparison:
     """Compare two modes by the problems that each of them solved, both bool [problems].
 
-    The verdict is at the one-sided `level`; the intervals are always 95 %.
+    The verdict is at the one-sided `level`; the intervals are always 95 %. Fewer than `MIN_OUTPUTS` problems give
+    neither a verdict nor an interval of the difference.
 
     Raises:
         RequestError: the modes differ in their number of problems, there are fewer than two, an entry is not a bool, or
@@ -239,6 +256,8 @@ def compare(
     only_full, only_tapered = pairs.count((True, False)), pairs.count((False, True))
     both = pairs.count((True, True))
     verdict, needed = non_inferiority(problems, only_full, only_tapered, margin, level)
+    if problems < MIN_OUTPUTS:
+        verdict, needed = "not enough problems", None
     return PairedComparison(
         problems=problems,
         full=wilson(both + only_full, problems),
@@ -292,7 +311,8 @@ def bootstrap_difference(problems: int, only_full: int, only_tapered: int, seed:
     cells = np.array([only_full, only_tapered, problems - only_full - only_tapered])
     draws = np.random.default_rng(seed).multinomial(problems, cells / problems, RESAMPLES)  # [RESAMPLES, 3]
     low, high = np.quantile((draws[:, 1] - draws[:, 0]) / problems, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Estimate((only_tapered - only_full) / problems, float(low), float(high))
+    value = (only_tapered - only_full) / problems
+    return Estimate(value, float(low), float(high)) if problems >= MIN_OUTPUTS else Estimate(value, value, value)
 
 
 def mcnemar(only_full: int, only_tapered: int) -> float:

@@ -15,12 +15,12 @@ from ...errors import RequestError, number
 from ...policy import ModelIdentity
 from .clock import CostModel, TimedRuns
 from .long_outputs import MAX_TOKENS, LongOutputs
-from .statistics import FreeRunning, Loss, LossByStep, Losses, LossEstimate, SolvedProblems
+from .statistics import MIN_OUTPUTS, MIN_STEPS, FreeRunning, Loss, LossByStep, Losses, LossEstimate, SolvedProblems
 from .store import Conditions
 
 HURTS = 0.9  # agreement over tapered steps below which readers are warned
 
-BudgetVerdict = Literal["kept", "kept by the estimate", "not kept"]
+BudgetVerdict = Literal["kept", "kept by the estimate", "not kept", "not enough steps"]
 
 # Each limit of a budget is above the first number and at most the second.
 _RANGES = {"max_kl": (0, 1000), "min_agreement": (0, 1), "max_nll_increase": (0, 100_000), "speedup": (1, 100)}
@@ -78,11 +78,13 @@ class Budget:
     def verdict(self, tapered: LossEstimate | None) -> BudgetVerdict | None:
         """Whether a loss over tapered steps keeps the budget; None if a speed was asked for, as quality has no limit.
 
-        It is "kept" only if whole intervals keep it, and "not kept" also if too few steps were measured (None).
+        It is "kept" only if whole intervals keep it, and "not enough steps" if too few were measured (None).
         """
         if self.speedup is not None:
             return None
-        if tapered is None or self.worst_share(tapered.value) > 1:
+        if tapered is None:
+            return "not enough steps"
+        if self.worst_share(tapered.value) > 1:
             return "not kept"
         return "kept" if self.worst_share(tapered.worst) <= 1 else "kept by the estimate"
 
@@ -185,7 +187,7 @@ class CalibrationSummary(Validation):
     @property
     def budget_met(self) -> bool:
         """Whether the estimates keep the budget; a speed is always met, as it is predicted."""
-        return self.verdict != "not kept"
+        return self.verdict not in ("not kept", "not enough steps")
 
     def to_json(self) -> dict[str, Any]:
         """All fields as plain data, with the verdict."""
@@ -219,25 +221,30 @@ def _given_fields(value: Any) -> dict[str, Any]:
 def interval(estimate: Sequence[float] | None, factor: float = 1.0, unit: str = "", digits: int | None = None) -> str:
     """An estimate and its interval, times a factor, such as "0.052 (0.048 to 0.057)"; a dash for None.
 
-    `digits` are decimals, by default up to the first one that the interval leaves open.
+    An interval without width is left out: it comes from too few outputs, or from outputs that are all alike. `digits`
+    are decimals, by default up to the first one that the interval leaves open.
     """
     if estimate is None:
         return "–"
     value, low, high = (factor * x for x in estimate)
-    if digits is None and high > low:
+    if low == high:
+        return f"{value:{'.3g' if digits is None else f'.{digits}f'}}{unit}"
+    if digits is None:
         digits = min(6, max(0, -math.floor(math.log10((high - low) / 2))))
-    form = ".3g" if digits is None else f".{digits}f"
+    form = f".{digits}f"
     return f"{value:{form}}{unit} ({low:{form}} to {high:{form}}{unit})"
 
 
 def limits(summary: CalibrationSummary) -> list[tuple[str, str]]:
     """Each limit of the budget, and what was measured on held-out prompts."""
-    measured, speedup = summary.held_out.tapered_steps or summary.held_out.all_steps, summary.speedup
+    held_out, speedup = summary.held_out, summary.speedup
     if summary.budget.speedup is not None:
         speeds = f"{speedup.predicted:.2f} predicted, {speedup.measured.median:.2f} measured"
         return [(f"{summary.budget.speedup:.4g} times the speed of full depth", speeds)]
+    measured = (held_out.tapered_steps or held_out.all_steps).value
+    where = "" if held_out.tapered_steps else " over all steps"
     return [
-        (_LIMITS[name][0].format(_LIMITS[name][2] * limit), _bounded(name, measured.value))
+        (_LIMITS[name][0].format(_LIMITS[name][2] * limit), _bounded(name, measured) + where)
         for name, limit in summary.budget.given.items()
     ]
 
@@ -247,11 +254,27 @@ def verdict(summary: CalibrationSummary) -> str:
     budget, tapered = summary.budget, summary.held_out.tapered_steps
     if summary.verdict is None:
         return "the best quality that was found at this speed"
-    if summary.verdict == "kept by the estimate" and tapered is not None:
+    if tapered is None:
+        return f"no verdict, as {too_few_steps(summary)}"
+    if summary.verdict == "kept by the estimate":
         over = [name for name, share in budget.shares(tapered.worst).items() if share > 1]
         reached = " and ".join(_bounded(name, tapered.worst) for name in over)
         return f"kept by the estimate; the 95 % interval reaches {reached}"
     return "kept" if summary.verdict == "kept" else "not kept; this is the nearest policy that was found"
+
+
+def too_few_steps(summary: CalibrationSummary) -> str:
+    """Why there are no figures over tapered steps."""
+    steps, outputs = summary.held_out.num_tapered_steps, summary.held_out.num_tapered_outputs
+    if not steps:
+        return "no held-out step skips a layer"
+    few = f"only {counted(steps, 'held-out step')} in {counted(outputs, 'output')} {'skips' if steps == 1 else 'skip'}"
+    return f"{few} a layer; at least {MIN_STEPS} steps in {MIN_OUTPUTS} outputs are needed"
+
+
+def counted(count: int, noun: str) -> str:
+    """A number with its noun."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def remarks(summary: CalibrationSummary) -> list[str]:
@@ -262,6 +285,7 @@ def remarks(summary: CalibrationSummary) -> list[str]:
         f"A quick look: {prompts.held_out} held-out prompts and no word problems. Calibrate without --quick before you "
         "rely on it."
     )
+    unknown = "" if tapered else f"What it costs is not known: {too_few_steps(summary)}."
     if summary.curve[-1] == summary.model.num_hidden_layers:  # it skips no layer
         return [quick] if prompts.quick else []
     asked_speed, long = summary.budget.speedup or 0.0, summary.long_outputs
@@ -269,6 +293,7 @@ def remarks(summary: CalibrationSummary) -> list[str]:
     texts = {
         "Do not use this policy here: measured, it is slower than full depth.": speed.measured.median < 1,
         quick: bool(prompts.quick),
+        unknown: tapered is None and summary.budget.speedup is not None,
         "This policy hurts: at more than one tapered step in ten another token becomes the likeliest. Expect other "
         "answers than at full depth, and read some before you use it.": tapered is not None
         and tapered.agreement.value < HURTS,

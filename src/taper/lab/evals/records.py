@@ -71,6 +71,7 @@ class Evaluation:
     selection: Selection
     policies: dict[str, DepthPolicy]  # by label
     records: list[Record]  # problem by problem, each under all policies
+    record_s: float | None = None  # seconds that a new record took, mean; None: the file had all
 
 
 class RecordFile:

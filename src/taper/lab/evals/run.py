@@ -5,6 +5,7 @@ For an evaluation, which also records the outputs so that it can be interrupted,
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ def evaluate(
     *,
     limit: int | None = None,
     indices: Collection[int] | None = None,
-    chat: bool = False,
+    chat: bool | None = None,
     max_tokens: int | None = None,
     seed: int = 0,
     out: Path | None = None,
@@ -45,7 +46,8 @@ def evaluate(
         policies: policies, names of shipped ones or files; "full" is full depth.
         limit: problems of each task, the first ones; default all.
         indices: the indices of the problems of each task, instead of a limit.
-        chat: ask by the model's chat template, with examples as earlier turns.
+        chat: ask by the model's chat template, with examples as earlier turns; default for problems of your own, if
+            the model has a template.
         max_tokens: most tokens of an output; default the task's own limit, or 256 where it has none.
         seed: of tasks that sample; a problem has the same seed under every policy.
         out: a file for the records; records that it already has are not computed again.
@@ -67,17 +69,26 @@ class Evaluator:
     """
 
     def __init__(
-        self, llm: LLM, selection: Selection, *, chat: bool = False, max_tokens: int | None = None, seed: int = 0
+        self,
+        llm: LLM,
+        selection: Selection,
+        *,
+        chat: bool | None = None,
+        max_tokens: int | None = None,
+        seed: int = 0,
     ) -> None:
         from .harness import TaperLM  # lm-evaluation-harness takes seconds to import
 
-        if flag("chat", chat) and not llm.tokenizer.chat_template:
+        has_template = bool(llm.tokenizer.chat_template)
+        chat = has_template and selection.is_own if chat is None else flag("chat", chat)
+        if chat and not has_template:
             raise RequestError("this model has no chat template", "leave out --chat")
         self._llm, self._selection = llm, selection
         self._lm = TaperLM(llm, mode="full", seed=seed)  # each request brings its own policy
         self._render_chat = self._lm.apply_chat_template if chat else None
         self._options = {} if max_tokens is None else {"max_gen_toks": whole_number("max_tokens", max_tokens, 1)}
         self._problems: dict[str, dict[int, Problem]] = {task.name: {} for task in selection.tasks}
+        self._seconds, self._num_made = 0.0, 0  # of all records that were made
         self._conditions = vars(current_conditions(llm))
         self._settings = {
             "model": content_hash(llm.path),
@@ -129,13 +140,21 @@ class Evaluator:
                         report(record, total, True)
                 if missing := [by_label[label] for label, record in stored.items() if record is None]:
                     jobs.append((task, problem, missing))
+            started = time.perf_counter()
             for record in self._completed(jobs):
                 file.append(record)
                 report(record, total, False)
+                self._num_made += 1
+            self._seconds += time.perf_counter() - started
         finally:
             file.close()
         records = [file.records[problem.task, problem.index, label] for _, problem in problems for label in by_label]
-        return Evaluation(self._settings, self._selection, by_label, records)
+        return Evaluation(self._settings, self._selection, by_label, records, self.record_s)
+
+    @property
+    def record_s(self) -> float | None:
+        """Seconds that a problem took under one policy, mean over those that were asked; None if none was."""
+        return self._seconds / self._num_made if self._num_made else None
 
     def _problems_of(self, task: EvalTask, indices: Collection[int]) -> list[Problem]:
         made = self._problems[task.name]

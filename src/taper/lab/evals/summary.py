@@ -26,6 +26,7 @@ class Score:
     mean_depth: float  # over the tokens written, from step 1 on
     tokens: float  # of an output, mean
     cut_off: float  # share of outputs that ended at the limit of tokens, or of the context
+    empty: float  # share of outputs without any text
     against_full: PairedComparison | None  # None: it is full depth, or there is nothing to compare with
 
 
@@ -49,6 +50,7 @@ class EvalSummary:
     num_truncated: int  # problems whose prompt lost its beginning
     missing: list[str]  # tasks of groups that have no local data
     results: list[TaskSummary]
+    problem_s: float | None = None  # seconds that a problem took at full depth and tapered, if any was asked now
 
     def to_json(self) -> dict[str, Any]:
         """As plain data; an interval is a list of value, low and high."""
@@ -110,7 +112,9 @@ def summarise(evaluation: Evaluation, margin: float = MARGIN, filter_name: str |
         scores = [_score(records, policy, is_right, margin) for policy in evaluation.policies]
         results.append(TaskSummary(name, tasks, _num_problems(records), " or ".join(sorted(compared)), scores))
     num_truncated = _num_problems(record for record in evaluation.records if record.truncated)
-    return EvalSummary(dict(evaluation.settings), margin, num_truncated, evaluation.selection.missing, results)
+    problem_s = None if evaluation.record_s is None else 2 * evaluation.record_s
+    settings, missing = dict(evaluation.settings), evaluation.selection.missing
+    return EvalSummary(settings, margin, num_truncated, missing, results, problem_s)
 
 
 def _num_problems(records: Iterable[Record]) -> int:
@@ -146,5 +150,6 @@ def _score(
         mean_depth=depths / sum(steps) if any(steps) else max(output.mean_depth for output in outputs),
         tokens=sum(lengths) / len(outputs),
         cut_off=sum(output.finish_reason == "length" for output in outputs) / len(outputs),
+        empty=sum(not output.text.strip() for output in outputs) / len(outputs),
         against_full=compared,
     )

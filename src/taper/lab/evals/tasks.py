@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from ...errors import RequestError, TaperError, shown
 from ...models.files import read_text, text_lines
 from ..calibration.problems import is_right
+from ..calibration.prompts import is_table, table_rows
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -39,8 +40,8 @@ _QUICK_FOLDERS = ("gsm8k", "bbh")  # the harness needs 10 seconds to read all of
 _NAMES = re.compile(r"^['\"]?(?:task|group)['\"]?:\s*['\"]?([\w.-]+)", re.MULTILINE)
 _GSM8K, _BBH = "openai/gsm8k", "SaylorTwift/bbh"  # the harness's names of the data sets
 _SPLITS = ("training_split", "validation_split", "fewshot_split", "test_split")
+_OWN = "own"  # version of a task from a user's own file
 _MAX_BYTES = 64 << 20  # the largest real data file has 4 MB
-_OWN_SUFFIX = ".jsonl"
 Metrics = dict[str, dict[str, Any]]  # of one problem: filter, metric, value
 RenderChat = Callable[..., str]
 
@@ -70,6 +71,12 @@ class EvalTask:
         self.version = str((task.config.metadata or {}).get("version", task.VERSION))
         self.num_fewshot: int = task.config.num_fewshot
         self.filters: list[str] = [ensemble.name for ensemble in task._filters]
+
+    @property
+    def first_prompt(self) -> str:
+        """The first problem as text, without examples."""
+        with quiet():
+            return str(self._task.doc_to_text(self._task.eval_docs[0]))
 
     @property
     def num_problems(self) -> int:
@@ -136,6 +143,11 @@ class Selection:
     missing: list[str]  # tasks of groups that have no local data
     split: str | None  # of the data sets; None: the one that each task is tested on
 
+    @property
+    def is_own(self) -> bool:
+        """Whether all problems come from the user's own files."""
+        return all(task.version == _OWN for task in self.tasks)
+
 
 def load_tasks(
     names: Sequence[str], *, fewshot: int | None = None, data_dir: Path | None = None, split: str | None = None
@@ -143,7 +155,8 @@ def load_tasks(
     """Load tasks of the harness, where a group or tag stands for all of its tasks, and your own tasks from files.
 
     Args:
-        names: tasks, groups and tags of the harness, and files of JSON lines (.jsonl) with "prompt" and "answer".
+        names: tasks, groups and tags of the harness, and files with "prompt" and "answer": JSON lines (.jsonl) or
+            tables (.csv, .tsv).
         fewshot: examples before each problem; default the task's own number.
         data_dir: a folder with the data of GSM8K and BBH; default the Hugging Face hub.
         split: ask the problems of this part of the data sets, such as "train"; default the one for testing.
@@ -154,8 +167,8 @@ def load_tasks(
         TaperError: the harness is not installed.
     """
     with quiet():
-        own = [_own_task(Path(name)) for name in names if name.endswith(_OWN_SUFFIX)]
-        named = [name for name in names if not name.endswith(_OWN_SUFFIX)]
+        own = [_own_task(Path(name)) for name in names if is_own(name)]
+        named = [name for name in names if not is_own(name)]
         manager = _manager(named)
         members = {name: _members(manager, {"task": name}) for name in named}
         missing: list[str] = []
@@ -186,6 +199,11 @@ def load_tasks(
         task.set_config("num_fewshot", (default or 0) if fewshot is None else fewshot)
     groups = {name: [config["task"] for config in configs] for name, configs in members.items() if len(configs) > 1}
     return Selection([EvalTask(task) for task in loaded.values()], groups, missing, split)
+
+
+def is_own(name: str) -> bool:
+    """Whether a task is a file of the user's own problems, by its name."""
+    return name.lower().endswith(".jsonl") or is_table(Path(name))
 
 
 def _manager(names: Sequence[str]) -> TaskManager:
@@ -284,7 +302,7 @@ def _local_data(config: Mapping[str, Any], folder: Path) -> Callable[..., Any]:
 
 
 def _own_task(path: Path) -> dict[str, Any]:
-    """The configuration of the task in a file whose lines are `{"prompt": ..., "answer": ...}`."""
+    """The configuration of the task in a file of problems, each with its prompt and answer."""
     return {
         "task": path.stem,
         "output_type": "generate_until",
@@ -296,7 +314,7 @@ def _own_task(path: Path) -> dict[str, Any]:
         "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
         "generation_kwargs": {"until": [], "do_sample": False},
         "num_fewshot": 0,
-        "metadata": {"version": "own"},
+        "metadata": {"version": _OWN},
     }
 
 
@@ -308,9 +326,12 @@ def _custom_dataset(splits: Mapping[str, list[dict[str, str]]]) -> Callable[...,
 
 
 def _rows(path: Path, keys: tuple[str, str], allow_empty: bool = True) -> list[dict[str, str]]:
-    """The problems in a file of JSON lines, in a JSON list, or in the "examples" of a .json file; two texts each."""
+    """The problems in a table, a file of JSON lines, a JSON list, or the "examples" of a .json file; two texts each."""
     text = read_text(path, _MAX_BYTES, RequestError)
-    if path.suffix == ".json" or text.lstrip().startswith("["):
+    rows: Any
+    if is_table(path):
+        rows = table_rows(text, path, keys)
+    elif path.suffix == ".json" or text.lstrip().startswith("["):
         data = _parsed(text, str(path))
         rows = data.get("examples") if isinstance(data, dict) else data
         if not isinstance(rows, list):

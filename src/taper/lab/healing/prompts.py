@@ -8,6 +8,7 @@ from importlib import resources
 
 FORMS_OF_A_TOPIC = 6  # of twelve, drawn for each topic
 PROBLEMS = 9  # of each kind of arithmetic, with different names and numbers
+CHOOSING, VALIDATION = 8, 20  # most prompts that are held out to choose the best state by, and for the final figures
 
 
 def builtin_prompts() -> list[str]:
@@ -32,3 +33,8 @@ def builtin_prompts() -> list[str]:
             prompts.append(problem.format(name=name, other=other, **numbers))
     rng.shuffle(prompts)
     return prompts
+
+
+def held_out(count: int) -> tuple[int, int]:
+    """How many of so many prompts are held out to choose the best state by, and for the final figures."""
+    return min(CHOOSING, count // 8 + 1), min(VALIDATION, count // 8 + 1)

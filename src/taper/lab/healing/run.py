@@ -41,7 +41,7 @@ def heal(
     Args:
         model: an `LLM`, or what `LLM` takes.
         policy: a policy, the name of a shipped one, or a file. If it has adapters, training goes on from them.
-        prompts: texts or messages to learn from, at least 8 different ones; default about 700 built-in ones.
+        prompts: texts or messages to learn from, at least 10 different ones; default about 700 built-in ones.
         minutes: for training and for the outputs to learn from; the final figures come on top.
         rank: of new adapters, 1 to 4096; default 128, or that of the adapters which the policy has.
         seed: of the adapters' first values, and of the order of prompts and depths.

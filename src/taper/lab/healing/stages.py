@@ -29,12 +29,12 @@ from ..calibration.replay import Reference
 from ..calibration.store import digest, numbers
 from ..calibration.validation import validate
 from .precision import fastest_dtype
+from .prompts import held_out
 from .student import Student, frozen
 from .summary import Healing
 from .train import Evaluation, Training
 
 BEYOND = 2  # further layers, which the policy does not skip, get an adapter too: for policies that skip a little more
-CHOOSING, VALIDATION = 8, 20  # held-out prompts to choose the best state by, and those of the final figures
 KEPT = 3  # checkpoints in the cache folder
 OUTPUT_TOKENS = MAX_TOKENS  # most tokens of an output to learn from, or to be judged by
 OUTPUTS = 8  # that are made at a time
@@ -71,7 +71,7 @@ class _Healer:
         self, model: MeasuredModel, policy: DepthPolicy, prompts: Sequence[_Ids], seconds: float, rank: int, seed: int
     ) -> None:
         self._model, self._policy, self._seconds, self._seed = model, policy, seconds, seed
-        choosing, validation = (min(most, len(prompts) // 8 + 1) for most in (CHOOSING, VALIDATION))
+        choosing, validation = held_out(len(prompts))
         self._choosing, self._validation = prompts[:choosing], prompts[choosing:][:validation]
         self._prompts = prompts[choosing + validation :]
         key = {"heal": numbers(policy), "prompts": prompts, "seconds": seconds, "rank": rank, "seed": seed}
