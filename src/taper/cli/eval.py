@@ -30,7 +30,7 @@ MODES = ("full", "taper")  # mode exact gives the outputs of full
 
 @click.command(name="eval")
 @model_options
-@click.option("--tasks", required=True, metavar="NAMES", help="Tasks of lm-evaluation-harness, or groups of them.")
+@click.option("--tasks", required=True, metavar="NAMES", help="Of lm-evaluation-harness, or your own .jsonl files.")
 @click.option("--modes", default="full,taper", metavar="MODES", help="full, taper or both.")
 @click.option("--policy", "policies", multiple=True, metavar="POLICY", help="Name or file, for taper. May be repeated.")
 @click.option("--limit", type=int, metavar="N", help="Only the first N problems of each task.")
