@@ -1,4 +1,4 @@
-# make demo  installs Taper, fetches the default model and answers one question, by default and with fewer layers
+# make demo  installs Taper, fetches the default model and answers a question, and another one with fewer layers beside it
 # make demo-large  the same with a model of 1.5 billion parameters (1.1 GB to fetch)
 # make native  compiles ggml for this processor, about three minutes: faster prompts
 # make test  installs what the tests need and runs lint, types and the quick tests
@@ -26,9 +26,9 @@ VLLM_PIP := $(VLLM_BIN)/python -m pip --quiet --disable-pip-version-check
 
 demo: $(VENV)/installed
 	@$(BIN)/taper pull
-	@$(BIN)/taper generate "Explain in a few sentences why the sky is blue."
+	@$(BIN)/taper generate "What is the capital of Peru?"
 	@echo
-	@$(BIN)/taper generate --compare --policy fast --max-tokens 160 "Explain in a few sentences why the sky is blue."
+	@$(BIN)/taper generate --compare --policy fast --max-tokens 96 --seed 5 "What is a black hole?"
 
 demo-large: $(VENV)/installed
 	@$(BIN)/taper pull $(LARGE)

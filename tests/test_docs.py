@@ -18,6 +18,7 @@ from pathlib import Path
 import click
 import pytest
 import render
+from click.testing import CliRunner
 from eval_data import write_data
 from lm_eval._cli import HarnessCLI
 from summaries import summary
@@ -286,7 +287,7 @@ def test_python_examples_run(page, tiny_transformers, capsys):
     if page == README:
         assert len(names["outputs"]) == 2
         assert capsys.readouterr().out
-    if page.name == "guide.md":
+    if page.name == "python.md":
         assert names["ids"].shape[1] == names["inputs"]["input_ids"].shape[1] + 64
     if page.name == "calibration.md":
         assert DepthPolicy.from_json(Path("policy.json").read_text()) == names["result"].policy
@@ -297,6 +298,13 @@ def test_readme_says_to_which_depth_its_picture_falls():
     text = " ".join(README.read_text().split())
     assert f"falls from 30 to {depth} layers" in text
     assert f"all of its 30 layers, the last ones {depth}." in text
+
+
+def test_the_guide_shows_what_policy_show_prints():
+    page = (ROOT / "docs" / "guide" / "policies.md").read_text()
+    printed = CliRunner().invoke(cli, ["policy", "show", "fast", "--tokens", "64"]).stdout
+    assert "taper policy show fast --tokens 64\n" in page
+    assert "\n".join(["```text", *map(str.rstrip, printed.splitlines()), "```"]) in page
 
 
 def test_policies_shown_in_the_docs_are_policies():

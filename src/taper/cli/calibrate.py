@@ -15,6 +15,7 @@ from ..errors import RequestError, number
 from ..models.policies import ADAPTERS_SUFFIX, load_policy, save_policy
 from .common import (
     NOT_HEALED,
+    OF_MODELS,
     GroupedCommand,
     Percent,
     Share,
@@ -42,7 +43,7 @@ _FOR_TASKS = ("margin", "problems", "split", "data_dir", "fewshot", "chat", "max
 _FOR_PROMPTS = (*_LIMITS, "answer_tokens", "quick", "prompts", "report", "heal")
 _TASK_BATCH_SIZE = 32
 _GROUPS = {
-    "Model": ("model", "device", "dtype", "context", "threads", "repack", "head", "offline"),
+    "Model": OF_MODELS,
     "Budget, one at least, or a speed": _LIMITS,
     "Prompts": ("prompts", "answer_tokens", "quick", "seed"),
     "Adapters": ("adapters", "heal"),

@@ -14,8 +14,9 @@ from ..errors import REUSE, TaperError, did_you_mean
 from ..models import model_name
 from ..models.download import cache_folder
 from ..models.files import without_mark
-from .common import load, say
+from .common import REUSE_OPTION, GroupedCommand, load, say
 from .generate import (
+    GROUPS,
     chosen_policy,
     drafting_of,
     follow,
@@ -43,15 +44,15 @@ _ENDS, _QUOTES = ("/exit", "/quit", "/bye"), '"""'
 _NEIGHBOURS = {"repeat_penalty": "repetition_penalty", "num_predict": "max_tokens"}  # names of other programs
 
 
-@click.command()
+@click.command(cls=GroupedCommand, groups=GROUPS)
 @generation_options
-@click.option("--reuse", type=click.Choice(REUSE), default=REUSE[0], help="Of earlier turns: see docs/guide.md#chat.")
+@REUSE_OPTION
 def chat(**options: Any) -> None:
     """Chat over several turns. /help lists the commands."""
     converse(options)
 
 
-@click.command()
+@click.command(cls=GroupedCommand, groups=GROUPS)
 @click.argument("name", metavar="MODEL")
 @click.argument("prompt", required=False)
 @generation_options

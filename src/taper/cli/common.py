@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import DEVICES, DRAFTERS, DTYPES, HEADS, OFF, REPACK, MissingModelError, RequestError
+from ..errors import DEVICES, DRAFTERS, DTYPES, HEADS, OFF, REPACK, REUSE, MissingModelError, RequestError
 from ..models.files import check_writable
 
 if TYPE_CHECKING:
@@ -26,7 +26,9 @@ NOT_HEALED = "the adapters did not help: KL on held-out prompts did not fall"
 _LONG = 2  # seconds of loading
 Command = Callable[..., Any]
 
-MODEL = click.option("-m", "--model", metavar="MODEL", help="Name, file, folder or hub id ORG/MODEL.")
+OF_MODELS = ("model", "device", "dtype", "context", "threads", "repack", "head", "offline")  # `model_options`
+
+MODEL = click.option("-m", "--model", metavar="MODEL", help="Name, file, folder, or ORG/MODEL:TYPE of the hub.")
 THREADS = click.option("-t", "--threads", type=int, help="CPU threads. Default: the cores this process may use.")
 DEVICE = click.option("--device", type=click.Choice(DEVICES), default="auto")
 DTYPE = click.option(
@@ -45,6 +47,13 @@ HEAD_OPTION = click.option(
     default=HEADS[0],
     help="Logits on a CPU: full computes those of the whole vocabulary, shortlist those that matter, auto the latter "
     "where it is faster.",
+)
+REUSE_OPTION = click.option(
+    "--reuse",
+    type=click.Choice(REUSE),
+    default=REUSE[0],
+    help="Where earlier turns skipped layers: filled takes the approximate keys and values that they left, exact "
+    "computes these tokens again.",
 )
 OFFLINE = click.option("--offline", is_flag=True, help="Do not fetch a model that is not on this machine.")
 
@@ -93,7 +102,7 @@ class Percent(click.ParamType):
 class GroupedCommand(click.Command):
     """A command whose help lists its options under headings.
 
-    `groups` has the names of the parameters under each heading; the others come last.
+    `groups` has the names of the parameters under each heading, which the command need not have; others come last.
     """
 
     def __init__(self, *args: Any, groups: Mapping[str, Sequence[str]], **options: Any) -> None:
@@ -102,11 +111,12 @@ class GroupedCommand(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the groups."""
-        described = {param.name: param.get_help_record(ctx) for param in self.get_params(ctx)}
+        options = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
+        described = {option.name: option.get_help_record(ctx) for option in options}
         rest = [name for name in described if not any(name in names for names in self._groups.values())]
         for heading, names in {**self._groups, "Other": rest}.items():
             with formatter.section(heading):
-                formatter.write_dl([record for name in names if (record := described[name])])
+                formatter.write_dl([record for name in names if (record := described.get(name))])
 
 
 def model_options(command: Command) -> Command:

@@ -21,7 +21,9 @@ from ..models.policies import FULL, measured_tokens
 from .common import (
     DRAFT_LIMITS,
     INTERRUPTED,
+    OF_MODELS,
     Command,
+    GroupedCommand,
     check_model,
     draft_options,
     limits_of_drafts,
@@ -44,6 +46,13 @@ if TYPE_CHECKING:
 MAX_SCHEMA_BYTES = 1 << 20
 _PIPE_SECONDS = 1.0  # to wait for what a pipe puts before a prompt
 _PROMPT_END = 8  # tokens of a prompt that may begin a thought
+GROUPS = {
+    "Prompt and output": ("named_prompt", "system", "suffix", "max_tokens", "stop", "think", "schema", "as_json"),
+    "Layers": ("policy", "mode", "alpha", "compare", "show_depth", "reuse"),
+    "Model": OF_MODELS,
+    "Sampling": ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed"),
+    "Drafts": ("draft", *DRAFT_LIMITS, "exact_bits"),
+}
 
 
 def generation_options(command: Command) -> Command:
@@ -76,7 +85,7 @@ def generation_options(command: Command) -> Command:
     return with_options(options, draft_options(model_options(command)))
 
 
-@click.command()
+@click.command(cls=GroupedCommand, groups=GROUPS)
 @click.argument("prompt", required=False)
 @click.option("-p", "--prompt", "named_prompt", metavar="TEXT", help="PROMPT under another name.")
 @generation_options

@@ -20,7 +20,7 @@ _NAMES = "\n".join(
 )
 
 
-@click.command(help=f"Fetch MODEL: a hub id ORG/MODEL, or one of these (default: the first):\n\n\b\n{_NAMES}")
+@click.command(help=f"Fetch MODEL: ORG/MODEL:TYPE of the hub, or one of these (default: the first):\n\n\b\n{_NAMES}")
 @click.argument("model", default=DEFAULT_MODEL)
 def pull(model: str) -> None:
     from ..models.fetch import fetch

@@ -7,17 +7,17 @@ from typing import Any
 
 import click
 
-from ..errors import REUSE, TaperError
+from ..errors import TaperError
 from ..models import model_name
 from ..models.policies import FULL
-from .common import draft_options, limits_of_drafts, load, model_options, say, say_why_full
+from .common import REUSE_OPTION, draft_options, limits_of_drafts, load, model_options, say, say_why_full
 
 
 @click.command()
 @model_options
 @click.option("--name", help="What clients call the model. Default: the model's name, or that of its file.")
 @click.option("--policy", "policies", multiple=True, metavar="NAME|FILE", help="Policies; the first is the default.")
-@click.option("--reuse", type=click.Choice(REUSE), default=REUSE[0], help="Of earlier turns: see docs/guide.md#chat.")
+@REUSE_OPTION
 @draft_options
 @click.option("--host", default="127.0.0.1", help="Address to listen on.")
 @click.option("--port", type=int, default=8000, help="Port to listen on; 0: a free one.")
