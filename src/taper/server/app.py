@@ -30,11 +30,15 @@ from starlette.routing import Route
 from ..engine import Request as EngineRequest
 from ..engine import TokenFilter
 from ..errors import TaperError, printable
-from . import protocol
-from .completions import ChatEvents, CompletionResponse, Events, InfillEvents, TextEvents
+from .completions import CompletionResponse
 from .engine_loop import EngineLoop
 from .limits import Gate, Limits
 from .metrics import Metrics
+from .protocols import openai
+from .protocols.bodies import MAX_PARAM_CHARACTERS, read_body
+from .protocols.errors import ApiError, ErrorReply, errors_at, queue_full, to_api_error
+from .protocols.events import Events
+from .protocols.openai_events import ChatEvents, InfillEvents, TextEvents
 from .reference import reference_page
 from .served import ServedModel
 
@@ -119,12 +123,12 @@ def create_app(served: ServedModel, limits: Limits) -> types.ASGIApp:
 
 
 def _add_openai_routes(app: FastAPI, served: ServedModel, limits: Limits, engine_loop: EngineLoop) -> None:
-    errors: dict[int | str, dict[str, Any]] = {"4XX": {"model": protocol.ErrorReply}}
+    errors: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorReply}}
     stream: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
     one_schema = CapacityLimiter(1)  # at a time; requests without a schema do not wait for it
 
     def complete(
-        body: protocol.CompletionFields, events: Events, prepare: Callable[[], Awaitable[list[EngineRequest]]]
+        body: openai.CompletionFields, events: Events, prepare: Callable[[], Awaitable[list[EngineRequest]]]
     ) -> CompletionResponse:
         if limits.log_prompts:
             log.info("request: %s", body.model_dump_json(exclude_unset=True))
@@ -133,12 +137,12 @@ def _add_openai_routes(app: FastAPI, served: ServedModel, limits: Limits, engine
 
     async def compiled(compile_: Callable[[], _FilterFactory], param: str) -> _FilterFactory:
         if one_schema.statistics().tasks_waiting >= MAX_WAITING_SCHEMAS:
-            raise protocol.queue_full()
-        with protocol.errors_at(param):
+            raise queue_full()
+        with errors_at(param):
             return await run_sync(compile_, limiter=one_schema)
 
-    @app.post("/v1/chat/completions", response_model=protocol.ChatCompletion, responses=errors | stream)
-    async def chat_completions(body: protocol.ChatRequest) -> Response:
+    @app.post("/v1/chat/completions", response_model=openai.ChatCompletion, responses=errors | stream)
+    async def chat_completions(body: openai.ChatRequest) -> Response:
         """Complete a conversation."""
 
         async def prepare() -> list[EngineRequest]:
@@ -151,7 +155,7 @@ def _add_openai_routes(app: FastAPI, served: ServedModel, limits: Limits, engine
                 how = body.allows_one_call, body.requires_call
                 compile_ = partial(served.llm.grammars.compile_calls, body.callable_tools, *how)
                 # Calls that nobody requires are read without a grammar too.
-                with suppress(*() if body.requires_call or body.has_strict_tools else (TaperError, protocol.ApiError)):
+                with suppress(*() if body.requires_call or body.has_strict_tools else (TaperError, ApiError)):
                     token_filter = await compiled(compile_, "tools")
             return await run_sync(served.chat, body, token_filter)
 
@@ -159,35 +163,35 @@ def _add_openai_routes(app: FastAPI, served: ServedModel, limits: Limits, engine
         events = ChatEvents(served.name, served.llm.tokenizer, body.num_choices, goes_on, tools)
         return complete(body, events, prepare)
 
-    @app.post("/v1/completions", response_model=protocol.TextCompletion, responses=errors | stream)
-    async def completions(body: protocol.CompletionRequest) -> Response:
+    @app.post("/v1/completions", response_model=openai.TextCompletion, responses=errors | stream)
+    async def completions(body: openai.CompletionRequest) -> Response:
         """Complete texts."""
         events = TextEvents(served.name, served.llm.tokenizer, body)
         return complete(body, events, partial(run_sync, served.complete, body))
 
-    @app.post("/infill", response_model=protocol.Infill, responses=errors | stream)
-    async def infill(body: protocol.InfillRequest) -> Response:
+    @app.post("/infill", response_model=openai.Infill, responses=errors | stream)
+    async def infill(body: openai.InfillRequest) -> Response:
         """Fill in what is missing between two texts, as llama-server does."""
         events = InfillEvents(served.name)
         return complete(body, events, partial(run_sync, served.infill, body))
 
     @app.get("/v1/models", response_model_exclude_none=True)
     @app.get("/v1/models/", response_model_exclude_none=True, include_in_schema=False)
-    async def models() -> protocol.ModelList:
+    async def models() -> openai.ModelList:
         """The model that is served."""
-        return protocol.ModelList(object="list", data=[served.describe()])
+        return openai.ModelList(object="list", data=[served.describe()])
 
     @app.get("/v1/models/{name:path}", response_model_exclude_none=True, responses=errors)
-    async def model(name: str) -> protocol.ModelReply:
+    async def model(name: str) -> openai.ModelReply:
         """The model of this name."""
         served.check_name(name)
         return served.describe()
 
     @app.post("/tokenize", responses=errors)
-    async def tokenize(body: protocol.TokenizeRequest) -> protocol.Tokens:
+    async def tokenize(body: openai.TokenizeRequest) -> openai.Tokens:
         """Token ids of a text or a conversation."""
         ids = await run_sync(served.tokenize, body)
-        return protocol.Tokens(tokens=ids, count=len(ids), max_model_len=served.llm.engine.backend.context_length)
+        return openai.Tokens(tokens=ids, count=len(ids), max_model_len=served.llm.engine.backend.context_length)
 
 
 def _add_operator_routes(app: FastAPI, served: ServedModel, engine_loop: EngineLoop) -> None:
@@ -205,7 +209,7 @@ def _add_operator_routes(app: FastAPI, served: ServedModel, engine_loop: EngineL
         return {"status": "ready", "model": served.name}
 
     @app.get("/props")
-    async def props() -> protocol.Props:
+    async def props() -> openai.Props:
         """What clients of llama-server ask for: the context, how many outputs run at a time, the chat template."""
         return served.props()
 
@@ -238,8 +242,8 @@ class _Route(APIRoute):
                 """The body as the route's model, checked here so that a large one does not block the event loop."""
                 body = await self.body()
                 if len(body) <= SMALL_BODY:
-                    return protocol.read_body(body, model)
-                return await run_sync(protocol.read_body, body, model, limiter=self.app.state.one_large_body)
+                    return read_body(body, model)
+                return await run_sync(read_body, body, model, limiter=self.app.state.one_large_body)
 
         async def handle_json(request: Request) -> Response:
             return await handle(JsonRequest(request.scope, request.receive))
@@ -249,12 +253,12 @@ class _Route(APIRoute):
 
 async def _error_response(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException) and error.status_code == 404 and error.detail == "Not Found":
-        path = printable(request.url.path)[: protocol.MAX_PARAM_CHARACTERS]
+        path = printable(request.url.path)[:MAX_PARAM_CHARACTERS]
         message = f"there is no {path} here; /docs lists what there is"
-        return protocol.ApiError(404, message, code="no_route").response()
+        return ApiError(404, message, code="no_route").response()
     if isinstance(error, HTTPException) and error.status_code == 405 and request.method == "OPTIONS":
         return Response(status_code=204, headers=error.headers)  # which say what is allowed
-    return protocol.to_api_error(error).response()
+    return to_api_error(error).response()
 
 
 class _RequestLog:
@@ -282,5 +286,5 @@ class _RequestLog:
         finally:
             path = scope["path"] if scope["path"] in self._paths else "other"
             self._metrics.count_request(path, status)
-            shown = printable(scope["path"])[: protocol.MAX_PARAM_CHARACTERS]
+            shown = printable(scope["path"])[:MAX_PARAM_CHARACTERS]
             log.info("%s %s %s %.3f s", method, shown, status or "left", time.perf_counter() - started)

@@ -19,7 +19,7 @@ from starlette import types
 from starlette.datastructures import Headers
 
 from ..errors import RequestError, number, shown, whole_number
-from .protocol import ApiError, queue_full
+from .protocols.errors import ApiError, queue_full
 
 BODY_SECONDS = 30  # for a whole body to arrive
 MAX_BODIES = 64  # of the largest size; as many bytes may be in memory for all requests together
