@@ -66,7 +66,9 @@ HEAVY = {
     "transformers": {"hf.py", "lab/bench/torch_device.py"},
     "matplotlib": {"lab/calibration/report.py", "cli/bench.py"},
     "fastapi": {"server/app.py", "server/protocols/errors.py"},
-    "pydantic": {f"server/protocols/{name}.py" for name in ("bodies", "errors", "openai")},
+    "pydantic": {
+        *(f"server/protocols/{name}.py" for name in ("blocks", "bodies", "errors", "messages", "openai", "responses"))
+    },
     "starlette": {f"server/{name}.py" for name in ("app", "completions", "limits", "protocols/errors")},
     "uvicorn": {"server/app.py"},
     "prometheus_client": {"server/metrics.py", "vllm_plugin/metrics.py"},

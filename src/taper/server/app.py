@@ -1,4 +1,4 @@
-"""The application: OpenAI's routes, the operators' routes and the page; and how uvicorn runs it."""
+"""The application: the routes of each protocol, the operators' routes and the page; and how uvicorn runs it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import resource
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from importlib import metadata, resources
@@ -34,9 +34,17 @@ from .completions import CompletionResponse
 from .engine_loop import EngineLoop
 from .limits import Gate, Limits
 from .metrics import Metrics
-from .protocols import openai
+from .protocols import messages, openai, responses
 from .protocols.bodies import MAX_PARAM_CHARACTERS, read_body
-from .protocols.errors import ApiError, ErrorReply, errors_at, queue_full, to_api_error
+from .protocols.errors import (
+    ApiError,
+    ErrorReply,
+    MessagesErrorReply,
+    errors_at,
+    fields_named,
+    queue_full,
+    to_api_error,
+)
 from .protocols.events import Events
 from .protocols.openai_events import ChatEvents, InfillEvents, TextEvents
 from .reference import reference_page
@@ -111,7 +119,7 @@ def create_app(served: ServedModel, limits: Limits) -> types.ASGIApp:
     app.state.one_large_body = CapacityLimiter(1)  # at a time: checking it takes a fraction of a second and 200 MB
     for kind in (HTTPException, RequestValidationError, TaperError, Exception):
         app.add_exception_handler(kind, _error_response)
-    _add_openai_routes(app, served, limits, engine_loop)
+    _add_model_routes(app, served, limits, engine_loop)
     _add_operator_routes(app, served, engine_loop)
     reference = Response(reference_page(app.openapi()), headers=_PAGE_HEADERS, media_type="text/html")
     page = [*_page_routes(), Route("/docs", reference, methods=["GET"])]
@@ -122,8 +130,9 @@ def create_app(served: ServedModel, limits: Limits) -> types.ASGIApp:
     return _RequestLog(gate, metrics, [getattr(route, "path", "") for route in app.routes], limits.root_path)
 
 
-def _add_openai_routes(app: FastAPI, served: ServedModel, limits: Limits, engine_loop: EngineLoop) -> None:
+def _add_model_routes(app: FastAPI, served: ServedModel, limits: Limits, engine_loop: EngineLoop) -> None:
     errors: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorReply}}
+    messages_errors: dict[int | str, dict[str, Any]] = {"4XX": {"model": MessagesErrorReply}}
     stream: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
     one_schema = CapacityLimiter(1)  # at a time; requests without a schema do not wait for it
 
@@ -141,27 +150,57 @@ def _add_openai_routes(app: FastAPI, served: ServedModel, limits: Limits, engine
         with errors_at(param):
             return await run_sync(compile_, limiter=one_schema)
 
-    @app.post("/v1/chat/completions", response_model=openai.ChatCompletion, responses=errors | stream)
-    async def chat_completions(body: openai.ChatRequest) -> Response:
-        """Complete a conversation."""
+    def complete_chat(body: openai.ChatRequest, events: Events, names: Mapping[str, str]) -> CompletionResponse:
+        """Complete a chat; `names` are those of its fields in the request's protocol, where they differ."""
 
         async def prepare() -> list[EngineRequest]:
             token_filter: _FilterFactory | None = None
             compile_: Callable[[], _FilterFactory]
-            if body.json_schema is not None:
-                compile_ = partial(served.llm.grammars.compile, body.json_schema)
-                token_filter = await compiled(compile_, "response_format.json_schema.schema")
-            elif body.usable_tools:
-                how = body.allows_one_call, body.requires_call
-                compile_ = partial(served.llm.grammars.compile_calls, body.callable_tools, *how)
-                # Calls that nobody requires are read without a grammar too.
-                with suppress(*() if body.requires_call or body.has_strict_tools else (TaperError, ApiError)):
-                    token_filter = await compiled(compile_, "tools")
-            return await run_sync(served.chat, body, token_filter)
+            with fields_named(names):
+                if body.json_schema is not None:
+                    compile_ = partial(served.llm.grammars.compile, body.json_schema)
+                    token_filter = await compiled(compile_, "response_format.json_schema.schema")
+                elif body.usable_tools:
+                    how = body.allows_one_call, body.requires_call
+                    compile_ = partial(served.llm.grammars.compile_calls, body.callable_tools, *how)
+                    # Calls that nobody requires are read without a grammar too.
+                    with suppress(*() if body.requires_call or body.has_strict_tools else (TaperError, ApiError)):
+                        token_filter = await compiled(compile_, "tools")
+                return await run_sync(served.chat, body, token_filter)
 
+        return complete(body, events, prepare)
+
+    @app.post("/v1/chat/completions", response_model=openai.ChatCompletion, responses=errors | stream)
+    async def chat_completions(body: openai.ChatRequest) -> Response:
+        """Complete a conversation."""
         goes_on, tools = bool(body.continue_final_message), list(body.callable_tools)
         events = ChatEvents(served.name, served.llm.tokenizer, body.num_choices, goes_on, tools)
-        return complete(body, events, prepare)
+        return complete_chat(body, events, {})
+
+    @app.post("/v1/responses", response_model=responses.ResponseReply, responses=errors | stream)
+    async def create_response(body: responses.ResponsesRequest) -> Response:
+        """Complete a conversation, as OpenAI's Responses do; nothing is kept."""
+        events = responses.ResponseEvents(served.name, served.llm.tokenizer, body)
+        return complete_chat(body.chat, events, body.chat_names)
+
+    @app.post("/v1/responses/input_tokens", responses=errors)
+    async def input_tokens(body: responses.InputTokensRequest) -> responses.InputTokens:
+        """How many tokens the prompt of a response has."""
+        with fields_named(body.chat_names):
+            count = await run_sync(served.count, body.chat)
+        return responses.InputTokens(object="response.input_tokens", input_tokens=count)
+
+    @app.post("/v1/messages", response_model=messages.MessageReply, responses=messages_errors | stream)
+    async def create_message(body: messages.MessagesRequest) -> Response:
+        """Complete a conversation, as Anthropic's API does."""
+        events = messages.MessageEvents(served.name, served.llm.tokenizer, body)
+        return complete_chat(body.chat, events, body.chat_names)
+
+    @app.post("/v1/messages/count_tokens", responses=messages_errors)
+    async def count_tokens(body: messages.CountTokensRequest) -> dict[str, int]:
+        """How many tokens the prompt of a message has."""
+        with fields_named(body.chat_names):
+            return {"input_tokens": await run_sync(served.count, body.chat)}
 
     @app.post("/v1/completions", response_model=openai.TextCompletion, responses=errors | stream)
     async def completions(body: openai.CompletionRequest) -> Response:
@@ -255,10 +294,10 @@ async def _error_response(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException) and error.status_code == 404 and error.detail == "Not Found":
         path = printable(request.url.path)[:MAX_PARAM_CHARACTERS]
         message = f"there is no {path} here; /docs lists what there is"
-        return ApiError(404, message, code="no_route").response()
+        return ApiError(404, message, code="no_route").response(request.scope["path"])
     if isinstance(error, HTTPException) and error.status_code == 405 and request.method == "OPTIONS":
         return Response(status_code=204, headers=error.headers)  # which say what is allowed
-    return to_api_error(error).response()
+    return to_api_error(error).response(request.scope["path"])
 
 
 class _RequestLog:

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from ..engine import Request
 from .engine_loop import EngineLoop, Job
 from .protocols.errors import ApiError, to_api_error
-from .protocols.events import Events, json_bytes, server_sent
+from .protocols.events import Events, json_bytes
 from .protocols.openai import CompletionFields
 from .tool_calls import Json
 
@@ -55,12 +55,13 @@ class CompletionResponse(Response):
             watch = asyncio.ensure_future(self._watch_for_disconnect(receive, deadline))
             try:
                 requests = await self._prepare()
+                self._events.begin(requests)
                 whole = not self._body.stream
                 with self._engine_loop.submit(requests, self._arrived, self._body.compares, whole) as job:
                     if self._body.stream:
                         await self._send_stream(job, send)
                     else:
-                        events = [self._events.event(chunk) async for chunks in job for chunk in chunks]
+                        events = [one async for chunks in job for chunk in chunks for one in self._events.events(chunk)]
                         content = json_bytes(self._events.fold(events))
                         await Response(content, media_type="application/json")(scope, receive, send)
             finally:
@@ -87,7 +88,8 @@ class CompletionResponse(Response):
                 if not self._started:
                     self._started = True
                     await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
-                body = b"".join(server_sent(self._events.event(chunk) | no_usage) for chunk in chunks)
+                events = [event for chunk in chunks for event in self._events.events(chunk)]
+                body = b"".join(self._events.sent(event | no_usage) for event in events)
                 await send({"type": "http.response.body", "body": body, "more_body": True})
         except Exception as error:
             await self._fail(error, send)
@@ -101,4 +103,4 @@ class CompletionResponse(Response):
             raise error
         reply = to_api_error(error)
         self._engine_loop.metrics.count_error(reply.status_code)
-        await send({"type": "http.response.body", "body": server_sent(reply.reply().model_dump()), "more_body": False})
+        await send({"type": "http.response.body", "body": self._events.failure(reply), "more_body": False})

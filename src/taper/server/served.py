@@ -80,17 +80,26 @@ class ServedModel:
             max_tokens=NO_LIMIT if max_tokens is None else max_tokens,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )
+        with errors_at("taper.policy", _FIELDS):
+            filled = not body.compares and takes_filled(self._policy(body.own), body.own.reuse or self.reuse)
+        prompt = self._prompt(self.llm.encode, body, as_generated=filled)
+        return self._requests(body, [prompt], params, token_filter, goes_on=bool(body.continue_final_message))
+
+    def count(self, body: openai.ChatRequest) -> int:
+        """Tokens of a chat's prompt, even if the context has no room for them. Raises what `chat` raises."""
+        if body.model:
+            self.check_name(body.model)
+        return len(self._prompt(self.llm.tokenize, body))
+
+    def _prompt(self, encode: Callable[..., list[int]], body: openai.ChatRequest, **how: bool) -> list[int]:
         if body.usable_tools:
             with errors_at("tools"):
                 check_tools(self.llm.tokenizer)
         tools = [tool.model_dump(exclude_none=True) for tool in body.usable_tools]
-        with errors_at("taper.policy", _FIELDS):
-            filled = not body.compares and takes_filled(self._policy(body.own), body.own.reuse or self.reuse)
         ending = body.model_dump(include=_ENDING_FIELDS)
         with errors_at("messages", _FIELDS):
             messages, think = _messages(body.messages), self._think(body)
-            prompt = self.llm.encode(messages, tools=tools, think=think, as_generated=filled, **ending)
-        return self._requests(body, [prompt], params, token_filter, goes_on=bool(body.continue_final_message))
+            return encode(messages, tools=tools, think=think, **how, **ending)
 
     def complete(self, body: openai.CompletionRequest) -> list[Request]:
         """The engine's requests for a text completion: each prompt `n` times. Raises what `chat` raises."""
@@ -221,8 +230,10 @@ class ServedModel:
     def _think(self, body: openai.ChatRequest) -> bool | None:
         """Whether to think first. With a model that cannot think, `reasoning_effort` has no effect."""
         effort, think = body.reasoning_effort, body.own.think
-        if effort is None or not self.llm.tokenizer.thinks:
+        if not self.llm.tokenizer.thinks:
             return think
+        if effort is None:
+            return True if body.thinks_if_it_can else think
         if effort != "none" or think:
             message = f"reasoning_effort is {effort}; this model's thoughts can only be on or off"
             raise RequestError(message, "leave it out, and set taper.think", "reasoning_effort")

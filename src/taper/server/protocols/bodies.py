@@ -11,9 +11,9 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from itertools import islice
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, ValidationError, model_validator
 
 from ...errors import TaperError, did_you_mean, printable, shown
 from ...models.files import without_mark
@@ -26,6 +26,8 @@ MAX_METADATA = 16  # as OpenAI documents
 MAX_PARAM_CHARACTERS = 100  # of a field's name in an error
 
 _SURROGATE = re.compile("[\ud800-\udfff]")  # a lone one: json.loads joins the two halves of a pair
+
+_Model = TypeVar("_Model", bound=BaseModel)
 
 
 def read_body(body: bytes, model: type[Strict]) -> Strict:
@@ -48,11 +50,22 @@ def read_body(body: bytes, model: type[Strict]) -> Strict:
     if path is not None:
         raise _invalid(printable(".".join(path))[:MAX_PARAM_CHARACTERS], "half of a surrogate pair is no character")
     try:
+        return validated(model, value)
+    except TaperError as error:
+        raise to_api_error(error) from None
+
+
+def validated(model: type[_Model], value: Any) -> _Model:
+    """A value as an object of a model.
+
+    Raises:
+        ApiError: it does not fit.
+        TaperError: its fields contradict each other.
+    """
+    try:
         return model.model_validate(value, from_attributes=True)
     except ValidationError as error:
         raise _validation_error(error, value, model.model_fields) from None
-    except TaperError as error:
-        raise to_api_error(error) from None
 
 
 def _find_surrogate(value: Any, path: tuple[str, ...] = ()) -> tuple[str, ...] | None:
@@ -102,6 +115,27 @@ def at_most(count: int) -> BeforeValidator:
         return {name: item for name, item in value.items() if item is not None}
 
     return BeforeValidator(check)
+
+
+Metadata = Annotated[dict[str, str] | None, at_most(MAX_METADATA)]
+Note = Annotated[dict[str, Any] | None, at_most(MAX_METADATA)]  # an object that has no effect
+
+
+def by_type(*models: type[Strict], default: str = "") -> Discriminator:
+    """Chooses one of these models, whose tags are their names, by the `type` of an object, or by the default."""
+    tags = {get_args(model.model_fields["type"].annotation)[0]: model.__name__ for model in models}
+
+    def tag(value: Any) -> str | None:
+        kind = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", default)
+        return tags.get(kind) if isinstance(kind, str) else None
+
+    rule = f"only these types are supported: {', '.join(tags)}"
+    return Discriminator(tag, custom_error_type="unknown_type", custom_error_message=rule)
+
+
+def text_of(content: str | list[Any] | None) -> str:
+    """The text of a content: text, or parts that have some."""
+    return content if isinstance(content, str) else "".join(part.text for part in content or [])
 
 
 class TaperFields(Strict):

@@ -1,9 +1,11 @@
-"""Errors as clients see them."""
+"""Errors as clients see them, in the form of each protocol and with its names of fields."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Literal
 
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
@@ -28,6 +30,18 @@ class ErrorReply(BaseModel):
     error: ErrorFields
 
 
+class MessagesErrorReply(BaseModel):
+    """The same, as Anthropic's clients read it."""
+
+    type: Literal["error"]
+    error: dict[Literal["type", "message"], str]
+
+
+_MESSAGES_PATH = "/v1/messages"
+_MESSAGES_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+_MESSAGES_TYPES |= {413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}
+
+
 class ApiError(HTTPException):
     """A request that is rejected or has failed, with its HTTP status."""
 
@@ -50,9 +64,16 @@ class ApiError(HTTPException):
         type_, message = types.get(self.status_code, default), printable(str(self.detail))
         return ErrorReply(error=ErrorFields(message=message, type=type_, param=self.param, code=self.code))
 
-    def response(self) -> JSONResponse:
-        """The error as a response."""
-        return JSONResponse(self.reply().model_dump(), self.status_code, self.headers)
+    def messages_reply(self) -> MessagesErrorReply:
+        """The error as Anthropic's JSON."""
+        default = "invalid_request_error" if self.status_code < 500 else "api_error"
+        type_, message = _MESSAGES_TYPES.get(self.status_code, default), printable(str(self.detail))
+        return MessagesErrorReply(type="error", error={"type": type_, "message": message})
+
+    def response(self, path: str) -> JSONResponse:
+        """The error as a response, in the form of the protocol that has a path."""
+        reply = self.messages_reply() if f"{path}/".startswith(f"{_MESSAGES_PATH}/") else self.reply()
+        return JSONResponse(reply.model_dump(), self.status_code, self.headers)
 
 
 def queue_full() -> ApiError:
@@ -96,3 +117,20 @@ def errors_at(param: str, fields: Mapping[str, str] | None = None) -> Iterator[N
         if error.param and message.startswith(f"{error.param} is "):
             message = name + message.removeprefix(error.param)
         raise type(error)(message, error.hint, name) from None
+
+
+@contextmanager
+def fields_named(names: Mapping[str, str]) -> Iterator[None]:
+    """Make the errors of a block name the fields of a chat as another protocol does, which has these names for them.
+
+    In texts, only names with an underscore are replaced: others are words too.
+    """
+    try:
+        yield
+    except ModelError:
+        raise
+    except TaperError as error:
+        message, hint = error.message, error.hint
+        for name in sorted((name for name in names if "_" in name), key=len, reverse=True):
+            message, hint = (re.sub(rf"\b{re.escape(name)}\b", names[name], text) for text in (message, hint))
+        raise type(error)(message, hint, names.get(error.param, error.param)) from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
@@ -13,11 +13,12 @@ from ...models.call_forms import CLOSE
 from ..neighbours import as_ours
 from .bodies import (
     MAX_MESSAGES,
-    MAX_METADATA,
     MAX_PARTS,
     MAX_STOP_CHARACTERS,
     MAX_STOPS,
     MAX_TOOLS,
+    Metadata,
+    Note,
     Strict,
     TaperFields,
     TaperStats,
@@ -65,12 +66,12 @@ class CompletionFields(Strict):
     # No effect: there are no accounts, tiers or stored data, and prompts always share the computation of a prefix.
     user: str | None = None
     safety_identifier: str | None = None
-    metadata: Annotated[dict[str, str] | None, at_most(MAX_METADATA)] = None
+    metadata: Metadata = None
     store: bool | None = None
     service_tier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-    prompt_cache_options: Annotated[dict[str, Any] | None, at_most(MAX_METADATA)] = None
+    prompt_cache_options: Note = None
 
     @model_validator(mode="before")
     @classmethod
@@ -265,7 +266,7 @@ class RequestMessage(Strict):
         if self.tool_calls:
             message["tool_calls"] = calls = []
             for number, call in enumerate(self.tool_calls):
-                arguments = _read_arguments(call.function.arguments, f"{path}.tool_calls.{number}.function.arguments")
+                arguments = read_arguments(call.function.arguments, f"{path}.tool_calls.{number}.function.arguments")
                 function = {"name": call.function.name, "arguments": arguments}
                 calls.append({"id": call.id or "", "type": "function", "function": function})
         return message
@@ -274,7 +275,12 @@ class RequestMessage(Strict):
 Messages = Annotated[list[RequestMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
 
 
-def _read_arguments(arguments: str | dict[str, Any] | None, path: str) -> dict[str, Any]:
+def read_arguments(arguments: str | dict[str, Any] | None, path: str) -> dict[str, Any]:
+    """The arguments of a tool call in a conversation, from JSON text or an object; none are none.
+
+    Raises:
+        RequestError: they are not a JSON object; `path` says where they are in the body.
+    """
     if isinstance(arguments, str):
         with suppress(ValueError, RecursionError):
             arguments = json.loads(arguments) if arguments.strip() else None
@@ -361,6 +367,7 @@ class ChatRequest(CompletionFields):
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
     functions: Annotated[list[Any], Field(max_length=0)] | None = None
     function_call: Literal["auto", "none"] | None = None
+    thinks_if_it_can: ClassVar[bool] = False  # no effect with a model without thoughts
 
     @property
     def usable_tools(self) -> list[Tool]:

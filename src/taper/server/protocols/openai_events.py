@@ -14,7 +14,7 @@ from ...models.tokenizer import Tokenizer
 from ...sampling import TokenLogprobs
 from ...stream import Chunk, Output
 from ..tool_calls import Json, ToolCallParser, join_calls
-from .events import Events, server_sent
+from .events import Events, server_sent, statistics
 from .openai import CompletionRequest
 
 _TOKEN_STATS = ("depth", "seconds")  # statistics of a token, which events have and replies have not
@@ -42,12 +42,12 @@ class ChoiceEvents(Events):
         self._num_chunks = Counter[int]()
         self._texts = defaultdict[int, _TokenTexts](lambda: _TokenTexts(tokenizer, goes_on))
 
-    def event(self, chunk: Chunk) -> Json:
+    def events(self, chunk: Chunk) -> list[Json]:
         if chunk.output is not None:
             self._outputs[chunk.index] = chunk.output
         self._num_chunks[chunk.index] += 1
         choice = {"index": chunk.index, **self._part(chunk), "taper": self._stats(chunk)}
-        return self._shared | {"object": self.event_object, "choices": [choice]}
+        return [self._shared | {"object": self.event_object, "choices": [choice]}]
 
     def end(self, with_usage: bool) -> bytes:
         usage = self._shared | {"object": self.event_object, "choices": [], "usage": self._usage()}
@@ -91,16 +91,7 @@ class ChoiceEvents(Events):
         if output is None or self._num_chunks[chunk.index] == output.completion_tokens:
             stats |= {"depth": chunk.depth, "seconds": chunk.seconds}
         if output is not None:
-            stats |= {
-                "policy": output.policy.label,
-                "num_hidden_layers": output.policy.num_hidden_layers,
-                "mean_depth": output.mean_depth,
-                "depths": output.depths,
-                "ttft_s": output.ttft_s,
-                "tokens_per_second": output.tokens_per_second,
-                "drafted_tokens": output.drafted_tokens,
-                "accepted_tokens": output.accepted_tokens,
-            }
+            stats |= statistics(output)
         return stats
 
 
@@ -223,11 +214,11 @@ class InfillEvents(Events):
     def __init__(self, model: str) -> None:
         self._model = model
 
-    def event(self, chunk: Chunk) -> Json:
+    def events(self, chunk: Chunk) -> list[Json]:
         event: Json = {"content": chunk.text, "stop": chunk.output is not None}
         if chunk.output is not None:
             event |= self._figures(chunk.output, chunk.token_id)
-        return event
+        return [event]
 
     def fold(self, events: Iterable[Json]) -> Json:
         parts = list(events)
