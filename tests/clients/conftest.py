@@ -5,6 +5,7 @@ The model's own chat template takes no tools. So a copy of its file has one that
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 
 from taper.models.download import DEFAULT_MODEL, PACKAGED_MODELS
 
+os.environ |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HF_HUB_OFFLINE": "1"}  # nothing is fetched
 MODEL_FILE = PACKAGED_MODELS[DEFAULT_MODEL].path
 TEMPLATE = (
     "{% if tools %}{{ '<|im_start|>system\nTools: ' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}"

@@ -168,6 +168,8 @@ def test_litellm_gets_messages(server, chat):
     tool = {"type": "function", "function": {"name": "visit", "parameters": SCHEMA}}
     reply = litellm.completion(**options, tools=[tool], tool_choice="required")
     assert City.model_validate_json(reply.choices[0].message.tool_calls[0].function.arguments)
+    reply = litellm.completion(**options, response_format=City)
+    assert City.model_validate_json(reply.choices[0].message.content)
 
 
 @pytest.mark.parametrize(
