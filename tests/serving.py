@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -84,6 +85,17 @@ def chat_body(content: str = "tell me", **fields) -> dict:
         "max_tokens": 8,
         "taper": ours,
     } | fields
+
+
+def named_events(response: httpx.Response) -> list[dict]:
+    """The events of a stream in which each has a name, which is its type too."""
+    assert response.headers["content-type"].startswith("text/event-stream"), response.text
+    events = []
+    for part in response.text.split("\n\n")[:-1]:
+        name, data = part.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    return events
 
 
 def before_each_forward(server: Server, monkeypatch: pytest.MonkeyPatch, run: Callable[[], object]) -> None:

@@ -65,9 +65,11 @@ HEAVY = {
     "triton": {"backends/fused.py", "backends/triton_kernels.py"},
     "transformers": {"hf.py", "lab/bench/torch_device.py"},
     "matplotlib": {"lab/calibration/report.py", "cli/bench.py"},
-    "fastapi": {f"server/{name}.py" for name in ("app", "protocol")},
-    "pydantic": {"server/protocol.py"},
-    "starlette": {f"server/{name}.py" for name in ("app", "completions", "limits", "protocol")},
+    "fastapi": {"server/app.py", "server/protocols/errors.py"},
+    "pydantic": {
+        *(f"server/protocols/{name}.py" for name in ("blocks", "bodies", "errors", "messages", "openai", "responses"))
+    },
+    "starlette": {f"server/{name}.py" for name in ("app", "completions", "limits", "protocols/errors")},
     "uvicorn": {"server/app.py"},
     "prometheus_client": {"server/metrics.py", "vllm_plugin/metrics.py"},
     "llguidance": {"models/grammars.py", "models/schema_worker.py"},

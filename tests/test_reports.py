@@ -683,7 +683,7 @@ def test_heads_are_where_gets_are(server, path):
     assert server.http.head("/v1/completions").status_code == 405
 
 
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/responses", "/api/chat"])
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/responses/resp_1", "/api/chat"])
 def test_routes_that_others_have_are_refused_with_a_sentence(server, path):
     error = refused(server.http.post(path, json={}), 404)
     assert error["message"] == f"there is no {path} here; /docs lists what there is"

@@ -1,4 +1,4 @@
-"""The application: OpenAI's routes, the operators' routes and the page; and how uvicorn runs it."""
+"""The application: the routes of each protocol, the operators' routes and the page; and how uvicorn runs it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import resource
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from importlib import metadata, resources
@@ -30,11 +30,23 @@ from starlette.routing import Route
 from ..engine import Request as EngineRequest
 from ..engine import TokenFilter
 from ..errors import TaperError, printable
-from . import protocol
-from .completions import ChatEvents, CompletionResponse, Events, InfillEvents, TextEvents
+from .completions import CompletionResponse
 from .engine_loop import EngineLoop
 from .limits import Gate, Limits
 from .metrics import Metrics
+from .protocols import messages, openai, responses
+from .protocols.bodies import MAX_PARAM_CHARACTERS, read_body
+from .protocols.errors import (
+    ApiError,
+    ErrorReply,
+    MessagesErrorReply,
+    errors_at,
+    fields_named,
+    queue_full,
+    to_api_error,
+)
+from .protocols.events import Events
+from .protocols.openai_events import ChatEvents, InfillEvents, TextEvents
 from .reference import reference_page
 from .served import ServedModel
 
@@ -107,7 +119,7 @@ def create_app(served: ServedModel, limits: Limits) -> types.ASGIApp:
     app.state.one_large_body = CapacityLimiter(1)  # at a time: checking it takes a fraction of a second and 200 MB
     for kind in (HTTPException, RequestValidationError, TaperError, Exception):
         app.add_exception_handler(kind, _error_response)
-    _add_openai_routes(app, served, limits, engine_loop)
+    _add_model_routes(app, served, limits, engine_loop)
     _add_operator_routes(app, served, engine_loop)
     reference = Response(reference_page(app.openapi()), headers=_PAGE_HEADERS, media_type="text/html")
     page = [*_page_routes(), Route("/docs", reference, methods=["GET"])]
@@ -118,13 +130,14 @@ def create_app(served: ServedModel, limits: Limits) -> types.ASGIApp:
     return _RequestLog(gate, metrics, [getattr(route, "path", "") for route in app.routes], limits.root_path)
 
 
-def _add_openai_routes(app: FastAPI, served: ServedModel, limits: Limits, engine_loop: EngineLoop) -> None:
-    errors: dict[int | str, dict[str, Any]] = {"4XX": {"model": protocol.ErrorReply}}
+def _add_model_routes(app: FastAPI, served: ServedModel, limits: Limits, engine_loop: EngineLoop) -> None:
+    errors: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorReply}}
+    messages_errors: dict[int | str, dict[str, Any]] = {"4XX": {"model": MessagesErrorReply}}
     stream: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
     one_schema = CapacityLimiter(1)  # at a time; requests without a schema do not wait for it
 
     def complete(
-        body: protocol.CompletionFields, events: Events, prepare: Callable[[], Awaitable[list[EngineRequest]]]
+        body: openai.CompletionFields, events: Events, prepare: Callable[[], Awaitable[list[EngineRequest]]]
     ) -> CompletionResponse:
         if limits.log_prompts:
             log.info("request: %s", body.model_dump_json(exclude_unset=True))
@@ -133,61 +146,91 @@ def _add_openai_routes(app: FastAPI, served: ServedModel, limits: Limits, engine
 
     async def compiled(compile_: Callable[[], _FilterFactory], param: str) -> _FilterFactory:
         if one_schema.statistics().tasks_waiting >= MAX_WAITING_SCHEMAS:
-            raise protocol.queue_full()
-        with protocol.errors_at(param):
+            raise queue_full()
+        with errors_at(param):
             return await run_sync(compile_, limiter=one_schema)
 
-    @app.post("/v1/chat/completions", response_model=protocol.ChatCompletion, responses=errors | stream)
-    async def chat_completions(body: protocol.ChatRequest) -> Response:
-        """Complete a conversation."""
+    def complete_chat(body: openai.ChatRequest, events: Events, names: Mapping[str, str]) -> CompletionResponse:
+        """Complete a chat; `names` are those of its fields in the request's protocol, where they differ."""
 
         async def prepare() -> list[EngineRequest]:
             token_filter: _FilterFactory | None = None
             compile_: Callable[[], _FilterFactory]
-            if body.json_schema is not None:
-                compile_ = partial(served.llm.grammars.compile, body.json_schema)
-                token_filter = await compiled(compile_, "response_format.json_schema.schema")
-            elif body.usable_tools:
-                how = body.allows_one_call, body.requires_call
-                compile_ = partial(served.llm.grammars.compile_calls, body.callable_tools, *how)
-                # Calls that nobody requires are read without a grammar too.
-                with suppress(*() if body.requires_call or body.has_strict_tools else (TaperError, protocol.ApiError)):
-                    token_filter = await compiled(compile_, "tools")
-            return await run_sync(served.chat, body, token_filter)
+            with fields_named(names):
+                if body.json_schema is not None:
+                    compile_ = partial(served.llm.grammars.compile, body.json_schema)
+                    token_filter = await compiled(compile_, "response_format.json_schema.schema")
+                elif body.usable_tools:
+                    how = body.allows_one_call, body.requires_call
+                    compile_ = partial(served.llm.grammars.compile_calls, body.callable_tools, *how)
+                    # Calls that nobody requires are read without a grammar too.
+                    with suppress(*() if body.requires_call or body.has_strict_tools else (TaperError, ApiError)):
+                        token_filter = await compiled(compile_, "tools")
+                return await run_sync(served.chat, body, token_filter)
 
-        goes_on, tools = bool(body.continue_final_message), list(body.callable_tools)
-        events = ChatEvents(served.name, served.llm.tokenizer, body.num_choices, goes_on, tools)
         return complete(body, events, prepare)
 
-    @app.post("/v1/completions", response_model=protocol.TextCompletion, responses=errors | stream)
-    async def completions(body: protocol.CompletionRequest) -> Response:
+    @app.post("/v1/chat/completions", response_model=openai.ChatCompletion, responses=errors | stream)
+    async def chat_completions(body: openai.ChatRequest) -> Response:
+        """Complete a conversation."""
+        goes_on, tools = bool(body.continue_final_message), list(body.callable_tools)
+        events = ChatEvents(served.name, served.llm.tokenizer, body.num_choices, goes_on, tools)
+        return complete_chat(body, events, {})
+
+    @app.post("/v1/responses", response_model=responses.ResponseReply, responses=errors | stream)
+    async def create_response(body: responses.ResponsesRequest) -> Response:
+        """Complete a conversation, as OpenAI's Responses do; nothing is kept."""
+        events = responses.ResponseEvents(served.name, served.llm.tokenizer, body)
+        return complete_chat(body.chat, events, body.chat_names)
+
+    @app.post("/v1/responses/input_tokens", responses=errors)
+    async def input_tokens(body: responses.InputTokensRequest) -> responses.InputTokens:
+        """How many tokens the prompt of a response has."""
+        with fields_named(body.chat_names):
+            count = await run_sync(served.count, body.chat)
+        return responses.InputTokens(object="response.input_tokens", input_tokens=count)
+
+    @app.post("/v1/messages", response_model=messages.MessageReply, responses=messages_errors | stream)
+    async def create_message(body: messages.MessagesRequest) -> Response:
+        """Complete a conversation, as Anthropic's API does."""
+        events = messages.MessageEvents(served.name, served.llm.tokenizer, body)
+        return complete_chat(body.chat, events, body.chat_names)
+
+    @app.post("/v1/messages/count_tokens", responses=messages_errors)
+    async def count_tokens(body: messages.CountTokensRequest) -> dict[str, int]:
+        """How many tokens the prompt of a message has."""
+        with fields_named(body.chat_names):
+            return {"input_tokens": await run_sync(served.count, body.chat)}
+
+    @app.post("/v1/completions", response_model=openai.TextCompletion, responses=errors | stream)
+    async def completions(body: openai.CompletionRequest) -> Response:
         """Complete texts."""
         events = TextEvents(served.name, served.llm.tokenizer, body)
         return complete(body, events, partial(run_sync, served.complete, body))
 
-    @app.post("/infill", response_model=protocol.Infill, responses=errors | stream)
-    async def infill(body: protocol.InfillRequest) -> Response:
+    @app.post("/infill", response_model=openai.Infill, responses=errors | stream)
+    async def infill(body: openai.InfillRequest) -> Response:
         """Fill in what is missing between two texts, as llama-server does."""
         events = InfillEvents(served.name)
         return complete(body, events, partial(run_sync, served.infill, body))
 
     @app.get("/v1/models", response_model_exclude_none=True)
     @app.get("/v1/models/", response_model_exclude_none=True, include_in_schema=False)
-    async def models() -> protocol.ModelList:
+    async def models() -> openai.ModelList:
         """The model that is served."""
-        return protocol.ModelList(object="list", data=[served.describe()])
+        return openai.ModelList(object="list", data=[served.describe()])
 
     @app.get("/v1/models/{name:path}", response_model_exclude_none=True, responses=errors)
-    async def model(name: str) -> protocol.ModelReply:
+    async def model(name: str) -> openai.ModelReply:
         """The model of this name."""
         served.check_name(name)
         return served.describe()
 
     @app.post("/tokenize", responses=errors)
-    async def tokenize(body: protocol.TokenizeRequest) -> protocol.Tokens:
+    async def tokenize(body: openai.TokenizeRequest) -> openai.Tokens:
         """Token ids of a text or a conversation."""
         ids = await run_sync(served.tokenize, body)
-        return protocol.Tokens(tokens=ids, count=len(ids), max_model_len=served.llm.engine.backend.context_length)
+        return openai.Tokens(tokens=ids, count=len(ids), max_model_len=served.llm.engine.backend.context_length)
 
 
 def _add_operator_routes(app: FastAPI, served: ServedModel, engine_loop: EngineLoop) -> None:
@@ -205,7 +248,7 @@ def _add_operator_routes(app: FastAPI, served: ServedModel, engine_loop: EngineL
         return {"status": "ready", "model": served.name}
 
     @app.get("/props")
-    async def props() -> protocol.Props:
+    async def props() -> openai.Props:
         """What clients of llama-server ask for: the context, how many outputs run at a time, the chat template."""
         return served.props()
 
@@ -238,8 +281,8 @@ class _Route(APIRoute):
                 """The body as the route's model, checked here so that a large one does not block the event loop."""
                 body = await self.body()
                 if len(body) <= SMALL_BODY:
-                    return protocol.read_body(body, model)
-                return await run_sync(protocol.read_body, body, model, limiter=self.app.state.one_large_body)
+                    return read_body(body, model)
+                return await run_sync(read_body, body, model, limiter=self.app.state.one_large_body)
 
         async def handle_json(request: Request) -> Response:
             return await handle(JsonRequest(request.scope, request.receive))
@@ -249,12 +292,12 @@ class _Route(APIRoute):
 
 async def _error_response(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException) and error.status_code == 404 and error.detail == "Not Found":
-        path = printable(request.url.path)[: protocol.MAX_PARAM_CHARACTERS]
+        path = printable(request.url.path)[:MAX_PARAM_CHARACTERS]
         message = f"there is no {path} here; /docs lists what there is"
-        return protocol.ApiError(404, message, code="no_route").response()
+        return ApiError(404, message, code="no_route").response(request.scope["path"])
     if isinstance(error, HTTPException) and error.status_code == 405 and request.method == "OPTIONS":
         return Response(status_code=204, headers=error.headers)  # which say what is allowed
-    return protocol.to_api_error(error).response()
+    return to_api_error(error).response(request.scope["path"])
 
 
 class _RequestLog:
@@ -282,5 +325,5 @@ class _RequestLog:
         finally:
             path = scope["path"] if scope["path"] in self._paths else "other"
             self._metrics.count_request(path, status)
-            shown = printable(scope["path"])[: protocol.MAX_PARAM_CHARACTERS]
+            shown = printable(scope["path"])[:MAX_PARAM_CHARACTERS]
             log.info("%s %s %s %.3f s", method, shown, status or "left", time.perf_counter() - started)

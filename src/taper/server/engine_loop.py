@@ -23,7 +23,7 @@ from ..policy import DepthPolicy
 from ..sampling import SamplingParams
 from ..stream import Chunk, Stream
 from .metrics import Metrics
-from .protocol import ApiError, queue_full
+from .protocols.errors import ApiError, queue_full
 
 HAND_OVER_SECONDS = 1 / 60  # as often as a screen shows something new
 log = logging.getLogger(__name__)

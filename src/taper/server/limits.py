@@ -19,7 +19,7 @@ from starlette import types
 from starlette.datastructures import Headers
 
 from ..errors import RequestError, number, shown, whole_number
-from .protocol import ApiError, queue_full
+from .protocols.errors import ApiError, queue_full
 
 BODY_SECONDS = 30  # for a whole body to arrive
 MAX_BODIES = 64  # of the largest size; as many bytes may be in memory for all requests together
@@ -33,7 +33,7 @@ class Limits:
         host: an address or name to listen on; other machines reach it unless it is a loopback address.
         port: 0 takes a free one.
         root_path: under which a proxy serves all of it, such as "/taper"; the API's document says so. "" for none.
-        api_key: what clients must send as a bearer token; "" for none.
+        api_key: what clients must send as a bearer token, or as `x-api-key`; "" for none.
         insecure: listen for other machines without a key.
         cors_origins: web pages of these origins may use the server; none by default.
         max_waiting: outputs that may wait while others run.
@@ -156,7 +156,7 @@ class Gate:
         try:
             self._check(scope)
         except ApiError as error:
-            await error.response()(scope, receive, send)
+            await error.response(scope["path"])(scope, receive, send)
             return
         num_bytes, max_bytes, is_arriving = 0, self._limits.max_body_bytes, True
         deadline = time.monotonic() + BODY_SECONDS
@@ -186,9 +186,11 @@ class Gate:
     def _check(self, scope: types.Scope) -> None:
         headers, limits = Headers(scope=scope), self._limits
         if limits.api_key:
-            scheme, _, sent = headers.get("authorization", "").partition(" ")
-            is_right = hmac.compare_digest(sent.strip().encode(), limits.api_key.encode())
-            if not (is_right and scheme.lower() == "bearer") and scope["path"] not in self._public_paths:
+            scheme, _, bearer = headers.get("authorization", "").partition(" ")
+            sent = [bearer.strip()] if scheme.lower() == "bearer" else []
+            sent.append(headers.get("x-api-key", ""))  # of Anthropic's clients
+            is_right = any(hmac.compare_digest(key.encode(), limits.api_key.encode()) for key in sent)
+            if not is_right and scope["path"] not in self._public_paths:
                 raise ApiError(
                     401,
                     "the API key is missing or wrong; send it as: Authorization: Bearer KEY",

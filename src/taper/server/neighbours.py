@@ -39,14 +39,26 @@ def as_ours(body: Mapping[str, Any]) -> Mapping[str, Any]:
     Raises:
         RequestError: a field asks for what Taper lacks, or a limit has two values.
     """
-    given = [name for name in (*_NOTHING, *_OTHER_NAMES) if name in body]
+    body = without_nothing(body, _NOTHING)
+    given = [name for name in _OTHER_NAMES if name in body]
     if not given:  # a body may have a million fields
         return body
     ours = dict(body)
     for name in given:
-        value, our_name = ours.pop(name), _OTHER_NAMES.get(name)
-        if our_name is None and value is not None and value not in _NOTHING[name]:
-            raise RequestError(f"{name} is {shown(value)}, which is not supported", "leave it out", name)
-        if our_name is not None and ours.setdefault(our_name, value) != value:
+        value, our_name = ours.pop(name), _OTHER_NAMES[name]
+        if ours.setdefault(our_name, value) != value:
             raise RequestError(f"{name} and {our_name} are two names of one number", "give one of the two", name)
     return ours
+
+
+def without_nothing(body: Mapping[str, Any], nothing: Mapping[str, tuple[Any, ...]]) -> Mapping[str, Any]:
+    """A request without fields that Taper lacks, given the values with which each of them asks for nothing.
+
+    Raises:
+        RequestError: a field has another value.
+    """
+    given = [name for name in nothing if name in body]
+    for name in given:
+        if body[name] is not None and body[name] not in nothing[name]:
+            raise RequestError(f"{name} is {shown(body[name])}, which is not supported", "leave it out", name)
+    return {name: value for name, value in body.items() if name not in given} if given else body

@@ -18,7 +18,7 @@ _HEAD = """<!doctype html>
 <body>
 <h1>Taper's API</h1>
 <p>As <a href="openapi.json">an OpenAPI document</a>, for programs. Clients of OpenAI's API work with the base URL of
-this server and <code>/v1</code>.</p>
+this server and <code>/v1</code>, those of Anthropic's API without it.</p>
 """
 
 

@@ -17,7 +17,9 @@ from ..errors import EXACT, REUSE, RequestError, one_of, whole_number
 from ..llm import LLM
 from ..policy import DepthPolicy
 from ..sampling import SamplingParams, check_token_ids
-from . import protocol
+from .protocols import openai
+from .protocols.bodies import TaperFields
+from .protocols.errors import ApiError, errors_at
 from .tool_calls import check_tools
 
 DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI documents
@@ -28,7 +30,7 @@ _SAMPLING_FIELDS |= {"presence_penalty", "frequency_penalty"}
 _ENDING_FIELDS = {"add_generation_prompt", "continue_final_message"}
 _NO_SAMPLING_FIELDS = {"policy", "mode", "draft", "think", "reuse"}  # of Taper's own fields
 # The fields of parameters that have another name in errors than in a body.
-_FIELDS = {name: f"taper.{name}" for name in protocol.TaperFields.model_fields} | {
+_FIELDS = {name: f"taper.{name}" for name in TaperFields.model_fields} | {
     "a token id of logit_bias": "logit_bias",
     "a value of logit_bias": "logit_bias",
     "a stop token id": "taper.stop_token_ids",
@@ -60,7 +62,7 @@ class ServedModel:
     limits: dict[str, Any] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def chat(self, body: protocol.ChatRequest, token_filter: Callable[[], TokenFilter] | None) -> list[Request]:
+    def chat(self, body: openai.ChatRequest, token_filter: Callable[[], TokenFilter] | None) -> list[Request]:
         """The engine's requests for a chat completion: `n` times the same prompt.
 
         Raises:
@@ -78,29 +80,38 @@ class ServedModel:
             max_tokens=NO_LIMIT if max_tokens is None else max_tokens,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )
-        if body.usable_tools:
-            with protocol.errors_at("tools"):
-                check_tools(self.llm.tokenizer)
-        tools = [tool.model_dump(exclude_none=True) for tool in body.usable_tools]
-        with protocol.errors_at("taper.policy", _FIELDS):
+        with errors_at("taper.policy", _FIELDS):
             filled = not body.compares and takes_filled(self._policy(body.own), body.own.reuse or self.reuse)
-        ending = body.model_dump(include=_ENDING_FIELDS)
-        with protocol.errors_at("messages", _FIELDS):
-            messages, think = _messages(body.messages), self._think(body)
-            prompt = self.llm.encode(messages, tools=tools, think=think, as_generated=filled, **ending)
+        prompt = self._prompt(self.llm.encode, body, as_generated=filled)
         return self._requests(body, [prompt], params, token_filter, goes_on=bool(body.continue_final_message))
 
-    def complete(self, body: protocol.CompletionRequest) -> list[Request]:
+    def count(self, body: openai.ChatRequest) -> int:
+        """Tokens of a chat's prompt, even if the context has no room for them. Raises what `chat` raises."""
+        if body.model:
+            self.check_name(body.model)
+        return len(self._prompt(self.llm.tokenize, body))
+
+    def _prompt(self, encode: Callable[..., list[int]], body: openai.ChatRequest, **how: bool) -> list[int]:
+        if body.usable_tools:
+            with errors_at("tools"):
+                check_tools(self.llm.tokenizer)
+        tools = [tool.model_dump(exclude_none=True) for tool in body.usable_tools]
+        ending = body.model_dump(include=_ENDING_FIELDS)
+        with errors_at("messages", _FIELDS):
+            messages, think = _messages(body.messages), self._think(body)
+            return encode(messages, tools=tools, think=think, **how, **ending)
+
+    def complete(self, body: openai.CompletionRequest) -> list[Request]:
         """The engine's requests for a text completion: each prompt `n` times. Raises what `chat` raises."""
         self.check_name(body.model)
         prompts, is_one = body.prompts, body.has_one_prompt
-        with protocol.errors_at("n", {"prompts times n": "prompt" if body.n is None else "n"}):
+        with errors_at("n", {"prompts times n": "prompt" if body.n is None else "n"}):
             whole_number("prompts times n", len(prompts) * (body.n or 1), 1, self.max_n)  # before any is encoded
         encoded = []
         for number, prompt in enumerate(prompts):
-            with protocol.errors_at("prompt" if is_one else f"prompt.{number}"):
+            with errors_at("prompt" if is_one else f"prompt.{number}"):
                 if body.suffix:
-                    with protocol.errors_at("suffix"):
+                    with errors_at("suffix"):
                         ids = self.llm.encode_infill(prompt, body.suffix)
                 else:
                     ids = self.llm.encode(prompt, raw=True) if isinstance(prompt, str) else prompt
@@ -113,12 +124,12 @@ class ServedModel:
         requests = self._requests(body, encoded, params, token_filter=None, goes_on=True)
         return [replace(request, prompt_logprobs=logprobs or 0) for request in requests] if body.echo else requests
 
-    def infill(self, body: protocol.InfillRequest) -> list[Request]:
+    def infill(self, body: openai.InfillRequest) -> list[Request]:
         """The engine's request for what is missing between two texts. Raises what `chat` raises."""
         if body.model:
             self.check_name(body.model)
         files = [(file.filename, file.text) for file in body.input_extra]
-        with protocol.errors_at("input_prefix"):
+        with errors_at("input_prefix"):
             prompt = self.llm.encode_infill(body.input_prefix, body.input_suffix, files, body.prompt)
         params = self._sampling_params(body, {}, NO_LIMIT if body.max_tokens is None else body.max_tokens, None)
         return self._requests(body, [prompt], self._ending_infill(params), token_filter=None, goes_on=True)
@@ -126,7 +137,7 @@ class ServedModel:
     def _ending_infill(self, params: SamplingParams) -> SamplingParams:
         return replace(params, stop_token_ids=(*params.stop_token_ids, *self.llm.infill_ends))
 
-    def tokenize(self, body: protocol.TokenizeRequest) -> list[int]:
+    def tokenize(self, body: openai.TokenizeRequest) -> list[int]:
         """Token ids of a text or a conversation.
 
         Raises:
@@ -136,9 +147,9 @@ class ServedModel:
         if body.model is not None:
             self.check_name(body.model)
         if body.messages is not None:
-            with protocol.errors_at("messages", _FIELDS):
+            with errors_at("messages", _FIELDS):
                 return self.llm.tokenize(_messages(body.messages), **body.model_dump(include=_ENDING_FIELDS))
-        with protocol.errors_at("prompt"):
+        with errors_at("prompt"):
             return self.llm.tokenize(body.prompt or "", raw=True)
 
     def check_name(self, name: str) -> None:
@@ -149,12 +160,12 @@ class ServedModel:
         """
         if name != self.name:
             message = f"there is no model {name!r}; this server has {self.name!r}"
-            raise protocol.ApiError(404, message, param="model", code="model_not_found")
+            raise ApiError(404, message, param="model", code="model_not_found")
 
-    def describe(self) -> protocol.ModelReply:
+    def describe(self) -> openai.ModelReply:
         """The model as /v1/models lists it."""
         llm = self.llm
-        info = protocol.ModelInfo(
+        info = openai.ModelInfo(
             num_hidden_layers=llm.config.num_hidden_layers,
             context_length=llm.engine.backend.context_length,
             head=llm.engine.backend.head,
@@ -162,13 +173,13 @@ class ServedModel:
             sampling=llm.sampling,
             policies={name: self._describe_policy(name) for name in self.policies},
         )
-        return protocol.ModelReply(id=self.name, object="model", created=self.created, owned_by="taper", taper=info)
+        return openai.ModelReply(id=self.name, object="model", created=self.created, owned_by="taper", taper=info)
 
-    def props(self) -> protocol.Props:
+    def props(self) -> openai.Props:
         """What clients of llama-server look at."""
         backend = self.llm.engine.backend
-        return protocol.Props(
-            default_generation_settings=protocol.GenerationSettings(
+        return openai.Props(
+            default_generation_settings=openai.GenerationSettings(
                 n_ctx=backend.context_length, params=self.llm.sampling
             ),
             total_slots=backend.num_slots,
@@ -177,7 +188,7 @@ class ServedModel:
             build_info=f"taper {metadata.version('taper-llm')}",
         )
 
-    def _describe_policy(self, name: str) -> protocol.PolicyInfo:
+    def _describe_policy(self, name: str) -> openai.PolicyInfo:
         policy, provenance = self.policies[name], self.policies[name].provenance
         try:
             measured: dict[str, Any] = {
@@ -195,20 +206,20 @@ class ServedModel:
             agreement = [float(value) for value in late["agreement"]]
             measured |= {"late_agreement": agreement, "late_from": int(late["first"])}
         is_default = name == self.default_policy
-        return protocol.PolicyInfo(
+        return openai.PolicyInfo(
             min_depth=policy.min_depth, default=is_default, first_skip=policy.first_skip, **measured
         )
 
     def _requests(
         self,
-        body: protocol.CompletionFields,
+        body: openai.CompletionFields,
         prompts: Sequence[list[int]],
         params: SamplingParams,
         token_filter: Callable[[], TokenFilter] | None,
         goes_on: bool,
     ) -> list[Request]:
         n = whole_number("n", 1 if body.n is None else body.n, 1, self.max_n)
-        with protocol.errors_at("taper.policy", _FIELDS):
+        with errors_at("taper.policy", _FIELDS):
             policies, drafting = self._policies(body.own), self._drafting(body.own)
         if body.compares and params.seed is None:
             params = replace(params, seed=secrets.randbelow(1 << 32))  # one for both, so that only depth differs
@@ -219,17 +230,19 @@ class ServedModel:
             requests.append(Request(prompt, replace(params, seed=seed), policy, *rest))
         return requests
 
-    def _think(self, body: protocol.ChatRequest) -> bool | None:
+    def _think(self, body: openai.ChatRequest) -> bool | None:
         """Whether to think first. With a model that cannot think, `reasoning_effort` has no effect."""
         effort, think = body.reasoning_effort, body.own.think
-        if effort is None or not self.llm.tokenizer.thinks:
+        if not self.llm.tokenizer.thinks:
             return think
+        if effort is None:
+            return True if body.thinks_if_it_can else think
         if effort != "none" or think:
             message = f"reasoning_effort is {effort}; this model's thoughts can only be on or off"
             raise RequestError(message, "leave it out, and set taper.think", "reasoning_effort")
         return False
 
-    def _policies(self, fields: protocol.TaperFields) -> list[DepthPolicy]:
+    def _policies(self, fields: TaperFields) -> list[DepthPolicy]:
         """The policies of a prompt's outputs: two to compare, else one."""
         policy = self._policy(fields)
         if fields.mode != "compare":
@@ -239,7 +252,7 @@ class ServedModel:
             raise RequestError(message, "name such a policy", "policy")
         return [self.policies["full"], policy]
 
-    def _drafting(self, fields: protocol.TaperFields) -> Drafting | None:
+    def _drafting(self, fields: TaperFields) -> Drafting | None:
         """How to draft; in mode exact, the policy of a request is the one that drafts."""
         if fields.mode == "compare":
             if fields.draft not in (None, "off"):
@@ -250,7 +263,7 @@ class ServedModel:
         mode = EXACT if fields.mode == EXACT else None
         return self.llm.resolve_drafting(fields.draft or self.draft, mode, policy, **self.limits)
 
-    def _policy(self, fields: protocol.TaperFields) -> DepthPolicy:
+    def _policy(self, fields: TaperFields) -> DepthPolicy:
         if fields.mode == EXACT:
             return self.policies["full"]
         if fields.mode == "full":
@@ -268,7 +281,7 @@ class ServedModel:
         return self.policies[self.default_policy]
 
     def _sampling_params(
-        self, body: protocol.CompletionFields, fields: dict[str, str], max_tokens: int, logprobs: int | None
+        self, body: openai.CompletionFields, fields: dict[str, str], max_tokens: int, logprobs: int | None
     ) -> SamplingParams:
         """How to sample; the model's recommendation where the body has no value. `fields` is as in `errors_at`."""
         beside = body.model_dump(include=_SAMPLING_FIELDS, exclude_none=True)
@@ -277,7 +290,7 @@ class ServedModel:
             max_tokens = self.llm.engine.backend.context_length
         given |= {"max_tokens": max_tokens, "stop": body.stops, "logprobs": logprobs}
         bias = {int(token_id): value for token_id, value in (body.logit_bias or {}).items()}
-        with protocol.errors_at("logit_bias", _FIELDS | {name: name for name in beside} | fields):
+        with errors_at("logit_bias", _FIELDS | {name: name for name in beside} | fields):
             check_token_ids(bias, self.llm.config.vocab_size)
             return self.llm.sampling_params(**given, logit_bias=bias)
 
@@ -296,5 +309,5 @@ def _as_meant(given: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
-def _messages(messages: Sequence[protocol.RequestMessage]) -> list[dict[str, Any]]:
+def _messages(messages: Sequence[openai.RequestMessage]) -> list[dict[str, Any]]:
     return [message.for_template(f"messages.{number}") for number, message in enumerate(messages)]

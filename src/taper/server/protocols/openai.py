@@ -1,138 +1,38 @@
-"""OpenAI's API as Taper speaks it: the requests that it accepts, its replies and its errors.
-
-Mistakes that can be seen in a request's body alone are rejected here: unknown fields, wrong types, lists that are too
-long, fields that contradict each other. `ServedModel` rejects what does not fit the model, and `SamplingParams` values
-out of their ranges.
-"""
+"""OpenAI's chat and text completions as Taper speaks them, its models, and what llama-server has beside them."""
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from itertools import islice
-from typing import Annotated, Any, Literal
+from contextlib import suppress
+from typing import Annotated, Any, ClassVar, Literal
 
-from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
-from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse
+from pydantic import BaseModel, Field, model_validator
 
-from ..errors import ModelError, RequestError, TaperError, did_you_mean, printable, shown
-from ..models.call_forms import CLOSE
-from ..models.files import without_mark
-from .neighbours import as_ours
+from ...errors import RequestError
+from ...models.call_forms import CLOSE
+from ..neighbours import as_ours
+from .bodies import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_STOP_CHARACTERS,
+    MAX_STOPS,
+    MAX_TOOLS,
+    Metadata,
+    Note,
+    Strict,
+    TaperFields,
+    TaperStats,
+    at_most,
+)
 
-MAX_STOPS, MAX_STOP_CHARACTERS = 16, 1000
 MAX_BIASED_TOKENS = 1024
-MAX_TOOLS = 128
-MAX_MESSAGES, MAX_PARTS = 4096, 1024
 MAX_PROMPTS, MAX_PROMPT_TOKENS = 128, 1 << 20
-MAX_METADATA = 16  # as OpenAI documents
-MAX_PARAM_CHARACTERS = 100  # of a field's name in an error
 
 StopText = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
 TokenIds = Annotated[list[int], Field(fail_fast=True, max_length=MAX_PROMPT_TOKENS)]
 FinishReason = Literal["stop", "length", "tool_calls"]
 
-_SURROGATE = re.compile("[\ud800-\udfff]")  # a lone one: json.loads joins the two halves of a pair
-
 # Requests
-
-
-def read_body(body: bytes, model: type[Strict]) -> Strict:
-    """A request from its body.
-
-    Raises:
-        ApiError: the body is not JSON, does not fit the model, or has a text with half of a surrogate pair, which no
-            tokenizer accepts.
-    """
-    try:
-        value = json.loads(without_mark(body.decode()))
-        path = _find_surrogate(value) if re.search(rb"\\u[dD][89a-fA-F]", body) else None
-    except UnicodeDecodeError as error:
-        raise ApiError(400, f"the body is not UTF-8 (byte {error.start})", code="invalid_json") from None
-    except json.JSONDecodeError as error:
-        reason = f"{error.msg} (at character {error.pos})"
-        raise ApiError(400, f"the body is not JSON: {reason}", code="invalid_json") from None
-    except (RecursionError, ValueError):
-        raise ApiError(400, "the body is nested too deep, or a number in it is too long", code="invalid_json") from None
-    if path is not None:
-        raise _invalid(printable(".".join(path))[:MAX_PARAM_CHARACTERS], "half of a surrogate pair is no character")
-    try:
-        return model.model_validate(value, from_attributes=True)
-    except ValidationError as error:
-        raise _validation_error(error, value, model.model_fields) from None
-    except TaperError as error:
-        raise to_api_error(error) from None
-
-
-def _find_surrogate(value: Any, path: tuple[str, ...] = ()) -> tuple[str, ...] | None:
-    """The path to the first text with a lone surrogate, as names and indices; None if there is none."""
-    if isinstance(value, str):
-        return path if _SURROGATE.search(value) else None
-    items: Iterable[tuple[str | int, Any]] = ()
-    if isinstance(value, dict):
-        if any(map(_SURROGATE.search, value)):
-            return path
-        items = value.items()
-    elif isinstance(value, list):
-        items = enumerate(value)
-    inner_paths = (_find_surrogate(item, (*path, str(name))) for name, item in items)
-    return next((inner for inner in inner_paths if inner is not None), None)
-
-
-class Strict(BaseModel):
-    """Rejects unknown fields, and values whose type would have to be converted. Null means that a field is not given.
-
-    A body of a few megabytes has room for a million mistakes, so checking an object or a list ends at its first one.
-    """
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _given(cls, data: Any) -> Any:
-        """The fields that are given: the known ones, and the first unknown one."""
-        if not isinstance(data, dict):
-            return data
-        fields = {field.alias or name: field for name, field in cls.model_fields.items()}
-        unknown = (name for name in data if name not in fields)
-        given = {name: data[name] for name in (*fields, *islice(unknown, 1)) if name in data}
-        optional = {name for name, field in fields.items() if not field.is_required()}
-        return {name: value for name, value in given.items() if value is not None or name not in optional}
-
-
-def _at_most(count: int) -> BeforeValidator:
-    """Rejects an object of more keys before its values are checked, and leaves out keys whose value is null."""
-
-    def check(value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        if len(value) > count:
-            raise ValueError(f"an object of {len(value)} keys; it may have {count}")
-        return {name: item for name, item in value.items() if item is not None}
-
-    return BeforeValidator(check)
-
-
-class TaperFields(Strict):
-    """Taper's own fields of a request: depth, and sampling parameters that OpenAI lacks.
-
-    Sampling parameters may also stand beside OpenAI's own fields, as in vLLM.
-    """
-
-    policy: str | None = None
-    mode: Literal["full", "taper", "exact", "compare"] | None = None
-    draft: Literal["auto", "ngram", "policy", "off"] | None = None
-    think: bool | None = None  # chats only
-    reuse: Literal["filled", "exact"] | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    stop_token_ids: Annotated[list[int], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
-    ignore_eos: bool | None = None
 
 
 class StreamOptions(Strict):
@@ -156,7 +56,7 @@ class CompletionFields(Strict):
     repetition_penalty: float | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
-    logit_bias: Annotated[dict[str, float] | None, _at_most(MAX_BIASED_TOKENS)] = None
+    logit_bias: Annotated[dict[str, float] | None, at_most(MAX_BIASED_TOKENS)] = None
     seed: int | None = None
     stop: StopText | Annotated[list[StopText], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
     n: int | None = None
@@ -166,12 +66,12 @@ class CompletionFields(Strict):
     # No effect: there are no accounts, tiers or stored data, and prompts always share the computation of a prefix.
     user: str | None = None
     safety_identifier: str | None = None
-    metadata: Annotated[dict[str, str] | None, _at_most(MAX_METADATA)] = None
+    metadata: Metadata = None
     store: bool | None = None
     service_tier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-    prompt_cache_options: Annotated[dict[str, Any] | None, _at_most(MAX_METADATA)] = None
+    prompt_cache_options: Note = None
 
     @model_validator(mode="before")
     @classmethod
@@ -281,7 +181,7 @@ class InfillRequest(CompletionFields):
     model: str = ""
     input_prefix: str
     input_suffix: str
-    input_extra: Annotated[list[ExtraFile], Field(fail_fast=True, max_length=MAX_PROMPTS)] = []
+    input_extra: list[ExtraFile] = Field(fail_fast=True, max_length=MAX_PROMPTS, default=[])
     prompt: str = ""
     n_indent: int | None = None
     id_slot: int | None = None
@@ -366,7 +266,7 @@ class RequestMessage(Strict):
         if self.tool_calls:
             message["tool_calls"] = calls = []
             for number, call in enumerate(self.tool_calls):
-                arguments = _read_arguments(call.function.arguments, f"{path}.tool_calls.{number}.function.arguments")
+                arguments = read_arguments(call.function.arguments, f"{path}.tool_calls.{number}.function.arguments")
                 function = {"name": call.function.name, "arguments": arguments}
                 calls.append({"id": call.id or "", "type": "function", "function": function})
         return message
@@ -375,7 +275,12 @@ class RequestMessage(Strict):
 Messages = Annotated[list[RequestMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
 
 
-def _read_arguments(arguments: str | dict[str, Any] | None, path: str) -> dict[str, Any]:
+def read_arguments(arguments: str | dict[str, Any] | None, path: str) -> dict[str, Any]:
+    """The arguments of a tool call in a conversation, from JSON text or an object; none are none.
+
+    Raises:
+        RequestError: they are not a JSON object; `path` says where they are in the body.
+    """
     if isinstance(arguments, str):
         with suppress(ValueError, RecursionError):
             arguments = json.loads(arguments) if arguments.strip() else None
@@ -462,6 +367,7 @@ class ChatRequest(CompletionFields):
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
     functions: Annotated[list[Any], Field(max_length=0)] | None = None
     function_call: Literal["auto", "none"] | None = None
+    thinks_if_it_can: ClassVar[bool] = False  # no effect with a model without thoughts
 
     @property
     def usable_tools(self) -> list[Tool]:
@@ -539,20 +445,7 @@ class TokenizeRequest(Strict):
         return self
 
 
-# Replies, as the OpenAPI document describes them. `Events` makes the replies of completions.
-
-
-class TaperStats(BaseModel):
-    """Depth and speed of an output, how many tokens were drafted, and how many of them it has."""
-
-    policy: str
-    num_hidden_layers: int
-    mean_depth: float
-    depths: list[int]
-    ttft_s: float
-    tokens_per_second: float
-    drafted_tokens: int
-    accepted_tokens: int
+# Replies, as the OpenAPI document describes them. `ChoiceEvents` makes the replies of completions.
 
 
 class PromptTokensDetails(BaseModel):
@@ -758,126 +651,3 @@ class Tokens(BaseModel):
     tokens: list[int]
     count: int
     max_model_len: int
-
-
-# Errors
-
-
-class ErrorFields(BaseModel):
-    """The mistake, and the field that has it."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorReply(BaseModel):
-    """The reply to a request that is rejected or has failed."""
-
-    error: ErrorFields
-
-
-class ApiError(HTTPException):
-    """A request that is rejected or has failed, with its HTTP status."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(status, message, headers)
-        self.param, self.code = param, code
-
-    def reply(self) -> ErrorReply:
-        """The error as OpenAI's JSON."""
-        types = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-        default = "invalid_request_error" if self.status_code < 500 else "server_error"
-        type_, message = types.get(self.status_code, default), printable(str(self.detail))
-        return ErrorReply(error=ErrorFields(message=message, type=type_, param=self.param, code=self.code))
-
-    def response(self) -> JSONResponse:
-        """The error as a response."""
-        return JSONResponse(self.reply().model_dump(), self.status_code, self.headers)
-
-
-def queue_full() -> ApiError:
-    """The error for a request that finds the queue full. There may be room again after a step or two."""
-    message, headers = "too many requests are waiting; try again later", {"Retry-After": "1"}
-    return ApiError(429, message, code="queue_full", headers=headers)
-
-
-def to_api_error(error: Exception) -> ApiError:
-    """An error as clients see it. Of a bug in the server they learn only that there was one."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, HTTPException):
-        return ApiError(error.status_code, str(error.detail), headers=error.headers)
-    if isinstance(error, RequestValidationError):
-        return ApiError(400, "send the request as JSON, with Content-Type: application/json", code="no_json")
-    if isinstance(error, ModelError):
-        return ApiError(500, str(error), code="model_error")
-    if isinstance(error, TaperError):
-        return ApiError(400, str(error), param=error.param or None)
-    # The web server raises the exception again, and then closes the connection.
-    headers = {"Connection": "close"}
-    return ApiError(500, "the server failed; its log says why", code="internal_error", headers=headers)
-
-
-@contextmanager
-def errors_at(param: str, fields: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Make the errors of a block name the body's field that they are about, in their text too.
-
-    Args:
-        param: the field of errors that name no parameter.
-        fields: the field of each parameter that has another name in the body.
-    """
-    try:
-        yield
-    except ModelError:
-        raise
-    except TaperError as error:
-        name = (fields or {}).get(error.param, error.param or param)
-        message = error.message
-        if error.param and message.startswith(f"{error.param} is "):
-            message = name + message.removeprefix(error.param)
-        raise type(error)(message, error.hint, name) from None
-
-
-def _validation_error(error: ValidationError, body: Any, names: Iterable[str]) -> ApiError:
-    """The first mistake in a body, which has fields of these names: where it is, what is wrong, and the value."""
-    problems = error.errors(include_url=False)
-    # pydantic reports a problem for each type of a union. The type that was meant is the one with a problem other than
-    # a wrong type, or else with the deepest one.
-    same_field = [problem for problem in problems if problem["loc"][:1] == problems[0]["loc"][:1]]
-    other = [problem for problem in same_field if not problem["type"].endswith("_type")]
-    problem = max(other[:1] or same_field, key=lambda problem: _param(problem, body).count("."))
-    param = _param(problem, body)
-    if problem["type"] == "extra_forbidden":
-        hint = did_you_mean(param, names)
-        message = f"unknown field {param!r}" + (f"; {hint}" if hint else "")
-        return ApiError(400, message, param=param, code="unknown_field")
-    if problem["type"] == "missing":
-        return ApiError(400, f"field {param!r} is missing", param=param, code="missing_field")
-    rule = problem["msg"][0].lower() + problem["msg"][1:]
-    return _invalid(param, f"{rule} (given: {shown(problem['input'])})")
-
-
-def _invalid(param: str, rule: str) -> ApiError:
-    return ApiError(400, f"{param or 'the body'}: {rule}", param=param or None, code="invalid_value")
-
-
-def _param(problem: Mapping[str, Any], value: Any) -> str:
-    """The path to a problem in a body, as names and indices, without the names of types that pydantic adds."""
-    names: list[str] = []
-    for part in problem["loc"]:
-        if part in value if isinstance(value, dict) else isinstance(value, list) and isinstance(part, int):
-            names.append(str(part))
-            value = value[part]
-    if problem["type"] == "missing":
-        names.append(str(problem["loc"][-1]))
-    return printable(".".join(names))[:MAX_PARAM_CHARACTERS]
