@@ -220,7 +220,8 @@ function showModel() {
   }
   $("policy-list").replaceChildren();
   const tapering = Object.entries(policies).filter(([, policy]) => policy.min_depth < layers);
-  const preferred = tapering.find(([, policy]) => policy.default) ?? tapering[0];
+  const healed = tapering.find(([name]) => !name.endsWith("-plain"));
+  const preferred = tapering.find(([, policy]) => policy.default) ?? healed ?? tapering[0];
   for (const [name, policy] of tapering) {
     const label = create($("policy-list"), "label", "policy");
     const input = create(label, "input");
