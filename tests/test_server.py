@@ -405,11 +405,13 @@ def test_schemas_that_cannot_be_kept_are_refused(server, schema, said):
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 
 
-def test_a_template_without_tools_refuses_them(server):
-    response = server.chat(tools=[TOOL])
-    assert response.status_code == 400
-    assert "takes no tools" in response.json()["error"]["message"]
-    assert server.chat(tools=[TOOL], tool_choice="none").status_code == 200
+def test_a_template_without_tools_is_told_of_them_in_a_message(server):
+    plain = server.chat().json()["usage"]["prompt_tokens"]
+    told = server.chat(tools=[TOOL], tool_choice="required", max_tokens=200).json()
+    assert told["usage"]["prompt_tokens"] > plain + 50
+    (call,) = told["choices"][0]["message"]["tool_calls"][:1]
+    assert (call["function"]["name"], call["function"]["arguments"]) == ("weather", "{}")
+    assert server.chat(tools=[TOOL], tool_choice="none").json()["usage"]["prompt_tokens"] == plain
 
 
 def test_tools_reach_the_template_and_calls_come_back(tiny_llama):

@@ -20,6 +20,7 @@ from taper import LLM
 from taper.models.call_forms import find_call, undecided
 from taper.models.download import PACKAGED_MODELS
 from taper.models.grammars import Grammars
+from taper.models.tool_texts import as_texts
 from taper.server.limits import Limits
 from taper.server.served import ServedModel
 from taper.server.tool_calls import ToolCallParser, join_calls
@@ -267,3 +268,28 @@ def test_qwen_calls_tools(qwen, choice, least):
                 assert choice != "named" or call["name"] == named
             valid += 1
     assert valid >= least
+
+
+def test_what_a_template_does_not_know_becomes_texts_that_are_read_as_calls():
+    call = {"name": "weather", "arguments": {"city": "Rome"}}
+    messages = [
+        {"role": "user", "content": "How is it in Rome and Oslo?"},
+        {"role": "assistant", "content": "Let me see.", "tool_calls": [{"type": "function", "function": call}] * 2},
+        {"role": "tool", "content": "sunny", "tool_call_id": "1"},
+        {"role": "tool", "content": "snow", "tool_call_id": "2"},
+        {"role": "assistant", "content": "Sunny and snow."},
+    ]
+    asked, called, gave, said = as_texts(messages, [WEATHER])
+    assert asked["content"].endswith("\n\nHow is it in Rome and Oslo?")
+    assert json.dumps(WEATHER["function"]) in asked["content"]
+    content, parts = ToolCallParser(["weather"]).push(called["content"], last=True)
+    assert content.strip() == "Let me see."
+    assert [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in join_calls(parts)] == [
+        ("weather", {"city": "Rome"})
+    ] * 2
+    assert gave["role"] == "user"
+    assert gave["content"].count("<tool_response>") == 2
+    assert said == messages[-1]
+    assert as_texts(messages[:1], []) == messages[:1]
+    system = {"role": "system", "content": "Be brief."}
+    assert as_texts([system, *messages], [WEATHER])[0]["content"].startswith("Be brief.\n\nYou can call functions.")

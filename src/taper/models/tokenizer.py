@@ -17,7 +17,9 @@ from typing import Any
 from tokenizers import Tokenizer as FastTokenizer
 
 from ..errors import ModelError, RequestError, TaperError
+from .call_forms import OPEN
 from .chat_template import ChatTemplate
+from .tool_texts import as_texts
 
 Message = dict[str, Any]  # role and content are text; other fields are JSON for the chat template
 
@@ -86,12 +88,16 @@ class Tokenizer:
     ) -> list[int]:
         """Token ids of a conversation, ready for the assistant's turn; `options` are those of `render`.
 
+        Tools that the template does not know, in the form of calls that we read, become texts of the messages.
+
         Only the template makes control tokens. Unless `parse_special`, one that a message or a tool spells out is text.
         `outputs` maps texts that the model has generated to their tokens, which these texts keep.
 
         Raises:
             RequestError: as `render` and `encode`.
         """
+        if OPEN not in self.tool_template and (tools or any(map(_has_calls, messages))):
+            messages, tools = as_texts(messages, tools), ()
         texts = texts_of([*messages, *tools])
         spelled = any(token in text for token in self.special_tokens.values() for text in texts)
         if parse_special or not (spelled or self._normalises_special):
@@ -337,6 +343,10 @@ class TextStream:
             text = self._tokenizer.decode(self._ids)
         self._done, self._prefix = len(self._ids), text
         return new
+
+
+def _has_calls(message: Message) -> bool:
+    return message["role"] == "tool" or bool(message.get("tool_calls"))
 
 
 def texts_of(messages: Sequence[Message]) -> list[str]:

@@ -20,7 +20,6 @@ from ..sampling import SamplingParams, check_token_ids
 from .protocols import openai
 from .protocols.bodies import TaperFields
 from .protocols.errors import ApiError, errors_at
-from .tool_calls import check_tools
 
 DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI documents
 NO_LIMIT = -1  # of tokens, as clients of llama.cpp and Ollama say
@@ -92,9 +91,6 @@ class ServedModel:
         return len(self._prompt(self.llm.tokenize, body))
 
     def _prompt(self, encode: Callable[..., list[int]], body: openai.ChatRequest, **how: bool) -> list[int]:
-        if body.usable_tools:
-            with errors_at("tools"):
-                check_tools(self.llm.tokenizer)
         tools = [tool.model_dump(exclude_none=True) for tool in body.usable_tools]
         ending = body.model_dump(include=_ENDING_FIELDS)
         with errors_at("messages", _FIELDS):

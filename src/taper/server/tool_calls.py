@@ -8,9 +8,7 @@ import uuid
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from ..errors import RequestError
 from ..models.call_forms import CLOSE, CUT_HEAD, OPEN, TAGGED_HEAD, find_call, undecided
-from ..models.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 
@@ -20,18 +18,6 @@ _RESTS = {
     "fenced": (re.compile(r"[^}]*}\s*```"), re.compile(r"[^}]*}?\s*`{0,2}")),
     "bare": (re.compile(r"[^}]*}"), re.compile(r"[^}]*")),
 }
-
-
-def check_tools(tokenizer: Tokenizer) -> None:
-    """Check that a model's chat template takes tools, and asks for calls in the form that `ToolCallParser` reads.
-
-    Raises:
-        RequestError: the template does not.
-    """
-    if not tokenizer.takes_tools:
-        raise RequestError("this model's chat template takes no tools", "leave out tools, or serve another model")
-    if OPEN not in tokenizer.tool_template:
-        raise RequestError(f"this model's chat template does not use {OPEN} for tool calls", "leave out tools")
 
 
 class ToolCallParser:
