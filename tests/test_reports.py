@@ -788,7 +788,6 @@ def test_null_where_something_is_needed_is_told(server):
         ({"logit_bias": {"1": 1000}}, "logit_bias"),
         ({"n": 100}, "n"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"tools": [TOOL]}, "tools"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
             "response_format.json_schema.name",

@@ -405,13 +405,13 @@ def test_schemas_that_cannot_be_kept_are_refused(server, schema, said):
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 
 
-def test_a_template_without_tools_is_told_of_them_in_a_message(server):
-    plain = server.chat().json()["usage"]["prompt_tokens"]
-    told = server.chat(tools=[TOOL], tool_choice="required", max_tokens=200).json()
-    assert told["usage"]["prompt_tokens"] > plain + 50
-    (call,) = told["choices"][0]["message"]["tool_calls"][:1]
-    assert (call["function"]["name"], call["function"]["arguments"]) == ("weather", "{}")
-    assert server.chat(tools=[TOOL], tool_choice="none").json()["usage"]["prompt_tokens"] == plain
+def test_a_template_without_tools_is_told_of_them_in_a_message(tiny_llama):
+    def tokens(**fields):
+        return server.chat(**fields).json()["usage"]["prompt_tokens"]
+
+    with serving(tiny_llama, context=1000) as server:
+        assert tokens(tools=[TOOL]) > tokens() + 50
+        assert tokens(tools=[TOOL], tool_choice="none") == tokens()
 
 
 def test_tools_reach_the_template_and_calls_come_back(tiny_llama):
@@ -492,7 +492,10 @@ def test_an_effort_of_reasoning_is_none_or_for_a_model_that_thinks(tiny_llama):
     with serving(tiny_llama, template=template) as server:
 
         def prompt_tokens(**fields):
-            return server.chat(**fields).json()["usage"]["prompt_tokens"]
+            reply = server.chat(**fields).json()
+            print("DEBUG", reply)
+
+        return reply["usage"]["prompt_tokens"]
 
         assert prompt_tokens(reasoning_effort="none") == prompt_tokens(taper=ENDS | {"think": False})
         assert prompt_tokens(taper=ENDS | {"think": True}) != prompt_tokens(taper=ENDS | {"think": False})

@@ -96,9 +96,9 @@ class Tokenizer:
         Raises:
             RequestError: as `render` and `encode`.
         """
+        texts = texts_of([*messages, *tools])
         if OPEN not in self.tool_template and (tools or any(map(_has_calls, messages))):
             messages, tools = as_texts(messages, tools), ()
-        texts = texts_of([*messages, *tools])
         spelled = any(token in text for token in self.special_tokens.values() for text in texts)
         if parse_special or not (spelled or self._normalises_special):
             contents = [message["content"] for message in messages if message["role"] == "assistant"]
