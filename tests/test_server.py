@@ -492,10 +492,7 @@ def test_an_effort_of_reasoning_is_none_or_for_a_model_that_thinks(tiny_llama):
     with serving(tiny_llama, template=template) as server:
 
         def prompt_tokens(**fields):
-            reply = server.chat(**fields).json()
-            print("DEBUG", reply)
-
-        return reply["usage"]["prompt_tokens"]
+            return server.chat(**fields).json()["usage"]["prompt_tokens"]
 
         assert prompt_tokens(reasoning_effort="none") == prompt_tokens(taper=ENDS | {"think": False})
         assert prompt_tokens(taper=ENDS | {"think": True}) != prompt_tokens(taper=ENDS | {"think": False})
