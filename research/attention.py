@@ -172,13 +172,8 @@ def main() -> None:
     models = {
         name: [row for slots in SLOTS for row in measured(backend, shape, slots)] for name, shape in SHAPES.items()
     }
-    write(
-        out,
-        {
-            "conditions": conditions(find_model(DEFAULT_MODEL)) | {"kernels": str(ggml.place), "cells": "f16"},
-            "models": models,
-        },
-    )
+    document = {"conditions": conditions(find_model(DEFAULT_MODEL)), "rounds": ROUNDS, "models": models}
+    write(out, document)
 
 
 if __name__ == "__main__":

@@ -84,6 +84,7 @@ def evaluate(
     parts = [model, *(Path(name).stem if is_own(name) else name for name in names)]
     out = out or Path(f"eval-{re.sub(r'[^a-zA-Z0-9_.-]+', '-', '-'.join(parts))[:100]}.jsonl")
     check_file("--out", out)
+    say(f"loading {', '.join(names)}")
     selection = load_tasks(names, **{name: options[name] for name in ("fewshot", "data_dir", "split")})
     filters = check_comparison(selection, margin, filter_name)
     count = sum(min(task.num_problems, options["limit"] or task.num_problems) for task in selection.tasks)

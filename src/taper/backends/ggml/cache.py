@@ -19,7 +19,8 @@ BUCKET = 64  # cells; attention reads whole buckets, so that one graph serves th
 class KeyValueCache:
     """Keys and values of `num_slots` sequences of up to `context_length` tokens. Takes memory as it is written.
 
-    Keys lie by cell. Of values those of one dimension lie side by side, as attention sums over cells.
+    Keys lie by cell. Of values those of one dimension lie side by side, as attention sums over cells; they take pages
+    for some thousand tokens of a slot at a time.
 
     Raises:
         RequestError: it would take more memory than there is.
