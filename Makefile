@@ -34,7 +34,7 @@ demo: $(VENV)/installed
 	@$(BIN)/taper pull
 	@$(BIN)/taper generate "What is the capital of Peru?"
 	@echo
-	@$(BIN)/taper generate --compare --policy fast --max-tokens 96 --seed 5 "What is a black hole?"
+	@$(BIN)/taper generate --compare --policy fast --max-tokens 96 --seed 2 "What is photosynthesis?"
 
 demo-large: $(VENV)/installed
 	@$(BIN)/taper pull $(LARGE)

@@ -13,7 +13,7 @@ from playwright.sync_api import sync_playwright
 from server_process import free_port, serving
 
 PICTURE = Path(__file__).parent.parent / "docs" / "pictures" / "playground.png"
-QUESTION, POLICY, TOKENS = "What is a black hole?", "fast", 96
+QUESTION, POLICY, TOKENS = "What is photosynthesis?", "fast", 96
 SIZE = {"width": 1180, "height": 760}
 ANSWER_MILLISECONDS = 120_000
 
@@ -31,7 +31,7 @@ def main() -> None:
         page.click("summary")
         page.check(f"[name=policy][value={POLICY}]", force=True)
         page.fill("#max-tokens", str(TOKENS))
-        page.fill("#seed", "5")
+        page.fill("#seed", "2")
         page.fill("#prompt", QUESTION)
         page.press("#prompt", "Enter")
         page.wait_for_selector("#send", state="visible", timeout=ANSWER_MILLISECONDS)

@@ -17,7 +17,7 @@ from taper import LLM
 from taper.cli.terminal import DepthColours, SideBySide, depth_chart
 
 PICTURES = Path(__file__).parent.parent / "docs" / "pictures"
-PROMPT, POLICY, MAX_TOKENS, SEED = "What is a black hole?", "fast", 96, 5
+PROMPT, POLICY, MAX_TOKENS, SEED = "What is photosynthesis?", "fast", 96, 2
 WIDTH = 84
 
 # A dark window of its own, so that the picture reads well on light and dark pages alike.
