@@ -194,7 +194,7 @@ class EngineLoop:
         now = time.perf_counter()
         for stream, job in waiting.items():
             stream.leave_out(now - max(self._stepped_at, job.arrived))
-        self._stepped_at, chunks = now, []
+        chunks: list[Chunk] = []
         for job, streams in list(self._jobs.items()):
             try:
                 received = [chunk for stream in streams for chunk in stream.received()]
@@ -209,6 +209,7 @@ class EngineLoop:
             self._unsent += [(job, chunk) for chunk in received]
             if has_ended:
                 del self._jobs[job]
+        self._stepped_at = time.perf_counter()  # what is left out begins after the times of these chunks
         # Counted before they are sent, so that a client with a reply finds it in the metrics.
         self.metrics.count_step(chunks, now - started)
         all_decode = len(chunks) == sum(len(stream.unfinished) for stream in all_streams)
