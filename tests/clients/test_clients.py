@@ -142,26 +142,12 @@ def test_langchain_chats(server, chat, responses):
     assert isinstance(model.with_structured_output(City).invoke(chat), City)
 
 
-def test_litellm_chats(server, chat):
+@pytest.mark.parametrize(("provider", "path"), [("openai", "/v1"), ("anthropic", "")])
+def test_litellm_chats(server, chat, provider, path):
     import litellm
 
     options = {"api_key": KEY, "messages": chat, "temperature": 0, "max_tokens": 100}
-    options |= {"model": f"openai/{server.model}", "api_base": f"{server.url}/v1"}
-    text = litellm.completion(**options).choices[0].message.content
-    stream = litellm.completion(**options, stream=True)
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == text != ""
-    tool = {"type": "function", "function": {"name": "visit", "parameters": SCHEMA}}
-    reply = litellm.completion(**options, tools=[tool], tool_choice="required")
-    assert City.model_validate_json(reply.choices[0].message.tool_calls[0].function.arguments)
-    reply = litellm.completion(**options, response_format=City)
-    assert City.model_validate_json(reply.choices[0].message.content)
-
-
-def test_litellm_gets_messages(server, chat):
-    import litellm
-
-    options = {"api_key": KEY, "messages": chat, "temperature": 0, "max_tokens": 100}
-    options |= {"model": f"anthropic/{server.model}", "api_base": server.url}
+    options |= {"model": f"{provider}/{server.model}", "api_base": f"{server.url}{path}"}
     text = litellm.completion(**options).choices[0].message.content
     stream = litellm.completion(**options, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == text != ""
