@@ -48,6 +48,24 @@ def tiny_gguf(tiny_llama, tmp_path_factory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def server(tiny_llama):
+    """A server of the tiny llama."""
+    from serving import serving  # the environment of the vLLM plug-in's tests has no server
+
+    with serving(tiny_llama) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def tools_server(tiny_llama):
+    """The same, with a chat template that takes tools."""
+    from serving import TOOLS_TEMPLATE, serving
+
+    with serving(tiny_llama, template=TOOLS_TEMPLATE, context=1000) as running:
+        yield running
+
+
 @pytest.fixture
 def folder(tiny_llama, tmp_path) -> Path:
     """A whole model folder to damage."""

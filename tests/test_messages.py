@@ -5,24 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
-from serving import NAME, TOOLS_TEMPLATE, before_each_forward, named_events, serving
+from serving import NAME, before_each_forward, named_events, serving
 from test_responses import CALL, TEXT, THINKING
 from test_server import CITY, ENDS, force_text
 
 WEATHER = {"name": "weather", "input_schema": CITY}
 USER = {"role": "user", "content": "tell me"}
-
-
-@pytest.fixture(scope="module")
-def server(tiny_llama):
-    with serving(tiny_llama) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def tools_server(tiny_llama):
-    with serving(tiny_llama, template=TOOLS_TEMPLATE, context=1000) as running:
-        yield running
 
 
 def ask(server, path="", **fields):

@@ -76,18 +76,6 @@ def pieces_server(pieces):
         yield running
 
 
-@pytest.fixture(scope="module")
-def server(tiny_llama):
-    with serving(tiny_llama) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def tools_server(tiny_llama):
-    with serving(tiny_llama, template=TOOLS_TEMPLATE, context=1000) as running:
-        yield running
-
-
 def complete(server, prompt, **fields) -> dict:
     body = {"model": NAME, "prompt": prompt, "temperature": 0, "max_tokens": 3, "taper": {"ignore_eos": True}} | fields
     response = server.http.post("/v1/completions", json=body)

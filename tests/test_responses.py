@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from serving import NAME, TOOLS_TEMPLATE, before_each_forward, named_events, serving
+from serving import NAME, before_each_forward, named_events, serving
 from test_server import CITY, ENDS, force_text
 
 TEXT = {"ignore_eos": True}
@@ -16,18 +16,6 @@ THINKING = (
     "{% for message in messages %}{{ message.reasoning_content or '' }}{{ message.content }}{% endfor %}"
     "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\n</think>\n' }}{% endif %}"
 )
-
-
-@pytest.fixture(scope="module")
-def server(tiny_llama):
-    with serving(tiny_llama) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def tools_server(tiny_llama):
-    with serving(tiny_llama, template=TOOLS_TEMPLATE, context=1000) as running:
-        yield running
 
 
 def respond(server, path="", **fields):

@@ -19,12 +19,6 @@ from taper.engine.drafting import Drafting
 from taper.server.tool_calls import ToolCallParser, join_calls
 
 
-@pytest.fixture(scope="module")
-def server(tiny_llama):
-    with serving(tiny_llama) as running:
-        yield running
-
-
 def events(response) -> list[dict]:
     """The events of a stream, [DONE] left out."""
     assert response.headers["content-type"].startswith("text/event-stream")

@@ -266,10 +266,8 @@ class GgmlBackend:
 
     def _fill(self, graph: Graph, key: GraphKey, batch: TokenBatch) -> None:
         """Write the inputs of a graph."""
-        cache, inputs = self._model.cache, graph.inputs
-        inputs["positions"][:] = batch.positions
-        inputs["cells"][:] = cache.cells(batch.slots, batch.positions)
-        inputs["elements"][:] = cache.elements(batch.slots, batch.positions)
+        inputs = graph.inputs
+        self._fill_places(graph, batch.slots, batch.positions)
         for window, name in graph.windows.items():
             mask = inputs[name]
             mask[:] = -np.inf
@@ -282,14 +280,20 @@ class GgmlBackend:
         if key.num_outputs + key.num_previews:  # those of the whole head come first
             inputs["rows"][:] = (*batch.logits_rows, *batch.preview_rows, *batch.greedy_rows)
 
+    def _fill_places(self, graph: Graph, slots: np.ndarray, positions: np.ndarray) -> None:
+        """Write where the tokens of a graph stand, and where their keys and values go."""
+        cache, inputs = self._model.cache, graph.inputs
+        inputs["positions"][:] = positions
+        inputs["cells"][:] = cache.cells(slots, positions)
+        inputs["elements"][:] = cache.elements(slots, positions)
+
     def _write_cells(self, layer: int, slot: int, positions: np.ndarray, states: np.ndarray) -> None:
         """Write the keys and values of a layer for the inputs of its attention, float32 [n, hidden_size]."""
         none, count = (0,) * self.config.num_hidden_layers, len(positions)
         key = GraphKey(none, ((slot, 0, count),), 0, 0, 0, layer, (), None, fill=True, only_cells=True)
         graph = self._graph(key)
-        graph.inputs["positions"][:], graph.inputs["hidden_states"][:] = positions, states
-        graph.inputs["cells"][:] = self._model.cache.cells(np.full(count, slot), positions)
-        graph.inputs["elements"][:] = self._model.cache.elements(np.full(count, slot), positions)
+        self._fill_places(graph, np.full(count, slot), positions)
+        graph.inputs["hidden_states"][:] = states
         self._compute.compute(graph.pointer, interruptible=False)
 
     def _graph(self, key: GraphKey) -> Graph:
