@@ -4,10 +4,12 @@
     python research/head.py check MODEL --out research/results/head-MODEL.json
     python research/head.py frontier MODEL --out research/results/head_frontier-MODEL.json
     python research/head.py speed MODEL --out research/results/head_speed-MODEL.json
+    python research/head.py tasks MODEL --out research/results/head_tasks-MODEL.json
 
 `fit` makes factors from the model's states on the sample text and on outputs of its own. `check` compares the shortlist
 with the whole head on outputs to other prompts, at full depth and under each shipped policy. `frontier` compares ways
 to approximate logits. `speed` alternates outputs with both heads and of policies; leave the machine alone meanwhile.
+`tasks` solves word problems and answers questions with both heads at full depth, and counts answers that go in circles.
 """
 
 from __future__ import annotations
@@ -29,6 +31,9 @@ from taper.backends.ggml import GgmlBackend
 from taper.backends.ggml.shortlist import fitted_margin, quantised
 from taper.backends.ggml.weights import as_floats, convert
 from taper.engine import Request
+from taper.lab.calibration.long_outputs import CIRCLES
+from taper.lab.calibration.problems import MAX_TOKENS, WordProblemSet, builtin_problems
+from taper.lab.calibration.statistics import mcnemar, repeated
 from taper.models import load_model
 from taper.models.files import write_whole
 from taper.models.preview import (
@@ -50,7 +55,8 @@ SAMPLINGS: dict[str, dict[str, Any]] = {"recommended": {"seed": SEED}, "greedy":
 # By kind of text. Outputs to the first prompts make previews, those to the second judge them.
 _PROMPTS = json.loads((Path(__file__).parent / "head_prompts.json").read_text())
 FIT, CHECK = _PROMPTS["fit"], _PROMPTS["check"]
-QUESTIONS = json.loads((Path(__file__).parent / "long_questions.json").read_text())[::4]  # whose answers are timed
+LONG_QUESTIONS = json.loads((Path(__file__).parent / "long_questions.json").read_text())
+QUESTIONS = LONG_QUESTIONS[::4]  # whose answers are timed
 
 
 def about(llm: LLM) -> dict[str, Any]:
@@ -283,6 +289,36 @@ def speed(llm: LLM, options: argparse.Namespace) -> None:
             print(run)
 
 
+def tasks(llm: LLM, options: argparse.Namespace) -> None:
+    """Word problems and open questions with both heads: how many come out well, and how many differently."""
+    problems = [problem for level in builtin_problems() for problem in level[: options.problems]]
+    made: dict[str, dict[str, list[tuple[bool, list[int]]]]] = {}
+    for name in ("full", "shortlist"):
+        with LLM(options.model, head=name, threads=llm.threads, context=options.context, max_batch_size=8) as head:
+            full_depth = head.resolve_policy(mode="full")
+            attempts = WordProblemSet(head, problems).attempt(range(len(problems)), full_depth)
+            made[name] = {"word problems solved": [(attempt.solved, attempt.completion_ids) for attempt in attempts]}
+            for how, seeds in (("recommended", 3), ("greedy", 1)):
+                asked = [(text, SAMPLINGS[how] | {"seed": n}) for n in range(seeds) for text in LONG_QUESTIONS]
+                params = [head.sampling_params(max_tokens=options.max_tokens, **sampling) for _, sampling in asked]
+                ids = [output.token_ids for output in head.generate([text for text, _ in asked], params, mode="full")]
+                made[name][f"no circles, {how}"] = [(repeated(one) <= CIRCLES, one) for one in ids]
+    result = about(llm) | {"max_tokens": options.max_tokens, "problem_tokens": MAX_TOKENS}
+    result["tasks"] = {task: in_pairs(whole, made["shortlist"][task]) for task, whole in made["full"].items()}
+    write(options.out, result)
+    print(json.dumps(result["tasks"], indent=1))
+
+
+def in_pairs(whole: Sequence[tuple[bool, list[int]]], shortlist: Sequence[tuple[bool, list[int]]]) -> dict[str, Any]:
+    """Counts of the same outputs with both heads, whether each is good and its tokens, and McNemar's exact test."""
+    pairs = list(zip(whole, shortlist, strict=True))
+    only_whole, only_shortlist = sum(a[0] > b[0] for a, b in pairs), sum(a[0] < b[0] for a, b in pairs)
+    good = {"whole_head": sum(a[0] for a, _ in pairs), "shortlist": sum(b[0] for _, b in pairs)}
+    counts = {"outputs": len(pairs), "same_tokens": sum(a[1] == b[1] for a, b in pairs)} | good
+    counts |= {"only_whole_head": only_whole, "only_shortlist": only_shortlist}
+    return counts | {"p_value": mcnemar(only_whole, only_shortlist)}
+
+
 def note_speed(file: Path, over_full_depth: dict[str, list[float]]) -> None:
     """Keep in a shipped policy's file how many times as fast as full depth it is, with either head."""
     if file.exists():
@@ -300,19 +336,20 @@ def times_as_fast(times: Sequence[float], base: Sequence[float]) -> list[float]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("fit", "check", "frontier", "speed"))
+    parser.add_argument("what", choices=("fit", "check", "frontier", "speed", "tasks"))
     parser.add_argument("model")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--max-tokens", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--problems", type=int, default=64, help="tasks: of each level")
     parser.add_argument("--rank", type=int)
     parser.add_argument("--states", type=Path, help="fit, frontier: keep states here, or take them from here")
     parser.add_argument("--context", type=int, default=1024)
     options = parser.parse_args(arguments)
     head = "full" if options.what == "fit" else "shortlist"
     with LLM(options.model, head=head, threads=options.threads, context=options.context) as llm:
-        {"fit": fit, "check": check, "frontier": frontier, "speed": speed}[options.what](llm, options)
+        {"fit": fit, "check": check, "frontier": frontier, "speed": speed, "tasks": tasks}[options.what](llm, options)
 
 
 if __name__ == "__main__":
