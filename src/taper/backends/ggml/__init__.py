@@ -257,8 +257,8 @@ class GgmlBackend:
         preview, products = self._model.preview, self._products
         assert preview is not None
         assert products is not None
-        scale, logits, states = self.config.logit_scale, graph.previews + preview.bias, graph.states.copy()
-        logits += (states @ preview.mean_row)[:, None]
+        scale, states = self.config.logit_scale, graph.states.copy()
+        logits = graph.previews + (states @ preview.mean_row)[:, None]
         if scale != 1.0:
             logits *= np.float32(scale)
         rows = zip(logits, states, strict=True)

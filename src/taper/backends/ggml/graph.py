@@ -149,7 +149,8 @@ class Graph:
             if (preview := self._model.preview) is not None and key.num_previews:
                 states = self._output(ggml.dup(context, _rows(context, rows, key.num_outputs, num_rows)))
                 inner = ggml.add(context, ggml.mul_mat(context, preview.rotation, states), preview.shift)
-                previews = self._output(ggml.mul_mat(context, preview.table, inner))
+                previews = ggml.add(context, ggml.mul_mat(context, preview.table, inner), preview.bias)
+                previews = self._output(previews)
         return logits, previews, states, hidden_states
 
     def _run(self, tensor: Any) -> None:

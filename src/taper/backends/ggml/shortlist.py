@@ -26,12 +26,13 @@ _SURE, _SAFETY, _MIN_MARGIN = 0.999, 1.25, 2.0  # it is enough for this share of
 
 
 class PreviewTensors:
-    """A preview's `rotation` [hidden_size, rank], `shift` [rank] and `table` [rank, vocab_size] as tensors."""
+    """A preview's `rotation` [hidden_size, rank], `shift` [rank], `table` [rank, vocab_size] and `bias` as tensors."""
 
     def __init__(self, preview: Preview, threads: int) -> None:
-        self.margin, self.bias, self.mean_row = preview.margin, preview.bias, preview.mean_row
-        self._context = TensorContext(3)
-        self.rotation, self.shift = self._context.over(preview.rotation), self._context.over(preview.shift)
+        self.margin, self.mean_row = preview.margin, preview.mean_row
+        self._context = TensorContext(4)
+        parts = preview.rotation, preview.shift, preview.bias
+        self.rotation, self.shift, self.bias = map(self._context.over, parts)
         tensor = Tensor(TABLE_TYPE, (len(preview.bias), preview.rank), preview.table)
         types = {"table": TABLE_TYPE}
         self._repacked = RepackedMatrices(
