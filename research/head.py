@@ -255,6 +255,28 @@ def frontier(llm: LLM, options: argparse.Namespace) -> None:
             inner = test @ factors.rotation.T + factors.shift
             note(way, rank, inner @ in_type(table, TABLE_TYPE).T + bias, TABLE_TYPE)
     note("all dimensions", hidden_size, test @ in_type(head - head.mean(0), TABLE_TYPE).T, TABLE_TYPE)
+    for number in (vocab_size // 64, vocab_size // 16):
+        centres, of_token = clusters(head, number)
+        note("clusters", number, (test @ centres.T)[:, of_token], "F32")
+
+
+def clusters(rows: np.ndarray, number: int, rounds: int = 3) -> tuple[np.ndarray, np.ndarray]:
+    """Mean rows of clusters, float32 [number, hidden_size], and the cluster of each row: spherical k-means.
+
+    A token's logit is approximated by its cluster's, as in FlashHead (arXiv 2603.14591).
+    """
+    unit = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+    centres = unit[np.random.default_rng(SEED).permutation(len(rows))[:number]]
+    for _ in range(rounds):
+        nearest = np.concatenate([(part @ centres.T).argmax(1) for part in np.array_split(unit, 64)])
+        sums = np.zeros_like(centres)
+        np.add.at(sums, nearest, unit)
+        counts = np.bincount(nearest, minlength=number)
+        centres = np.where(counts[:, None] > 0, sums / np.maximum(counts, 1)[:, None], centres)
+        centres /= np.linalg.norm(centres, axis=1, keepdims=True)
+    means = np.zeros_like(centres)
+    np.add.at(means, nearest, rows)
+    return means / np.maximum(counts, 1)[:, None], nearest
 
 
 def speed(llm: LLM, options: argparse.Namespace) -> None:
