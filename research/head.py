@@ -320,7 +320,7 @@ def tasks(llm: LLM, options: argparse.Namespace) -> None:
             full_depth = head.resolve_policy(mode="full")
             attempts = WordProblemSet(head, problems).attempt(range(len(problems)), full_depth)
             made[name] = {"word problems solved": [(attempt.solved, attempt.completion_ids) for attempt in attempts]}
-            for how, seeds in (("recommended", 3), ("greedy", 1)):
+            for how, seeds in (("recommended", options.seeds), ("greedy", 1)):
                 asked = [(text, SAMPLINGS[how] | {"seed": n}) for n in range(seeds) for text in LONG_QUESTIONS]
                 params = [head.sampling_params(max_tokens=options.max_tokens, **sampling) for _, sampling in asked]
                 ids = [output.token_ids for output in head.generate([text for text, _ in asked], params, mode="full")]
@@ -365,6 +365,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-tokens", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--problems", type=int, default=64, help="tasks: of each level")
+    parser.add_argument("--seeds", type=int, default=3, help="tasks: of each sampled question")
     parser.add_argument("--rank", type=int)
     parser.add_argument("--states", type=Path, help="fit, frontier: keep states here, or take them from here")
     parser.add_argument("--context", type=int, default=1024)
