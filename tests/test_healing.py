@@ -41,7 +41,9 @@ def reference(seed: int, length: int = 24) -> Reference:
     return Reference(tuple(random_prompt(seed, 9)), tuple(random_prompt(100 + seed, length)))
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "granitemoe", "qwen3"])
+@pytest.mark.parametrize(
+    "family", ["llama", "granitemoe", *(pytest.param(name, marks=pytest.mark.ci) for name in ("gemma3", "qwen3"))]
+)
 def test_the_student_loses_what_replay_measures(tmp_path, family, monkeypatch):
     """Also with sliding windows and experts; with adapters and without."""
     monkeypatch.setattr(replay_module, "TOP", 50)
@@ -221,6 +223,7 @@ def test_new_adapters_begin_where_trained_ones_ended(tiny_llama):
     assert not up.any()
 
 
+@pytest.mark.ci
 def test_a_killed_training_goes_on_where_it_was(llm, short, monkeypatch, tmp_path):
     options = {"minutes": 0.1, "rank": 8}
     seen = []

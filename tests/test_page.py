@@ -343,7 +343,7 @@ def test_a_prompt_that_is_refused_goes_back_into_the_box(page):
     assert page.query_selector_all("[role=alert]") == []
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", ["phone", pytest.param("desktop", marks=pytest.mark.ci)])
 def test_the_end_of_an_answer_stays_in_view_over_three_turns(browser, server, monkeypatch, size):
     before_each_forward(server, monkeypatch, lambda: time.sleep(0.004))
     script(server, "a long text\n\n" * 14, monkeypatch)
@@ -523,8 +523,8 @@ def test_settings_of_a_phone_are_a_dialog(browser, server):
     page.close()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.ci)])
+@pytest.mark.parametrize("size", ["desktop", pytest.param("phone", marks=pytest.mark.ci)])
 def test_axe_finds_nothing(browser, server, monkeypatch, size, scheme):
     script(server, MARKDOWN, monkeypatch)
     page = new_page(browser, server, size, scheme)

@@ -395,6 +395,7 @@ def session_arguments(tiny_gguf, tmp_path, monkeypatch) -> list[str]:
     return [f"--model={tiny_gguf}", "--threads=1", "--rounds=1", "--tokens=4", f"--out={tmp_path / 'session.json'}"]
 
 
+@pytest.mark.ci
 def test_sessions_are_measured_cell_by_cell(session_arguments, tmp_path, capsys):
     for more in (["--clients=1", "--only=greedy"], ["--clients=2", "--only=default"]):
         with pytest.raises(SystemExit) as stop:
