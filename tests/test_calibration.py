@@ -549,7 +549,7 @@ def llm(tiny_llama) -> LLM:
     return LLM(str(tiny_llama.folder), device="cpu", dtype="f32", context=320, threads=1, max_batch_size=6)
 
 
-@pytest.fixture(scope="module", params=["ggml", "torch"])
+@pytest.fixture(scope="module", params=["ggml", pytest.param("torch", marks=pytest.mark.ci)])
 def llm_of_each_backend(request, tiny_llama) -> LLM:
     llm = LLM(str(tiny_llama.folder), device="cpu", dtype="f32", context=320, threads=1, max_batch_size=6)
     llm.engine = Engine(make_backend(request.param, tiny_llama.load(), num_slots=6, context_length=320))

@@ -62,7 +62,7 @@ class Process:
         return self.http.post("/v1/chat/completions", json=body | fields)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.ci)])
 def test_a_signal_under_load_loses_no_accepted_request(tiny_gguf, number):
     with Process(tiny_gguf, "--context", "1000", "--max-batch-size", "1") as server, ThreadPoolExecutor(8) as pool:
         asked = [pool.submit(server.chat, max_tokens=120, stream=i % 4 == 3) for i in range(8)]
