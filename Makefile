@@ -49,7 +49,7 @@ test: lint
 	@$(BIN)/taper pull
 	@$(PYTEST_ON_TWO_CORES)
 
-test-ci: $(VENV)/installed-test build/converter/installed
+test-ci: $(VENV)/installed-ci build/converter/installed
 	@$(BIN)/taper pull
 	@$(PYTEST_ON_TWO_CORES) -m "ci and not slow"
 
@@ -107,6 +107,11 @@ $(VENV)/installed-test: pyproject.toml setup.py constraints.txt | $(BIN)/python
 	@echo "installing Taper and what its tests need"
 	@$(PIP) -e ".[test]"
 	@touch $(VENV)/installed $@
+
+$(VENV)/installed-ci: $(VENV)/installed-test
+	@echo "installing what the tests of make test-ci need besides"
+	@$(PIP) -e ".[ci]"
+	@touch $@
 
 $(VENV)/installed-docs: $(VENV)/installed
 	@echo "installing what the site needs"

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from setuptools import setup
 
-REPOSITORY = "taper-llm/taper"
+PYPROJECT = Path("pyproject.toml").read_text(encoding="utf-8")
+REPOSITORY = re.findall(r'Repository = "https://github.com/(.+)"', PYPROJECT)[0]
 PICTURES = (".svg", ".png")
 LINK = re.compile(r"(?<=\]\()(?!https?:|#)[^)\s]+")
 

@@ -32,6 +32,7 @@ from taper.policy import active_prefixes
 
 MODELS = ("qwen2.5-coder-1.5b-instruct", "smollm2-135m-instruct")
 THREADS, CONTEXT, FILLED_TOKENS = 2, 512, 128
+STEPS = 200  # of each kind; a quarter of them for the large shape
 SHAPE, PAPER_DEPTH = "llama-2-7b", 20
 
 
@@ -105,13 +106,12 @@ def cost(backend: Backend, policy: DepthPolicy, steps: int) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure all models and write the document."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=200, help="of each kind; a quarter of them for the large shape")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
     result: dict[str, Any] = {"models": {}}
     for name, backend, policies, path in targets():
-        steps = options.steps if path else options.steps // 4
-        result["conditions"] = conditions(path or find_model(MODELS[0])) | {"threads": THREADS, "steps": options.steps}
+        steps = STEPS if path else STEPS // 4
+        result["conditions"] = conditions(path or find_model(MODELS[0])) | {"threads": THREADS, "steps": STEPS}
         result["models"][name] = {label: cost(backend, policy, steps) for label, policy in policies.items()}
         write(options.out, result)
     print(json.dumps(result, indent=1))

@@ -100,10 +100,6 @@ def main() -> None:
         help="a llama.cpp and its programs; the last makes files",
     )
     parser.add_argument("--out", type=Path, required=True, help="the file of results; it grows")
-    parser.add_argument("--formats", default=",".join(FORMATS), help="which; default %(default)s")
-    parser.add_argument(
-        "--tests", default=",".join(f"{kind} {size}" for kind, size in TESTS), help="which; all by default"
-    )
     options = parser.parse_args()
     programs = {name: Path(folder) for name, _, folder in (text.partition("=") for text in options.llama)}
     about = conditions(options.source) | {
@@ -113,14 +109,14 @@ def main() -> None:
     }
     result: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {"formats": {}}
     result["conditions"] = about
-    for test in options.tests.split(","):
-        kind, size = test.split()
-        for name in options.formats.split(","):
+    for kind, size in TESTS:
+        test = f"{kind} {size}"
+        for name in FORMATS:
             path = quantised(options.folder, options.source, name, list(programs.values())[-1])
             cells = result["formats"].setdefault(name, {"file_mib": round(path.stat().st_size / 2**20)})
             if not programs.keys() <= cells.get(test, {"ratio": {}})["ratio"].keys():
                 print(f"{name} {test} ...", file=sys.stderr, end=" ", flush=True)
-                cells[test] = compare(path, programs, kind, int(size)) | {
+                cells[test] = compare(path, programs, kind, size) | {
                     "commit": about["commit"],
                     "cpu": about["cpu"],
                 }

@@ -25,6 +25,8 @@ from taper.lab.calibration.statistics import over_steps
 from taper.lab.calibration.summary import to_plain
 from taper.models.download import DEFAULT_MODEL
 
+CONVERSATIONS = 48
+
 
 def score(llm: LLM, policy: DepthPolicy, prompts: Sequence[tuple[int, ...]], tokens: int) -> dict[str, Any]:
     """KL and agreement of the second answers, with 95 % intervals."""
@@ -48,7 +50,6 @@ def main() -> None:
     """Score each shipped policy of a model and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL, help="name or file; default %(default)s")
-    parser.add_argument("--conversations", type=int, default=48)
     parser.add_argument("--tokens", type=int, default=128, help="of each answer; default %(default)s")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, required=True, help="the file of results; policies that it has stay")
@@ -58,7 +59,7 @@ def main() -> None:
         name: value for name, value in conditions(llm.path).items() if name not in ("batch", "rounds", "statistic")
     }
     about |= {"threads": options.threads, "answer_tokens": options.tokens, "follow_up": FOLLOW_UP}
-    prompts = [tuple(llm.encode(prompt)) for prompt in builtin_prompts()[: options.conversations]]
+    prompts = [tuple(llm.encode(prompt)) for prompt in builtin_prompts()[:CONVERSATIONS]]
     result: dict[str, Any] = {"conditions": about, "policies": {}}
     if options.out.exists():
         result = json.loads(options.out.read_text())

@@ -30,6 +30,7 @@ from taper.models import find_model
 from taper.models.download import DEFAULT_MODEL
 
 NAME, SLOTS, CONTEXT, CLIENTS, WAITING = "load", 8, 512, 24, 12
+CASES = 60  # different requests
 POLICIES = ("full", "fast")
 # What requests ask for; the model recommends the rest, and all of it where there is nothing. All filter: over a whole
 # vocabulary at temperature 1, one draw in thousands lies so near to a border that rounding in another batch moves it.
@@ -252,11 +253,10 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--cases", type=int, default=60, help="different requests")
     parser.add_argument("--out", type=Path, help="the file of results; a part that does not run is kept")
     options = parser.parse_args()
     llm = LLM(options.model, dtype="f32", context=CONTEXT, threads=options.threads, max_batch_size=1)
-    cases = make_cases(llm, options.cases, random.Random(0))
+    cases = make_cases(llm, CASES, random.Random(0))
     llm.engine.backend.close()
     del llm
     command = [sys.executable, "-m", "taper", "serve", "--model", options.model, "--name", NAME, "--dtype", "f32"]

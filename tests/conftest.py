@@ -13,11 +13,12 @@ from hypothesis import settings
 from tiny import PLAIN, TinyModel, make_tiny, write_gguf
 
 from taper.errors import Names
+from taper.lab.calibration import clock
 from taper.models import preview
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
-settings.register_profile("taper", deadline=None)  # a busy machine must not fail a test
+settings.register_profile("taper", deadline=None, max_examples=50)  # a busy machine must not fail a test
 settings.load_profile("taper")
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # pytest runs in the background; processes of tests get Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -80,7 +81,11 @@ def previews(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch, previews):
-    """No test reads or writes the user's cache, and each begins as Python does: the command line sets a global."""
+    """No test reads or writes the user's cache, and each begins as Python does: the command line sets a global.
+
+    Calibrations time a policy once.
+    """
+    monkeypatch.setattr(clock, "ROUNDS", 1)
     monkeypatch.setattr(Names, "are_options", False)
     monkeypatch.setattr(preview, "previews_folder", lambda: previews)
     monkeypatch.setenv("TAPER_CACHE", str(tmp_path / "taper-cache"))

@@ -30,7 +30,8 @@ def test_adapters_equal_the_reference_implementation(tiny, kind):
     loaded, prompt = tiny.load(), random_prompt(3)
     layers, hidden_size = loaded.config.num_hidden_layers, loaded.config.hidden_size
     plain = policies(layers)
-    for name, policy in healed(layers, hidden_size).items():
+    for name in ("d3 late", "early exit", "static"):
+        policy = with_adapters(plain[name], hidden_size)
         tapered = complete(Engine(make_backend(kind, loaded)), [prompt], [policy])[0]
         assert tapered == reference_ids(tiny, prompt, policy), name
         assert tapered != reference_ids(tiny, prompt, plain[name]), f"the adapters of {name} change nothing"

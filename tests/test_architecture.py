@@ -201,6 +201,7 @@ def test_without_pytorch_every_public_name_is_there_and_heal_says_what_to_instal
     assert done.stdout == 'training adapters needs PyTorch (pip install "taper-llm[heal]")\n'
 
 
+@pytest.mark.ci
 def test_shared_fixtures_need_no_ggml():
     code = "import sys; sys.modules['ggml'] = None; import conftest"
     subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, check=True)

@@ -41,6 +41,7 @@ def _small(monkeypatch, tmp_path):
     """A tiny shape and short measurements; no llama.cpp of this machine takes part."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(run, "STEPS", 2)
+    monkeypatch.setattr(torch_device, "_CHECKED_TOKENS", 8)
     monkeypatch.setattr(bandwidth, "ROUNDS", 1)
     monkeypatch.setitem(SHAPES, "tiny", TINY)
 

@@ -236,7 +236,7 @@ def test_below_five_outputs_with_tapered_steps_there_is_no_interval(outputs, is_
     assert (mean.low < mean.value < mean.high) if is_enough else mean.low == mean.value == mean.high
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(st.floats(1.02, 1.5))
 def test_policies_of_a_speed_are_just_as_fast_as_asked(speedup):
     candidates = power_curves_of_speed(ORDER, 64, speedup, COST)
@@ -244,7 +244,7 @@ def test_policies_of_a_speed_are_just_as_fast_as_asked(speedup):
     assert len({policy.schedule.start for policy in candidates}) > 1
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(st.floats(1.02, 1.5), st.integers(0, 6))
 def test_a_speed_skips_no_more_than_it_needs_beyond_the_harmless_layers(speedup, harmless):
     static = [DepthPolicy.static(LAYERS, LAYERS - n, range(n)) for n in range(1, 7)]
@@ -544,11 +544,15 @@ def prompts_of(count: int) -> list[str]:
     return [f"prompt {'x' * i} {i}" for i in range(count)]
 
 
-@pytest.fixture(scope="module", params=["ggml", "torch"])
-def llm(request, tiny_llama):
+@pytest.fixture(scope="module")
+def llm(tiny_llama) -> LLM:
+    return LLM(str(tiny_llama.folder), device="cpu", dtype="f32", context=320, threads=1, max_batch_size=6)
+
+
+@pytest.fixture(scope="module", params=["ggml", pytest.param("torch", marks=pytest.mark.ci)])
+def llm_of_each_backend(request, tiny_llama) -> LLM:
     llm = LLM(str(tiny_llama.folder), device="cpu", dtype="f32", context=320, threads=1, max_batch_size=6)
-    if request.param == "torch":
-        llm.engine = Engine(make_backend("torch", tiny_llama.load(), num_slots=6, context_length=320))
+    llm.engine = Engine(make_backend(request.param, tiny_llama.load(), num_slots=6, context_length=320))
     return llm
 
 
@@ -590,7 +594,8 @@ def comparable(text: str) -> dict:
     return data
 
 
-def test_calibrate_finds_validates_and_resumes(llm, tmp_path):
+def test_calibrate_finds_validates_and_resumes(llm_of_each_backend):
+    llm = llm_of_each_backend
     stages: dict[str, float] = {}
 
     def progress(stage, part):
@@ -690,8 +695,9 @@ def test_prompts_that_cannot_give_a_verdict_are_rejected_before_the_work(llm):
     assert stages == []
 
 
-def test_the_next_output_after_a_tapered_one_is_measured(llm):
+def test_the_next_output_after_a_tapered_one_is_measured(llm_of_each_backend):
     """A prompt goes on with the output of the policy and a follow-up; full depth itself would cost nothing there."""
+    llm = llm_of_each_backend
     references = [Reference((5, 6, 7), (8, 9, 10)), Reference((5, 6), (2,)), Reference((7,), (3,) * 100)]
     room = llm.engine.backend.context_length
     (first, prompt), (long, longer) = next_prompts(llm, references, room - 300)

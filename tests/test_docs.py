@@ -57,6 +57,14 @@ def test_links_and_pictures_lead_somewhere(page):
     assert set(re.findall(r"\]\(#([^)]+)\)", text)) <= anchors
 
 
+def test_the_repository_is_where_pyproject_says_it_is():
+    files = [*PROSE, ROOT / "pyproject.toml", ROOT / "mkdocs.yml", *(ROOT / ".github").rglob("*.yml")]
+    text = "\n".join(file.read_text() for file in files)
+    (repository,) = re.findall(r'^Repository = "https://github.com/(.+)"', text, re.M)
+    assert set(re.findall(r"github\.com/([\w-]+/taper)\b", text)) == {repository}
+    assert set(re.findall(r"([\w-]+)\.github\.io/taper\b", text)) == {repository.split("/")[0]}
+
+
 def test_pictures_are_small_and_load_nothing_from_elsewhere():
     pictures = list((ROOT / "docs" / "pictures").glob("*.svg"))
     assert pictures

@@ -86,7 +86,7 @@ def test_examples_and_long_prompts_give_its_texts_too(lm, hf, data):
 
 
 def test_many_problems_get_the_strings_of_the_harness_own_class(llm, hf, tmp_path):
-    data = write_data(tmp_path, problems=24)
+    data = write_data(tmp_path, problems=12)
     ours = evaluate(llm, load_tasks(["gsm8k"], fewshot=0, data_dir=data), ["full"], max_tokens=16)
     task = load_tasks(["gsm8k"], fewshot=0, data_dir=data).tasks[0]
     more = {"task_manager": lm_eval.tasks.TaskManager(include_defaults=False), "bootstrap_iters": 0}
@@ -97,8 +97,8 @@ def test_many_problems_get_the_strings_of_the_harness_own_class(llm, hf, tmp_pat
     assert [record.extracted["flexible-extract"] for record in ours.records] == [
         one["filtered_resps"][0] for one in theirs
     ]
-    assert len(theirs) == 24
-    assert len({one["resps"][0][0] for one in theirs}) >= 20
+    assert len(theirs) == 12
+    assert len({one["resps"][0][0] for one in theirs}) >= 10
 
 
 def test_control_tokens_end_an_output_as_in_the_harness(lm, hf):

@@ -33,7 +33,7 @@ from taper.models import load_model
 from taper.models.tensors import Tensor
 from taper.policy import DepthPolicy
 
-TOKENS = 32
+TOKENS = 24
 PROMPTS = [random_prompt(100 + seed, 23) for seed in range(4)]
 CHOSEN = ("d3 late", "skipdecode", "static")
 CONTEXTS = {"phi3 with longrope": 90}  # one token more would choose the other table of factors
@@ -86,6 +86,7 @@ def test_gguf_equals_transformers(family, kind, tmp_path):
         assert completed(family, kind, loaded, name) == family.expected(name)
 
 
+@pytest.mark.ci
 @BACKENDS
 def test_a_prompt_alone_equals_a_batch_and_a_second_turn_a_cold_start(family, kind):
     loaded, policy = family.tiny.load(), family.policies["d3 late"]

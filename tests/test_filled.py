@@ -29,6 +29,12 @@ def tiny(request, tiny_llama, tmp_path_factory):
     return make_tiny(tmp_path_factory.mktemp("many_keys"), layers=6, tied=False, num_key_value_heads=4)
 
 
+def chosen(adapters: bool) -> dict[str, DepthPolicy]:
+    """Every kind of policy, or with adapters one of each: along a curve, from step 1 on, and with gates."""
+    every = policies(6) | gated(6)
+    return {name: with_adapters(every[name], 64) for name in ("d3", "early exit", "gates")} if adapters else every
+
+
 def request(prompt, policy: DepthPolicy, reuse: str = "filled", tokens: int = TOKENS) -> Request:
     return Request(prompt, SamplingParams(max_tokens=tokens, ignore_eos=True), policy, reuse=reuse)
 
@@ -93,16 +99,14 @@ def naive_after(model, policy: DepthPolicy, said: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("adapters", [False, True])
 def test_the_reference_implementation_equals_a_loop_without_any_cache(tiny, adapters):
-    for name, policy in (policies(6) | gated(6)).items():
-        policy = with_adapters(policy, 64) if adapters else policy
+    for name, policy in chosen(adapters).items():
         assert reference_turns(tiny, TURNS, policy, TOKENS) == naive(tiny.hf, policy), name
 
 
 @BACKENDS
 @pytest.mark.parametrize("adapters", [False, True])
 def test_later_turns_equal_a_loop_without_any_cache(tiny, kind, adapters):
-    for name, policy in (policies(6) | gated(6)).items():
-        policy = with_adapters(policy, 64) if adapters else policy
+    for name, policy in chosen(adapters).items():
         engine = Engine(make_backend(kind, tiny.load()))
         assert converse(engine, policy) == naive(tiny.hf, policy), name
 

@@ -10,8 +10,11 @@ from tiny import CONTEXT, FAMILIES, PLAIN, complete, make_tiny, one_slot, polici
 from taper.backends.torch import TorchBackend, stacked
 from taper.engine import Engine
 
-fused = pytest.importorskip("taper.backends.fused", reason="Triton is not installed")
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="test_cuda runs them on the device")
+fused = pytest.importorskip("taper.backends.fused", reason="needs Triton, which make test-ci installs")
+pytestmark = [
+    pytest.mark.ci,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="test_cuda runs them on the device"),
+]
 FITTING = [*PLAIN, "mistral with a window", "qwen2 with windows", "phi3", "phi3 with longrope", "smollm3", "granite"]
 
 

@@ -41,7 +41,9 @@ def reference(seed: int, length: int = 24) -> Reference:
     return Reference(tuple(random_prompt(seed, 9)), tuple(random_prompt(100 + seed, length)))
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "granitemoe", "qwen3"])
+@pytest.mark.parametrize(
+    "family", ["llama", "granitemoe", *(pytest.param(name, marks=pytest.mark.ci) for name in ("gemma3", "qwen3"))]
+)
 def test_the_student_loses_what_replay_measures(tmp_path, family, monkeypatch):
     """Also with sliding windows and experts; with adapters and without."""
     monkeypatch.setattr(replay_module, "TOP", 50)
@@ -195,6 +197,7 @@ def test_training_lowers_the_kl_of_held_out_prompts(llm, healed):
     assert llm.generate("hello", policy=healed.policy, ignore_eos=True).depths[-1] == 3
 
 
+@pytest.mark.ci
 def test_training_goes_on_from_adapters_that_a_policy_has(llm, healed, short):
     second = taper.heal(llm, healed.policy, PROMPTS, minutes=0.08)
     # What is computed with other tokens at a time rounds otherwise.
@@ -221,6 +224,7 @@ def test_new_adapters_begin_where_trained_ones_ended(tiny_llama):
     assert not up.any()
 
 
+@pytest.mark.ci
 def test_a_killed_training_goes_on_where_it_was(llm, short, monkeypatch, tmp_path):
     options = {"minutes": 0.1, "rank": 8}
     seen = []
@@ -248,6 +252,7 @@ def test_a_killed_training_goes_on_where_it_was(llm, short, monkeypatch, tmp_pat
     assert not checkpoints[0].exists()
 
 
+@pytest.mark.ci
 def test_a_damaged_checkpoint_is_removed(llm, short, tmp_path):
     options = {"minutes": 0.02, "rank": 8}
     taper.heal(llm, POLICY, PROMPTS, **options)
@@ -368,7 +373,7 @@ def test_calibration_keeps_the_order_and_the_adapters_of_a_healed_policy(llm, ti
         taper.calibrate(llm, PROMPTS, max_kl=90.0, healed=POLICY)
 
 
-@pytest.mark.parametrize("helped", [True, False])
+@pytest.mark.parametrize("helped", [True, pytest.param(False, marks=pytest.mark.ci)])
 def test_calibration_with_healing_writes_only_adapters_that_help(tiny_gguf, tmp_path, monkeypatch, helped):
     trained = []
 

@@ -157,6 +157,7 @@ def test_an_interrupt_at_any_line_loses_nothing(llm, kind):
     assert [output.token_ids for output in again] == [output.token_ids for output in whole]
 
 
+@pytest.mark.ci
 def test_an_error_at_any_line_of_the_servers_loop_ends_its_requests_and_no_later_ones(llm, caplog):
     caplog.set_level(logging.CRITICAL)  # each error is logged
     watched = WATCHED | {vars(EngineLoop)[name].__code__ for name in ("_step", "_waiting")}

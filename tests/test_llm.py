@@ -17,7 +17,6 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 import torch
-from tiny import make_backend
 
 from taper import LLM, DepthPolicy, SamplingParams
 from taper.engine import Request
@@ -191,12 +190,6 @@ def test_aborting_ends_every_output_once(llm):
     assert {index: output.text for index, output in outputs.items()} == texts
     assert {output.finish_reason for output in outputs.values()} == {"abort"}
     assert stream.abort() == []
-
-
-def test_an_llm_is_made_from_a_backend(llm, tiny_llama):
-    backend = make_backend("torch", tiny_llama.load(), context_length=256)
-    other = LLM.from_backend(backend, llm.tokenizer, tiny_llama.folder)
-    assert answer(other).token_ids == answer(llm).token_ids
 
 
 def test_weights_that_give_no_numbers_are_a_model_error(llm, monkeypatch):

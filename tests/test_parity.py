@@ -30,9 +30,8 @@ from taper.sampling import SamplingParams
 def test_full_depth_equals_transformers_greedy(tiny, kind):
     backend = make_backend(kind, tiny.load())
     full = DepthPolicy.full(backend.config.num_hidden_layers)
-    for seed in (1, 2):
-        prompt = random_prompt(seed)
-        assert complete(Engine(backend), [prompt], [full])[0] == reference_ids(tiny, prompt, None)
+    prompt = random_prompt(3)
+    assert complete(Engine(backend), [prompt], [full])[0] == reference_ids(tiny, prompt, None)
 
 
 @BACKENDS

@@ -195,8 +195,6 @@ def test_a_model_is_known_by_the_type_it_runs_in(wide, tiny_llama):
     llm = LLM(wide.folder, device="cpu", dtype="iq4_nl", threads=1, context=64)
     assert llm.config.identity.quantization == "IQ4_NL"
     assert current_conditions(llm).dtype == "iq4_nl"
-    again = LLM.from_backend(llm.engine.backend, llm.tokenizer, wide.folder, dtype="iq4_nl")
-    assert current_conditions(again).dtype == "iq4_nl"
     assert LLM(wide.folder, device="cpu", dtype="f16", threads=1, context=64).config.identity.quantization == "F32"
 
 

@@ -58,6 +58,7 @@ print([got[i] for i in range(16)] == alone)
     assert (done.stdout, done.stderr, done.returncode) == ("True\n", "", 0)
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(not DEFAULT_MODEL_FILE.is_file(), reason="fetch the default model with: taper pull")
 def test_ctrl_c_in_a_long_prompt_ends_it_within_a_second_and_the_model_goes_on():
     """A chunk of the prompt takes seconds on one thread."""
@@ -116,19 +117,25 @@ def taper(arguments: str, *, shell: str = "", columns: str = "80") -> subprocess
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-@pytest.mark.parametrize("options", ["--alpha 0.9", "--alpha 0.9 --show-depth", "--alpha 0.9 --compare", "--json"])
-def test_diagnostics_that_cannot_be_written_do_not_cost_the_output(tiny_gguf, options):
-    command = f"generate hi --max-tokens 9 --temp 0 --threads 1 --model '{tiny_gguf}' {options}"
-    wanted = taper(command)
-    assert wanted.stdout
-    assert wanted.returncode == 0
-    for redirection in ("2>/dev/full", "2>&-", "2> >(true)"):
+@pytest.mark.parametrize(
+    ("options", "redirections"),
+    [
+        ("", ["", "2>/dev/full", "2>&-", "2> >(true)"]),
+        ("--show-depth", ["", "2>/dev/full"]),
+        ("--compare", ["2>/dev/full"]),
+        ("--json", ["2>/dev/full"]),
+    ],
+)
+def test_diagnostics_that_cannot_be_written_do_not_cost_the_output(tiny_gguf, options, redirections):
+    command = f"generate hi --max-tokens 9 --temp 0 --threads 1 --model '{tiny_gguf}' --alpha 0.9 {options}"
+    outputs = set()
+    for redirection in redirections:
         line = f"bash -c \"'{sys.executable}' -m taper {command} {redirection}\""
         done = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
-        if "--compare" not in options and "--json" not in options:  # those show times
-            assert done.stdout == wanted.stdout
-        assert len(done.stdout.splitlines()) == len(wanted.stdout.splitlines())
+        outputs.add(done.stdout)
+    (output,) = outputs
+    assert output
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
@@ -169,7 +176,7 @@ run()
 def test_a_signal_whose_handler_returns_costs_no_output_and_reaches_whoever_waits_for_it(tiny_gguf):
     """A graph that a signal ended is computed again, as a handler may do nothing but count."""
     code = """
-prompts = [f"{i} " + "long " * 180 for i in range(12)]
+prompts = [f"{i} " + "long " * 180 for i in range(6)]
 def outputs():
     llm.generate([f"other {i}" for i in range(8)], params, policy=full)  # so that no slot holds these prompts
     return [llm.generate(prompt, params, policy=full).token_ids for prompt in prompts]

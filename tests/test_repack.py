@@ -79,6 +79,7 @@ def test_a_processor_without_layouts_works(monkeypatch):
     assert np.isfinite(backend.forward(one_slot(backend, [1, 2, 3], (2,))).logits).all()
 
 
+@pytest.mark.ci
 def test_fifty_loads_and_deletions_leave_no_memory_behind():
     code = """
 from dataclasses import replace

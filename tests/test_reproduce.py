@@ -17,7 +17,6 @@ import taper.lab.calibration.run
 import taper.lab.calibration.summary
 from taper import DepthPolicy
 from taper.errors import RequestError
-from taper.lab.calibration import clock as cost
 from taper.lab.calibration.statistics import Estimate
 from taper.lab.evals.records import RecordFile
 from taper.lab.evals.summary import Score
@@ -29,8 +28,7 @@ METHODS = [FULL, CALIBRATED, *["D3, measured order", "D3, middle first (our read
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    """Few timed runs, and short outputs for block influence."""
-    monkeypatch.setattr(cost, "ROUNDS", 1)
+    """Short outputs for block influence."""
     monkeypatch.setattr(comparison, "INFLUENCE_TOKENS", 4)
     monkeypatch.setattr(comparison, "INFLUENCE_PROMPTS", 8)
 
@@ -58,6 +56,7 @@ def results(folder: Path) -> dict:
     return json.loads((folder / "out" / "results.json").read_text())
 
 
+@pytest.mark.ci
 def test_methods_are_compared_at_both_depths_and_lengths(run, arguments, tmp_path, monkeypatch):
     written = []
     append = RecordFile.append
@@ -165,6 +164,7 @@ def test_a_budget_that_no_policy_meets_leaves_the_headline(run, arguments, monke
     assert "No policy meets the budget" in (tmp_path / "out" / "index.html").read_text()
 
 
+@pytest.mark.ci
 def test_baselines_compare_every_method(run, arguments, tmp_path):
     run([*arguments, f"--policy={tmp_path / 'policy.json'}", "--tasks=gsm8k", "--lengths=24", "--baselines"])
     data = results(tmp_path)

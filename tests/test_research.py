@@ -41,7 +41,6 @@ from taper.backends import TokenBatch
 from taper.backends.ggml import GgmlBackend
 from taper.errors import RequestError
 from taper.lab.bench.shapes import TINY
-from taper.lab.calibration import clock as cost
 from taper.lab.calibration.problems import builtin_problems
 from taper.lab.calibration.replay import Reference, Replay
 from taper.lab.evals.records import RecordFile
@@ -69,7 +68,6 @@ def results(arguments, tmp_path_factory):
     folder = tmp_path_factory.mktemp("results")
     with pytest.MonkeyPatch.context() as patch:
         for module, name, value in [
-            (cost, "ROUNDS", 1),
             (claims, "LENGTHS", (8, 40)),
             (claims, "HALVED", 4),
             (unnested, "FREE", 2),
@@ -87,6 +85,7 @@ def results(arguments, tmp_path_factory):
     return folder
 
 
+@pytest.mark.ci
 def test_methods_are_measured_on_every_task(results):
     result = json.loads((results / "methods-tiny.json").read_text())
     assert set(result["tasks"]) == set(TASKS.split(","))
@@ -129,6 +128,7 @@ def test_methods_are_chosen_by_words_of_their_names():
         task_options.chosen(policies, ["measured", "layerdrop"])
 
 
+@pytest.mark.ci
 def test_results_of_another_model_are_rejected(results, arguments, tmp_path, capsys):
     path = tmp_path / "claims.json"
     path.write_text('{"model": {"name": "other"}}')
@@ -138,6 +138,7 @@ def test_results_of_another_model_are_rejected(results, arguments, tmp_path, cap
     assert "has results of another model" in capsys.readouterr().err
 
 
+@pytest.mark.ci
 def test_what_is_replayed_was_written_by_full_depth(results, arguments, tiny_llama):
     parser = argparse.ArgumentParser()
     task_options.add_options(parser)
@@ -150,6 +151,7 @@ def test_what_is_replayed_was_written_by_full_depth(results, arguments, tiny_lla
         assert reference_ids(tiny_llama, list(reference.prompt_ids), DepthPolicy.full(6), len(ids)) == list(ids)
 
 
+@pytest.mark.ci
 def test_the_harness_own_class_gives_the_same_strings_in_f32(arguments, tmp_path, monkeypatch):
     for name, value in [("PROBLEMS", 6), ("BATCH", 4), ("TIMED", 5), ("TIMED_BATCH", 3), ("ROUNDS", 2)]:
         monkeypatch.setattr(harness, name, value)
@@ -393,6 +395,7 @@ def session_arguments(tiny_gguf, tmp_path, monkeypatch) -> list[str]:
     return [f"--model={tiny_gguf}", "--threads=1", "--rounds=1", "--tokens=4", f"--out={tmp_path / 'session.json'}"]
 
 
+@pytest.mark.ci
 def test_sessions_are_measured_cell_by_cell(session_arguments, tmp_path, capsys):
     for more in (["--clients=1", "--only=greedy"], ["--clients=2", "--only=default"]):
         with pytest.raises(SystemExit) as stop:
@@ -481,6 +484,7 @@ def test_a_start_of_its_own_saves_only_where_tasks_differ():
     assert saved.value == pytest.approx(0.5, abs=0.05)
 
 
+@pytest.mark.ci
 def test_pooling_adds_up_the_problems_of_tasks(results):
     result = json.loads((results / "methods-tiny.json").read_text())
     cells = [cells["5"] for cells in result["tasks"].values()]
@@ -492,6 +496,7 @@ def test_pooling_adds_up_the_problems_of_tasks(results):
             assert difference.value == pytest.approx(np.mean(own))
 
 
+@pytest.mark.ci
 def test_pages_show_every_method_and_claim(results, tmp_path):
     for name in {path.name for path in render.RESULTS.glob("*.json")}:
         if not name.startswith(("methods", "claims")):

@@ -700,6 +700,7 @@ def test_the_openai_client_works_unchanged(server):
     assert isinstance(parsed.choices[0].message.parsed.ok, bool)
 
 
+@pytest.mark.ci
 def test_langchain_works_unchanged(server):
     from langchain_openai import ChatOpenAI
 
@@ -712,6 +713,7 @@ def test_langchain_works_unchanged(server):
     assert "".join(chunk.content for chunk in chat.stream("one")) == expected.text
 
 
+@pytest.mark.ci
 def test_llm_works_unchanged(server, tmp_path):
     """Simon Willison's llm, with a model of its list of OpenAI-compatible ones."""
     (tmp_path / "extra-openai-models.yaml").write_text(

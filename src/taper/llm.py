@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, overload
 
-from .backends import Backend, open_backend
+from .backends import open_backend
 from .engine import Engine, Request, takes_filled
 from .engine.drafting import Drafting
 from .errors import (
@@ -32,7 +32,7 @@ from .models import load_model
 from .models.download import DEFAULT_MODEL
 from .models.fetch import find_or_fetch
 from .models.policies import FULL, TAPERING, default_policy, fitting_policies, resolve_policy
-from .models.tokenizer import Message, Tokenizer, texts_of
+from .models.tokenizer import Message, texts_of
 from .policy import DepthPolicy
 from .sampling import SamplingParams
 from .stream import Chunk, LatestOutputs, Output, Stream
@@ -167,16 +167,6 @@ class LLM:
         self.config, self.tokenizer, self.engine = backend.config, loaded.tokenizer, Engine(backend)
         self.sampling = dict(loaded.sampling or DEFAULT_SAMPLING)
         self.outputs = LatestOutputs()
-
-    @classmethod
-    def from_backend(cls, backend: Backend, tokenizer: Tokenizer, path: Path, dtype: str = "auto") -> LLM:
-        """An LLM on a backend that is open already, with weights of this `dtype`; the model's files are at `path`."""
-        llm = cls.__new__(cls)
-        llm.sampling = dict(DEFAULT_SAMPLING)
-        llm.model, llm.path, llm.dtype, llm.threads = str(path), path, dtype, None
-        llm.config, llm.tokenizer, llm.engine = backend.config, tokenizer, Engine(backend)
-        llm.outputs = LatestOutputs()
-        return llm
 
     def close(self) -> None:
         """Give back the memory of the weights and of the key-value cache; nothing can be generated afterwards."""

@@ -7,14 +7,14 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import DEVICES, DRAFTERS, DTYPES, HEADS, OFF, REPACK, REUSE, MissingModelError, RequestError
+from ..errors import DEVICES, DRAFTERS, DTYPES, HEADS, OFF, REPACK, REUSE, RequestError
 from ..models.files import check_writable
 
 if TYPE_CHECKING:
@@ -212,15 +212,6 @@ def duration(seconds: float) -> str:
     units = (("days", 86400), ("h", 3600), ("min", 60), ("s", 1))
     unit, size = next(((unit, size) for unit, size in units if seconds >= 2 * size), units[-1])
     return f"about {max(1, round(seconds / size))} {unit}"
-
-
-def check_model(options: dict[str, Any]) -> None:
-    """Before a prompt is read, raise ModelError for a model that is neither here nor can be fetched."""
-    from ..models import find_model
-
-    with suppress(MissingModelError):
-        if options["model"] is not None:
-            find_model(options["model"])
 
 
 def say(line: str) -> None:

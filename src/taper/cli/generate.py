@@ -24,7 +24,6 @@ from .common import (
     OF_MODELS,
     Command,
     GroupedCommand,
-    check_model,
     draft_options,
     limits_of_drafts,
     load,
@@ -114,9 +113,8 @@ def generate_text(argument: str | None, compare: bool, as_json: bool, options: d
         raise click.UsageError("--suffix goes without a chat: leave out --system and --think")
     sampling = sampling_of(options)
     more = {"response_format": _schema(options.get("schema")), "think": options["think"]}
-    check_model(options)
-    text = _read_prompt("-" if argument is None else argument)
     llm = load(options)
+    text = _read_prompt("-" if argument is None else argument)
     params = llm.sampling_params(**sampling)
     prompt = _prompt(llm, text, options["system"])
     if (suffix := options.get("suffix")) is not None:
