@@ -47,6 +47,13 @@ def generate(run):
     return lambda *args: json.loads(run("generate", "hi", "--max-tokens", "9", *args, "--json").stdout)
 
 
+def test_help_describes_each_command_in_a_whole_sentence_and_begins_with_generate():
+    lines = CliRunner().invoke(cli, ["--help"]).stdout.partition("Commands:\n")[2].splitlines()
+    assert lines[0].split()[0] == "generate"
+    assert len(lines) == len(cli.commands)
+    assert [line for line in lines if not line.endswith(".") or line.endswith("...")] == []
+
+
 def test_text_goes_to_standard_output_and_the_rest_to_standard_error(run, generate, policy_file):
     options = ("--policy", policy_file)
     plain = run("generate", "hi", "--max-tokens", "9", *options)
