@@ -24,7 +24,15 @@ _ADVICE = {
     "REPACK": f"matrices cannot be repacked for this processor; {_NATIVE}",
 }
 _REPRODUCE = "it is research/reproduce.py now, in a copy of the repository"
-_RENAMED = {"reproduce": _REPRODUCE, "--baselines": _REPRODUCE, "--no-repack": "write --repack never"}  # since 0.1.0
+# What older versions had, and what one may guess.
+_RENAMED = {
+    "reproduce": _REPRODUCE,
+    "--baselines": _REPRODUCE,
+    "--no-repack": "write --repack never",
+    "compare": "write taper generate --compare",
+}
+# Where a command takes the file that was given without an option's name.
+_FILES = {"prompts": "a file of prompts goes with --prompts", "tasks": "a file of problems goes with --tasks"}
 
 
 def _version(context: click.Context, parameter: click.Parameter, wanted: bool) -> None:
@@ -184,8 +192,10 @@ def _hint(error: click.ClickException) -> str:
         return now
     if context is None:
         return "see taper --help"
-    if "unexpected extra argument" in message and any(param.name == "prompts" for param in context.command.params):
-        return "a file of prompts goes with --prompts"
+    if "unexpected extra argument" in message or "Missing option '--tasks'" in message:
+        for param in context.command.params:
+            if param.name in _FILES:
+                return _FILES[param.name]
     return f"see {context.command_path} --help"
 
 

@@ -274,7 +274,7 @@ def _of_steps(part: StepRange) -> tuple[str, ...]:
 def _to_task(out: Path, as_json: bool, options: dict[str, Any]) -> DepthPolicy | None:
     """The policy that keeps a task's accuracy; None if none was shown to."""
     from ..lab.calibration.summary import interval
-    from ..lab.calibration.task import PROBLEMS, SEARCH_PROBLEMS, calibrate_to_task
+    from ..lab.calibration.task import PROBLEMS, SEARCH_PROBLEMS, calibrate_to_task, check_count
     from ..lab.evals import load_tasks
     from ..lab.evals.run import TaskProblems
     from ..lab.evals.summary import check_comparison
@@ -288,6 +288,7 @@ def _to_task(out: Path, as_json: bool, options: dict[str, Any]) -> DepthPolicy |
     selection = load_tasks([options["task"]], fewshot=options["fewshot"], data_dir=options["data_dir"], split=split)
     check_comparison(selection, options["margin"], options["filter_name"])
     most = PROBLEMS if options["problems"] is None else options["problems"]
+    check_count(selection.tasks[0].num_problems)
     task, parts = selection.tasks[0], f"{SEARCH_PROBLEMS} for the search, up to {most} of the others for each verdict"
     read = f"{task.num_problems} problems {'from' if own else 'of'} {options['task']}"
     say(f"{read}: {parts}; the first: {beginning(task.first_prompt)}")
