@@ -103,7 +103,9 @@ def evaluate(
     filters = check_comparison(selection, margin, filter_name)
     count = sum(min(task.num_problems, options["limit"] or task.num_problems) for task in selection.tasks)
     first = beginning(selection.tasks[0].first_prompt)
-    say(f"{count} problems of {', '.join(names)}, each by {' and '.join(wanted)}; the first: {first}")
+    how = {"full": "at full depth", "taper": f"under {' and '.join(policies)}" if policies else "tapered"}
+    runs = " and ".join(how[mode] for mode in wanted)
+    say(f"{count} problems of {', '.join(names)}, each {runs}; the first: {first}")
     llm = load(options, max_batch_size=batch_size)
     given = {name: options[name] for name in ("limit", "chat", "max_tokens", "seed")}
     asked: list[Any] = []
@@ -203,10 +205,14 @@ def _warnings(summary: EvalSummary, has_template: bool) -> Iterator[str]:
 
 
 def _title(result: TaskSummary, summary: EvalSummary) -> str:
-    settings = summary.settings["tasks"][result.tasks[0]]
+    from ..lab.evals.tasks import OWN
+
+    settings, is_chat = summary.settings["tasks"][result.tasks[0]], summary.settings["chat"]
     facts = [] if len(result.tasks) == 1 else [f"{len(result.tasks)} tasks together"]
     facts.append("1 problem" if result.problems == 1 else f"{result.problems} problems")
-    facts.append(f"{settings['fewshot']}-shot{' chat' if summary.settings['chat'] else ''}")
+    if settings["version"] == OWN:
+        return f"{result.name}: {', '.join(facts)}, asked {'by the chat template' if is_chat else 'in plain text'}"
+    facts.append(f"{settings['fewshot']}-shot{' chat' if is_chat else ''}")
     if len(result.tasks) == 1:
         facts.append(f"version {settings['version']}")
     facts.append(result.metric or "no metric that is right or wrong; the records have its metrics")
