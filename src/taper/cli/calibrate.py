@@ -124,7 +124,7 @@ def calibrate(out: Path | None, as_json: bool, **options: Any) -> None:
 
     \b
     A first look in minutes:
-      taper calibrate --quick --min-agreement 95% --report report
+      taper calibrate --quick --speedup 1.1 --report report
 
     Give at least one budget, or a speed. Prompts that the search never saw decide the verdict. Measurements are kept:
     an interrupted calibration continues where it was, and another budget on the same prompts is quick. If no policy
