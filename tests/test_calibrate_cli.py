@@ -41,7 +41,7 @@ def arguments(tiny_gguf, tmp_path):
 
 def test_options_are_listed_in_groups():
     said = CliRunner().invoke(cli, ["calibrate", "--help"]).output
-    headings = ["Model:", "Budget, one at least, or a speed:", "Prompts:", "Adapters:", "Results:", "Other:"]
+    headings = ["Budget, one at least, or a speed:", "Prompts:", "Results:", "Adapters:", "Model:", "Other:"]
     places = [said.index(f"\n{heading}") for heading in headings]
     assert places == sorted(places)
     options = [param.opts[-1] for param in calibrate.params if not param.hidden]

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import click
 import pytest
@@ -15,7 +16,7 @@ from forked import run_taper
 
 from taper import Chunk, DepthPolicy, __version__
 from taper.cli import cli
-from taper.cli.terminal import DepthColours, Thoughts, depth_chart, policy_picture, styled
+from taper.cli.terminal import DepthColours, SideBySide, Thoughts, depth_chart, policy_picture, styled
 from taper.errors import RequestError
 
 KEYS = ["text", "finish_reason", "prompt_tokens", "completion_tokens", "num_hidden_layers", "mean_depth", "depths"]
@@ -45,6 +46,13 @@ def run(tiny_gguf):
 def generate(run):
     """What `generate --json` prints for a prompt."""
     return lambda *args: json.loads(run("generate", "hi", "--max-tokens", "9", *args, "--json").stdout)
+
+
+def test_help_describes_each_command_in_a_whole_sentence_and_begins_with_generate():
+    lines = CliRunner().invoke(cli, ["--help"]).stdout.partition("Commands:\n")[2].splitlines()
+    assert lines[0].split()[0] == "generate"
+    assert len(lines) == len(cli.commands)
+    assert [line for line in lines if not line.endswith(".") or line.endswith("...")] == []
 
 
 def test_text_goes_to_standard_output_and_the_rest_to_standard_error(run, generate, policy_file):
@@ -105,6 +113,24 @@ def test_compare_gives_both_outputs_as_if_alone_and_shows_them_side_by_side(run,
     assert "tokens/s" in result.stdout
     ratio, low, high = map(float, re.search(r"(\S+)x as fast per token \((\S+) to (\S+)\)", result.stderr).groups())
     assert low <= ratio <= high
+
+
+@pytest.mark.parametrize(
+    ("tapered", "said"),
+    [
+        ([1, 2, 3], "the same text"),
+        ([1, 2, 4], "the first 2 tokens are the same"),
+        ([1, 3, 2], "the texts differ from the beginning"),
+        ([3, 2, 1], "the texts differ from the beginning"),
+    ],
+)
+def test_a_comparison_says_how_long_the_texts_are_the_same(tapered, said):
+    outputs = {
+        mode: SimpleNamespace(token_ids=ids, tokens_per_second=1.0)
+        for mode, ids in (("full", [1, 2, 3]), ("taper", tapered))
+    }
+    seconds = {"full": [0.0, 1.0, 2.0], "taper": [0.5, 1.5, 2.5]}
+    assert SideBySide({}, seconds=seconds, outputs=outputs).verdict().endswith(f"; {said}")
 
 
 def test_a_dash_reads_the_prompt_from_standard_input(run):
@@ -168,9 +194,12 @@ def test_names_that_are_nearly_right_get_a_hint(tiny_gguf):
         (["reproduce", "model.gguf"], "research/reproduce.py"),
         (["calibrate", "--model", "model.gguf", "--baselines"], "research/reproduce.py"),
         (["generate", "--no-repack", "hi"], "--repack never"),
+        (["compare", "hi"], "taper generate --compare"),
+        (["eval", "problems.jsonl"], "a file of problems goes with --tasks"),
+        (["calibrate", "prompts.jsonl"], "a file of prompts goes with --prompts"),
     ],
 )
-def test_command_lines_of_older_versions_are_told_what_to_write_instead(arguments, now):
+def test_what_older_versions_had_and_what_one_may_guess_is_told_what_to_write_instead(arguments, now):
     code, _, said = run_taper(*arguments)
     assert (code, said.count(b"\n")) == (2, 1)
     assert now in said.decode()

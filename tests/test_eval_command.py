@@ -95,8 +95,9 @@ def test_problems_of_ones_own_are_asked_by_the_chat_template_if_the_model_has_on
     for more, form in (([], " chat"), (["--no-chat"], "")):
         result = CliRunner().invoke(cli, [*map(str, command), "--tasks", "sums.csv", "--limit", "4", *more])
         assert result.exit_code == 0, result.output
-        assert "loading sums.csv\n4 problems of sums.csv, each by full and taper; the first: 0, + 1?\n" in result.stderr
-        assert f"sums: 4 problems, 0-shot{form}, version own" in result.stdout
+        assert "loading sums.csv\n4 problems of sums.csv, each at full depth and under " in result.stderr
+        assert "; the first: 0, + 1?\n" in result.stderr
+        assert f"sums: 4 problems, asked {'by the chat template' if form else 'in plain text'}\n" in result.stdout
         assert "not enough problems: no verdict comes from fewer than 5" in result.stdout
         (file,) = tmp_path.glob("eval-*")
         assert file.name.endswith("-sums.jsonl")

@@ -119,6 +119,14 @@ def test_a_model_that_solves_nothing_is_rejected(llm, file):
         calibrate_to_task(llm, TaskProblems(llm, load_tasks([str(file)]), max_tokens=6), 0.2, problems=64)
 
 
+def test_a_task_with_too_few_problems_is_rejected_before_anything_is_said_of_them(file, tiny_llama, tmp_path):
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(file.read_text().splitlines(keepends=True)[:63]))
+    result = command(few, tiny_llama, "--margin", "0.2")
+    assert result.stderr == ""
+    assert "has 63 problems; 64 are needed" in str(result.exception)
+
+
 def test_a_task_of_the_harness_is_asked_as_taper_eval_asks_it(llm, file):
     selection = load_tasks([str(file)])
     policy = DepthPolicy.static(6, 4, [2, 3])

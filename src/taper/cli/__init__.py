@@ -24,7 +24,15 @@ _ADVICE = {
     "REPACK": f"matrices cannot be repacked for this processor; {_NATIVE}",
 }
 _REPRODUCE = "it is research/reproduce.py now, in a copy of the repository"
-_RENAMED = {"reproduce": _REPRODUCE, "--baselines": _REPRODUCE, "--no-repack": "write --repack never"}  # since 0.1.0
+# What older versions had, and what one may guess.
+_RENAMED = {
+    "reproduce": _REPRODUCE,
+    "--baselines": _REPRODUCE,
+    "--no-repack": "write --repack never",
+    "compare": "write taper generate --compare",
+}
+# Where a command takes the file that was given without an option's name.
+_FILES = {"prompts": "a file of prompts goes with --prompts", "tasks": "a file of problems goes with --tasks"}
 
 
 def _version(context: click.Context, parameter: click.Parameter, wanted: bool) -> None:
@@ -56,10 +64,27 @@ def _version(context: click.Context, parameter: click.Parameter, wanted: bool) -
     context.exit()
 
 
+class _InOrder(click.Group):
+    """Commands whose help lists them as they were added: what one needs first comes first."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Their names."""
+        return list(self.commands)
+
+
 @click.group(
-    context_settings={"help_option_names": ["-h", "--help"], "show_default": True, "auto_envvar_prefix": "TAPER"}
+    cls=_InOrder,
+    context_settings={"help_option_names": ["-h", "--help"], "show_default": True, "auto_envvar_prefix": "TAPER"},
 )
-@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, allow_from_autoenv=False)
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_version,
+    allow_from_autoenv=False,
+    help="Print the versions, and which kernels run.",
+)
 def cli() -> None:
     """Language models that run fewer layers per token as the output grows, without retraining.
 
@@ -68,9 +93,9 @@ def cli() -> None:
     Names.are_options = True  # in tests, which do not come by `main`
 
 
-_OF_MODELS = (models.pull, models.list_models, models.show, models.rm, models.policy, models.vllm_args)
-_OF_THE_LAB = (bench.bench, calibrate.calibrate, heal.heal, eval.evaluate)
-for _command in (chat.run, generate.generate, chat.chat, *_OF_MODELS, *_OF_THE_LAB, serve.serve):
+_OF_MODELS = (models.policy, models.list_models, models.pull, models.show, models.rm, models.vllm_args)
+_OF_THE_LAB = (calibrate.calibrate, eval.evaluate, bench.bench, heal.heal)
+for _command in (generate.generate, chat.chat, chat.run, serve.serve, *_OF_THE_LAB, *_OF_MODELS):
     cli.add_command(_command)
 
 
@@ -167,8 +192,10 @@ def _hint(error: click.ClickException) -> str:
         return now
     if context is None:
         return "see taper --help"
-    if "unexpected extra argument" in message and any(param.name == "prompts" for param in context.command.params):
-        return "a file of prompts goes with --prompts"
+    if "unexpected extra argument" in message or "Missing option '--tasks'" in message:
+        for param in context.command.params:
+            if param.name in _FILES:
+                return _FILES[param.name]
     return f"see {context.command_path} --help"
 
 

@@ -43,12 +43,12 @@ _FOR_TASKS = ("margin", "problems", "split", "data_dir", "fewshot", "chat", "max
 _FOR_PROMPTS = (*_LIMITS, "answer_tokens", "quick", "prompts", "report", "heal")
 _TASK_BATCH_SIZE = 32
 _GROUPS = {
-    "Model": OF_MODELS,
-    "Budget, one at least, or a speed": _LIMITS,
-    "Prompts": ("prompts", "answer_tokens", "quick", "seed"),
+    "Budget, one at least, or a speed": ("min_agreement", "max_kl", "max_nll_increase", "speedup"),
+    "Prompts": ("prompts", "quick", "answer_tokens", "seed"),
+    "Results": ("report", "out", "name", "as_json"),
+    "A task, instead of a budget and prompts": ("task", *_FOR_TASKS),
     "Adapters": ("adapters", "heal"),
-    "A task instead of a budget": ("task", *_FOR_TASKS),
-    "Results": ("out", "report", "name", "as_json"),
+    "Model": OF_MODELS,
 }
 
 
@@ -61,17 +61,24 @@ _GROUPS = {
     help='JSON lines with "prompt" or "messages", text, one prompt a line, or a CSV with a column prompt. Default: 72 '
     "built-in prompts.",
 )
-@click.option("--max-kl", type=float, help="Budget: mean KL(full || policy) over tapered steps, in nats.")
+@click.option("--max-kl", type=float, help="Mean KL(full depth || policy) over these steps, in nats.")
 @click.option(
-    "--min-agreement", type=Share(), help="Budget: top-1 agreement with full depth over tapered steps: 0.95 or 95%."
+    "--min-agreement",
+    type=Share(),
+    help="At so many of the steps that skip layers, the likeliest token is full depth's: 0.95 or 95%.",
 )
 @click.option(
     "--max-nll-increase",
     type=Percent(),
     metavar="PERCENT",
-    help="Budget: how much the NLL of full depth's own outputs may rise.",
+    help="How much the NLL of full depth's outputs may rise at these steps: 3 or 3%.",
 )
-@click.option("--speedup", type=float, metavar="X", help="Instead of a budget: the best quality at this speed.")
+@click.option(
+    "--speedup",
+    type=float,
+    metavar="X",
+    help="Instead of a budget: the best quality at X times the speed, such as 1.2.",
+)
 @click.option(
     "--adapters",
     type=Path,
@@ -89,24 +96,22 @@ _GROUPS = {
     is_flag=True,
     default=None,
     show_default=False,
-    help="A first look in minutes: 24 prompts, short outputs, no word problems; wide intervals.",
+    help="A first look in minutes: up to 24 prompts, short outputs, no word problems; wide intervals.",
 )
-@click.option("--task", metavar="NAME|FILE", help="Instead of a budget: hold the accuracy on a task (see --margin).")
+@click.option("--task", metavar="NAME|FILE", help="Problems with answers, on which the accuracy must hold.")
 @click.option(
     "--margin",
     type=Share(below_one=True),
     metavar="X",
-    help="With --task: loss of accuracy that you accept: 0.03 or 3%.",
+    help="Loss of accuracy that you accept: 0.03 or 3%.",
 )
-@click.option("--problems", type=int, metavar="N", help="With --task: most problems for each comparison. Default: 192.")
-@click.option("--split", metavar="NAME", help="With --task: part of the data to calibrate on. Default: train.")
-@click.option("--data-dir", type=Path, metavar="FOLDER", help="With --task: local data of GSM8K and BBH.")
-@click.option("--fewshot", type=int, metavar="N", help="With --task: examples before each problem.")
-@click.option(
-    "--chat/--no-chat", default=None, help="With --task: ask by the model's chat template, the default for a file."
-)
-@click.option("--max-tokens", type=int, metavar="N", help="With --task: most tokens of an output.")
-@click.option("--filter", "filter_name", metavar="NAME", help="With --task: the filter whose metric counts.")
+@click.option("--problems", type=int, metavar="N", help="Most problems for each comparison. Default: 192.")
+@click.option("--split", metavar="NAME", help="Part of the data to calibrate on. Default: train.")
+@click.option("--data-dir", type=Path, metavar="FOLDER", help="Local data of GSM8K and BBH.")
+@click.option("--fewshot", type=int, metavar="N", help="Examples before each problem.")
+@click.option("--chat/--no-chat", default=None, help="Ask by the model's chat template; the default for a file.")
+@click.option("--max-tokens", type=int, metavar="N", help="Most tokens of an output.")
+@click.option("--filter", "filter_name", metavar="NAME", help="The filter whose metric counts.")
 @click.option(
     "--out", type=Path, help="Where to write the policy. Default: policy.json, with adapters policy.safetensors."
 )
@@ -115,14 +120,18 @@ _GROUPS = {
 @click.option("--seed", type=click.IntRange(0), default=0, help="Seed for splitting the prompts in two.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything that was measured as one JSON object.")
 def calibrate(out: Path | None, as_json: bool, **options: Any) -> None:
-    """Find the layers that a model can spare under a budget, and validate the result on held-out prompts.
+    """Find the layers that a model can spare under a budget.
 
-    Give at least one of the three budgets, or a speed. Measurements are kept: an interrupted calibration continues
-    where it was, and another budget on the same prompts is quick. If no policy meets the budget, taper says so, writes
-    no policy and exits with code 1.
+    \b
+    A first look in minutes:
+      taper calibrate --quick --speedup 1.1 --report report
 
-    With --task, the budget is the accuracy on a task of lm-evaluation-harness, or on your own problems: JSON lines
-    or a CSV with "prompt" and "answer". This is the measure that counts, and it takes longest.
+    Give at least one budget, or a speed. Prompts that the search never saw decide the verdict. Measurements are kept:
+    an interrupted calibration continues where it was, and another budget on the same prompts is quick. If no policy
+    meets the budget, taper says so, writes no policy and exits with code 1.
+
+    With --task, the budget is the accuracy on problems with known answers: your own, as JSON lines or a CSV with
+    "prompt" and "answer", or a task of lm-evaluation-harness. This is the measure that counts, and it takes longest.
     """
     _check_options(options)
     has_adapters = options["adapters"] is not None or options["heal"] is not None
@@ -265,7 +274,7 @@ def _of_steps(part: StepRange) -> tuple[str, ...]:
 def _to_task(out: Path, as_json: bool, options: dict[str, Any]) -> DepthPolicy | None:
     """The policy that keeps a task's accuracy; None if none was shown to."""
     from ..lab.calibration.summary import interval
-    from ..lab.calibration.task import PROBLEMS, SEARCH_PROBLEMS, calibrate_to_task
+    from ..lab.calibration.task import PROBLEMS, SEARCH_PROBLEMS, calibrate_to_task, check_count
     from ..lab.evals import load_tasks
     from ..lab.evals.run import TaskProblems
     from ..lab.evals.summary import check_comparison
@@ -279,6 +288,7 @@ def _to_task(out: Path, as_json: bool, options: dict[str, Any]) -> DepthPolicy |
     selection = load_tasks([options["task"]], fewshot=options["fewshot"], data_dir=options["data_dir"], split=split)
     check_comparison(selection, options["margin"], options["filter_name"])
     most = PROBLEMS if options["problems"] is None else options["problems"]
+    check_count(selection.tasks[0].num_problems)
     task, parts = selection.tasks[0], f"{SEARCH_PROBLEMS} for the search, up to {most} of the others for each verdict"
     read = f"{task.num_problems} problems {'from' if own else 'of'} {options['task']}"
     say(f"{read}: {parts}; the first: {beginning(task.first_prompt)}")

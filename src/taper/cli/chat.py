@@ -57,7 +57,7 @@ def chat(**options: Any) -> None:
 @click.argument("prompt", required=False)
 @generation_options
 def run(name: str, prompt: str | None, **options: Any) -> None:
-    """Fetch MODEL if it is not here yet, and chat with it, or answer PROMPT."""
+    """Chat with MODEL, fetched if it is not here, or answer PROMPT."""
     if options["model"] is not None:
         raise click.UsageError("the model is given twice")
     options["model"] = name

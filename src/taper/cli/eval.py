@@ -14,7 +14,7 @@ import click
 
 from ..errors import RequestError, one_of
 from ..models import model_name
-from .common import Share, beginning, check_file, conclusion, load, model_options, say
+from .common import OF_MODELS, GroupedCommand, Share, beginning, check_file, conclusion, load, model_options, say
 
 if TYPE_CHECKING:
     from ..lab.evals.records import Record
@@ -29,13 +29,23 @@ _MOSTLY_EMPTY = 0.5  # share of outputs without text from which no verdict means
 MODES = ("full", "taper")  # mode exact gives the outputs of full
 
 
-@click.command(name="eval")
+_GROUPS = {
+    "Problems": ("tasks", "limit", "split", "fewshot", "data_dir", "seed"),
+    "What is compared": ("policies", "modes", "margin", "filter_name"),
+    "Outputs": ("chat", "max_tokens", "batch_size"),
+    "Results": ("out", "as_json"),
+    "Model": OF_MODELS,
+}
+
+
+@click.command(name="eval", cls=GroupedCommand, groups=_GROUPS)
 @model_options
 @click.option(
     "--tasks",
     required=True,
     metavar="NAMES",
-    help="Tasks of lm-evaluation-harness, groups of them, or files of your own: .jsonl or .csv with prompt and answer.",
+    help="Files of your own, .jsonl or .csv with prompt and answer, or tasks of lm-evaluation-harness, with commas "
+    "between them.",
 )
 @click.option("--modes", default="full,taper", metavar="MODES", help="full, taper or both.")
 @click.option("--policy", "policies", multiple=True, metavar="POLICY", help="Name or file, for taper. May be repeated.")
@@ -66,10 +76,14 @@ def evaluate(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Compare a model at full depth and tapered, on the same problems of a task.
+    """Compare full depth and policies on problems with answers.
 
-    Runs tasks of lm-evaluation-harness in which the model generates text, such as gsm8k and bbh_cot_fewshot. Each
-    problem is recorded as soon as it is completed: the same command continues an interrupted evaluation.
+    \b
+    On problems of your own:
+      taper eval --tasks problems.jsonl --policy fast --margin 3%
+
+    Or on tasks of lm-evaluation-harness in which the model writes its answer, such as gsm8k and bbh_cot_fewshot. Each
+    problem is recorded as soon as it is answered: the same command continues an interrupted evaluation.
     """
     from ..lab.evals import evaluate as run
     from ..lab.evals import load_tasks, summarise
@@ -89,7 +103,9 @@ def evaluate(
     filters = check_comparison(selection, margin, filter_name)
     count = sum(min(task.num_problems, options["limit"] or task.num_problems) for task in selection.tasks)
     first = beginning(selection.tasks[0].first_prompt)
-    say(f"{count} problems of {', '.join(names)}, each by {' and '.join(wanted)}; the first: {first}")
+    how = {"full": "at full depth", "taper": f"under {' and '.join(policies)}" if policies else "tapered"}
+    runs = " and ".join(how[mode] for mode in wanted)
+    say(f"{count} problems of {', '.join(names)}, each {runs}; the first: {first}")
     llm = load(options, max_batch_size=batch_size)
     given = {name: options[name] for name in ("limit", "chat", "max_tokens", "seed")}
     asked: list[Any] = []
@@ -189,10 +205,14 @@ def _warnings(summary: EvalSummary, has_template: bool) -> Iterator[str]:
 
 
 def _title(result: TaskSummary, summary: EvalSummary) -> str:
-    settings = summary.settings["tasks"][result.tasks[0]]
+    from ..lab.evals.tasks import OWN
+
+    settings, is_chat = summary.settings["tasks"][result.tasks[0]], summary.settings["chat"]
     facts = [] if len(result.tasks) == 1 else [f"{len(result.tasks)} tasks together"]
     facts.append("1 problem" if result.problems == 1 else f"{result.problems} problems")
-    facts.append(f"{settings['fewshot']}-shot{' chat' if summary.settings['chat'] else ''}")
+    if settings["version"] == OWN:
+        return f"{result.name}: {', '.join(facts)}, asked {'by the chat template' if is_chat else 'in plain text'}"
+    facts.append(f"{settings['fewshot']}-shot{' chat' if is_chat else ''}")
     if len(result.tasks) == 1:
         facts.append(f"version {settings['version']}")
     facts.append(result.metric or "no metric that is right or wrong; the records have its metrics")

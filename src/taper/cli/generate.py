@@ -93,7 +93,10 @@ def generation_options(command: Command) -> Command:
 @click.option("--compare", is_flag=True, help="Generate at full depth and tapered, side by side.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 def generate(prompt: str | None, named_prompt: str | None, compare: bool, as_json: bool, **options: Any) -> None:
-    """Generate text for PROMPT, after what comes on standard input; without PROMPT, or with -, for that alone."""
+    """Generate text for PROMPT.
+
+    Text from standard input is put before it; without PROMPT, or with -, it is the whole prompt.
+    """
     if prompt is not None and named_prompt is not None:
         raise click.UsageError("the prompt is given twice")
     generate_text(named_prompt if prompt is None else prompt, compare, as_json, options)

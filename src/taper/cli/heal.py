@@ -40,11 +40,12 @@ def heal(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Train small stand-ins for the layers that a policy skips, so that it loses less quality.
+    """Train small stand-ins for the layers that a policy skips.
 
-    The model answers prompts, and the adapters learn to give full depth's distribution. Its own weights stay as they
-    are. Training needs PyTorch; it can be stopped at any moment and continues where it was. If KL on held-out prompts
-    does not fall, taper says so, writes no policy and exits with code 1.
+    With these adapters it loses less quality. The model answers prompts, and the adapters learn to give full depth's
+    distribution. Its own weights stay as they are. Training needs PyTorch; it can be stopped at any moment and
+    continues where it was. If KL on held-out prompts does not fall, taper says so, writes no policy and exits with
+    code 1.
     """
     from ..models.policies import ADAPTERS_SUFFIX, save_policy
 

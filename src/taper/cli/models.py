@@ -20,7 +20,10 @@ _NAMES = "\n".join(
 )
 
 
-@click.command(help=f"Fetch MODEL: ORG/MODEL:TYPE of the hub, or one of these (default: the first):\n\n\b\n{_NAMES}")
+@click.command(
+    help="Fetch MODEL to this machine.\n\n"
+    f"MODEL is ORG/MODEL:TYPE of the hub, or one of these (default: the first):\n\n\b\n{_NAMES}"
+)
 @click.argument("model", default=DEFAULT_MODEL)
 def pull(model: str) -> None:
     from ..models.fetch import fetch
@@ -34,7 +37,7 @@ def pull(model: str) -> None:
 @click.command()
 @click.argument("model")
 def rm(model: str) -> None:
-    """Delete MODEL, which was fetched by its name; of a hub id, all files of the repository."""
+    """Delete MODEL, which was fetched by its name. Of a hub id, all files of the repository are deleted."""
     from ..models.download import remove
 
     say(f"deleted {model}, {remove(model) / 1e6:,.0f} MB")
@@ -43,7 +46,7 @@ def rm(model: str) -> None:
 @click.command()
 @click.argument("model", default=DEFAULT_MODEL)
 def show(model: str) -> None:
-    """What MODEL is: architecture, layers, types, context, template, licence, policies."""
+    """Say what MODEL is: architecture, layers, context, policies."""
     from collections import Counter
 
     from ..models import find_model, load_model
@@ -78,7 +81,7 @@ def show(model: str) -> None:
 
 @click.command("list")
 def list_models() -> None:
-    """The models that are on this machine, and those that can be fetched by name."""
+    """List the models on this machine, and those with a short name."""
     from ..models.download import hub_models
     from ..models.policies import shipped_policies
     from .terminal import print_table
@@ -96,12 +99,12 @@ def list_models() -> None:
 
 @click.group()
 def policy() -> None:
-    """Look at depth policies."""
+    """List policies, or draw which layers one skips, and when."""
 
 
 @policy.command("list")
 def policy_list() -> None:
-    """The policies that come with Taper."""
+    """List the policies that come with Taper."""
     from ..models.policies import fastest_holding, shipped_policies
     from .terminal import print_table
 

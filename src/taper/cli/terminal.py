@@ -238,7 +238,8 @@ class SideBySide:
         pairs = zip(full.token_ids, tapered.token_ids, strict=False)
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         same = len(full.token_ids) == len(tapered.token_ids) == shared
-        texts = "the same text" if same else f"the first {shared} tokens are the same"
+        beginning = f"the first {shared} tokens are the same" if shared > 1 else "the texts differ from the beginning"
+        texts = "the same text" if same else beginning
         ratio, low, high = speedup(self.seconds["full"], self.seconds["taper"])
         return f"tapered runs {ratio:.2f}x as fast per token ({low:.2f} to {high:.2f}); {texts}"
 

@@ -91,7 +91,7 @@ def _speed(summary: CalibrationSummary) -> Figure:
     sideways, upwards = [[speed - slowest], [fastest - speed]], [[kl - low], [high - kl]]
     axes.errorbar(speed, kl, upwards, sideways, "D", color=_INK, elinewidth=1.2, capsize=3, zorder=5, clip_on=False)
     style: dict[str, Any] = {"textcoords": "offset points", "va": "center", "weight": "bold", "color": _INK}
-    axes.annotate("this policy", (speed, kl), (9, 10), **style)
+    axes.annotate("this policy", (speed, kl), (9, 10), bbox={"color": "white", "alpha": 0.85, "pad": 1}, **style)
     axes.set(xlabel="speed, times that of full depth", ylabel="mean KL per token, nats", ylim=(0, None))
     axes.set_xlim(min(1.0, slowest) - 0.01, max(*frontier.speedup.values(), fastest) + 0.01)
     return figure

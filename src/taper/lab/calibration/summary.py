@@ -305,8 +305,8 @@ def remarks(summary: CalibrationSummary) -> list[str]:
         "Left to itself, it repeats itself more than the model does at full depth.": (
             repetition.policy.low > repetition.full.high
         ),
-        f"Measured in outputs of up to {long.max_tokens} tokens. Longer ones mostly run at its least depth; what that "
-        f"costs, --answer-tokens {MAX_TOKENS} measures.": short and not prompts.quick,
+        f"Measured in outputs of up to {long.max_tokens} tokens. Longer ones mostly run at its least depth: calibrate "
+        f"with --answer-tokens {MAX_TOKENS} to see what that costs.": short and not prompts.quick,
         f"Do not make it a default: in outputs of up to {long.max_tokens} tokens, it may be worse than full depth in "
         f"{', '.join(long.failures)}.": bool(long.failures) and not short,
     }

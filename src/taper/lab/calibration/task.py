@@ -62,6 +62,15 @@ class TaskCalibration:
         return {"settings": self.settings, "trials": trials, "policy": policy}
 
 
+def check_count(num_problems: int) -> None:
+    """Raise RequestError for a task with too few problems."""
+    if num_problems < SEARCH_PROBLEMS + FIRST_TEST:
+        raise RequestError(
+            f"the task has {num_problems} problems; {SEARCH_PROBLEMS + FIRST_TEST} are needed",
+            "give more; taper eval compares policies on any number",
+        )
+
+
 def calibrate_to_task(
     llm: LLM,
     problem_set: ProblemSet,
@@ -97,13 +106,9 @@ def calibrate_to_task(
     problems = whole_number("problems", problems, FIRST_TEST)
     if healed is not None:
         healed = adapted(llm, healed)
+    check_count(len(problem_set))
     shuffled = np.random.default_rng(seed).permutation(len(problem_set)).tolist()
     search, rest = shuffled[:SEARCH_PROBLEMS], shuffled[SEARCH_PROBLEMS:]
-    if len(rest) < FIRST_TEST:
-        raise RequestError(
-            f"the task has {len(shuffled)} problems; {SEARCH_PROBLEMS + FIRST_TEST} are needed",
-            "give a task with more problems",
-        )
     with measured_model(llm, progress) as model:
         judged = Problems(problem_set, search, rest[:problems], model.store)
         settings = {

@@ -40,7 +40,7 @@ _QUICK_FOLDERS = ("gsm8k", "bbh")  # the harness needs 10 seconds to read all of
 _NAMES = re.compile(r"^['\"]?(?:task|group)['\"]?:\s*['\"]?([\w.-]+)", re.MULTILINE)
 _GSM8K, _BBH = "openai/gsm8k", "SaylorTwift/bbh"  # the harness's names of the data sets
 _SPLITS = ("training_split", "validation_split", "fewshot_split", "test_split")
-_OWN = "own"  # version of a task from a user's own file
+OWN = "own"  # version of a task from a user's own file
 _MAX_BYTES = 64 << 20  # the largest real data file has 4 MB
 Metrics = dict[str, dict[str, Any]]  # of one problem: filter, metric, value
 RenderChat = Callable[..., str]
@@ -146,7 +146,7 @@ class Selection:
     @property
     def is_own(self) -> bool:
         """Whether all problems come from the user's own files."""
-        return all(task.version == _OWN for task in self.tasks)
+        return all(task.version == OWN for task in self.tasks)
 
 
 def load_tasks(
@@ -314,7 +314,7 @@ def _own_task(path: Path) -> dict[str, Any]:
         "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
         "generation_kwargs": {"until": [], "do_sample": False},
         "num_fewshot": 0,
-        "metadata": {"version": _OWN},
+        "metadata": {"version": OWN},
     }
 
 

@@ -152,9 +152,9 @@ function verdict(full, tapered) {
   if (!full.summary?.tokens_per_second || !tapered.summary?.tokens_per_second) return "Too short to compare.";
   const [ratio, low, high] = speedup(full.seconds, tapered.seconds).map((value) => `${value.toFixed(2)}x`);
   const pairs = full.tokens.map((token, i) => token.text === tapered.tokens[i]?.text);
-  const same = pairs.indexOf(false);
-  const text =
-    full.content === tapered.content ? "The texts are the same." : `The first ${same < 0 ? pairs.length : same} tokens are the same.`;
+  const same = pairs.includes(false) ? pairs.indexOf(false) : pairs.length;
+  const beginning = same > 1 ? `The first ${same} tokens are the same.` : "The texts differ from the beginning.";
+  const text = full.content === tapered.content ? "The texts are the same." : beginning;
   const speed = `Tapered ran at ${ratio} the tokens per second of full depth, between ${low} and ${high} with 95 % confidence.`;
   return `${speed} ${text} The chat goes on from the tapered answer.`;
 }
