@@ -3,10 +3,10 @@
     python research/gaps.py --llama-bin DIR --out research/results/gaps-qwen2.5-coder-1.5b-instruct.json
 
 A gap is 3 to 8 lines in the middle of a function of Python's standard library. Before it are the module's imports, the
-definition before the function, and the function's beginning; after it is its end. Exact mode with n-gram drafts and
-llama-server fill each gap in turn, greedily, by POST /infill; then full depth without drafts fills all of them once. No
-prompt is left from one round to the next. Leave the machine alone while it runs (ten minutes). Ends with exit status 1
-if a check fails.
+definition before the function, and the function's beginning; after it is its end. Full depth without drafts fills all
+of them once, greedily, by POST /infill; then exact mode with n-gram drafts and llama-server take turns at each gap. No
+prompt is left from one round to the next. The document is written after each round. Leave the machine alone while it
+runs (ten minutes). Ends with exit status 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -190,21 +190,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for target in targets.values():
             for gap in gaps[-WARM_UP:]:
                 fill(target, gap)
-        runs: dict[str, list[list[Filled]]] = {name: [] for name in targets}
+        full = Target(targets[EXACT].port, {"taper": FIELDS[FULL]})
+        runs = {name: list[list[Filled]]() for name in targets} | {FULL: [[fill(full, gap) for gap in gaps]]}
         for number in range(options.rounds):
             print(f"round {number + 1} of {options.rounds} ...", file=sys.stderr)
             order = list(targets)[:: -1 if number % 2 else 1]
             filled = [{name: fill(targets[name], gap) for name in order} for gap in gaps]
-            for name, own in runs.items():
-                own.append([one[name] for one in filled])
-            write(options.out, result | summary(names, runs))
-        full = Target(targets[EXACT].port, {"taper": FIELDS[FULL]})
-        runs[FULL] = [[fill(full, gap) for gap in gaps]]
-    result |= summary(names, runs)
-    if program:
-        passed = result["ratio"][LLAMA_SERVER].value >= LEAST_RATIO
-        result["passed"] = {f"at least {LEAST_RATIO}x llama-server": passed}
-    write(options.out, result)
+            for name in targets:
+                runs[name].append([one[name] for one in filled])
+            result["conditions"]["rounds"] = number + 1
+            result |= summary(names, runs)
+            if program:
+                passed = result["ratio"][LLAMA_SERVER].value >= LEAST_RATIO
+                result["passed"] = {f"at least {LEAST_RATIO}x llama-server": passed}
+            write(options.out, result)
     print(json.dumps(result, indent=1))
     sys.exit(not all(result.get("passed", {}).values()))
 
