@@ -28,10 +28,10 @@ ROOT = Path(__file__).parent.parent
 RESULTS, PAGES, TEMPLATES = (ROOT / "research" / name for name in ("results", "pages", "templates"))
 SECTIONS = (
     ROOT / "README.md",
-    *(ROOT / "docs" / f"{name}.md" for name in ("healing", "reliability", "serving", "vllm")),
+    *(ROOT / "docs" / f"{name}.md" for name in ("healing", "reliability", "serving", "vllm", "guide/generate")),
 )
 _BY_MODEL = (
-    *("bench", "calibration", "claims", "cpu_bench", "exact", "gpu_bench", "harness", "healing", "methods"),
+    *("bench", "calibration", "claims", "cpu_bench", "exact", "gaps", "gpu_bench", "harness", "healing", "methods"),
     *(
         "head",
         "head_frontier",

@@ -404,12 +404,16 @@ def test_repacking_changes_no_token_in_f32(run):
         (["so", " then</think>", "yes", "<think>"], [False, False, False, True]),
         (["a < b", "think > c"], [False, False]),
         (["<think></think>", "yes"], [False, False]),
-        (["assistant\n<think>\n", "so", "</think>", "yes"], [True, True, True, False]),  # the prompt's end first
     ],
 )
 def test_thoughts_are_separated_from_the_rest(pieces, thought):
-    thoughts = Thoughts()
+    thoughts = Thoughts(is_inside=False)
     assert [thoughts.take(piece) for piece in pieces] == thought
+
+
+def test_a_thought_that_the_prompt_begins_goes_on():
+    thoughts = Thoughts(is_inside=True)
+    assert [thoughts.take(piece) for piece in ("so", "</think>", "yes")] == [True, True, False]
 
 
 def test_thoughts_are_dimmed_without_a_line_break(monkeypatch):

@@ -16,6 +16,9 @@ from taper import LLM
 from taper.cli import cli
 from taper.errors import RequestError
 from taper.models.infill import _SPELLINGS, infill_tokens
+from taper.policy import DepthPolicy
+from taper.server.protocols.openai_events import InfillEvents
+from taper.stream import Chunk, Output
 
 ENDS = {"ignore_eos": False}
 QWEN = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>")
@@ -106,6 +109,15 @@ def test_the_server_fills_in_by_both_names(coder):
             assert (response.status_code, response.json()["error"]["param"]) == (400, "suffix")
             assert said in response.json()["error"]["message"]
         assert server.http.post("/infill", json=asked | {"n": 2}).status_code == 400
+
+
+@pytest.mark.parametrize("drafted", [8, 0])
+def test_timings_say_how_many_tokens_were_drafted_if_any_were(drafted):
+    given = {"prompt_tokens": 5, "depths": [6] * 7, "mean_depth": 6, "ttft_s": 1, "tokens_per_second": 2}
+    output = Output("abc", [1] * 7, "length", policy=DepthPolicy.full(6), drafted_tokens=drafted, **given)
+    (event,) = InfillEvents(NAME).events(Chunk(0, "c", 1, 6, output))
+    expected = {"draft_n": 8, "draft_n_accepted": 0} if drafted else {}
+    assert {name: value for name, value in event["timings"].items() if name.startswith("draft")} == expected
 
 
 def test_a_server_without_the_tokens_says_so(tiny_llama):

@@ -18,6 +18,7 @@ import calibration
 import claims
 import comparison
 import fill_cost
+import gaps
 import harness
 import methods
 import numpy as np
@@ -454,6 +455,71 @@ def test_sessions_have_a_page_and_a_table(tmp_path):
     assert page.count("the server's own sampling, one client") == page.count("greedy, 8 clients at once") == 2
     assert "| `fast` | 10.0 | 51.2 | 1.25x (0.80 to 2.00) | 1.12x (0.80 to 2.20) | 0.50 | 0.20 | 0.40 | 0.20 |" in page
     assert "| default 1: full at least 1.0x llama-server | yes |" in page
+
+
+# Code completion
+
+
+@pytest.mark.parametrize("name", gaps.GAPS)
+def test_a_gap_is_whole_lines_in_the_middle_of_its_function(name):
+    gap = gaps.cut(name)
+    assert 3 <= gap.missing.count("\n") == len(gap.missing.splitlines()) <= 8
+    whole = ast.walk(ast.parse(gap.prefix + gap.missing + gap.suffix))
+    *_, function = (n for n in whole if isinstance(n, ast.FunctionDef) and n.name == re.split("[:.]", name)[-1])
+    assert gap.prefix.count("\n") >= function.body[ast.get_docstring(function) is not None].lineno
+    assert gap.suffix
+
+
+def filled(seconds: float, text: str) -> gaps.Filled:
+    timings = {"prompt_n": 100, "prompt_ms": 500.0, "draft_n": 8, "draft_n_accepted": 6}
+    return gaps.Filled(seconds, {"content": text, "tokens_predicted": len(text), "timings": timings})
+
+
+def gap_runs() -> dict[str, list[list[gaps.Filled]]]:
+    """Three rounds of six gaps; llama-server writes another text in the last one."""
+    texts = ["abc"] * 6
+    exact = [[filled(s, text) for text in texts] for s in (2, 1, 3)]
+    theirs = [[filled(4, text) for text in [*texts[:5], "abd"]] for _ in range(3)]
+    return {"exact": exact, "llama_server": theirs, "full": [[filled(3, text) for text in texts]]}
+
+
+def test_times_of_gaps_are_medians_and_their_ratio_is_over_all_gaps():
+    result = gaps.summary([f"m:f{n}" for n in range(6)], gap_runs())
+    assert result["gaps"][0]["seconds"] == {"exact": 2, "llama_server": 4, "full": 3}
+    assert result["ratio"] == {"llama_server": (2, 2, 2), "full": (1.5, 1.5, 1.5)}
+    assert result["same_text"] == {"llama_server": 5, "full": 6}
+    assert (result["tokens"]["exact"], result["drafted"], result["accepted"]) == (18, 48, 36)
+    once_other = gap_runs()
+    once_other["exact"][1][0] = filled(1, "abx")
+    assert gaps.summary(["m:f"], once_other)["same_text"] == {"llama_server": 0, "full": 0}
+
+
+def test_a_gap_is_asked_for_greedily_and_a_failure_is_told(monkeypatch):
+    bodies = []
+
+    async def post(port, path, body):
+        bodies.append((path, body))
+        return Reply(200 if port else 500, b'{"content": ""}', [])
+
+    monkeypatch.setattr(gaps, "post", post)
+    gap = gaps.Gap("a", "b", "c")
+    assert gaps.fill(gaps.Target(1, {"taper": {"mode": "exact"}}), gap).reply == {"content": ""}
+    asked = {"input_prefix": "a", "input_suffix": "c", "n_predict": 128, "temperature": 0, "taper": {"mode": "exact"}}
+    assert bodies == [("/infill", asked)]
+    with pytest.raises(RuntimeError, match="status 500"):
+        gaps.fill(gaps.Target(0, {}), gap)
+
+
+def test_code_completion_has_a_section_and_a_line(tmp_path):
+    results = Path(shutil.copytree(render.RESULTS, tmp_path / "results"))
+    about = json.loads((results / "decode.json").read_text())["conditions"]
+    about |= {"llama_server": "version: 1", "most_tokens": 128, "kernels": "ggml"}
+    result = {"model": "coder", "conditions": about} | gaps.summary([f"m:f{n}" for n in range(6)], gap_runs())
+    (results / "gaps-coder.json").write_text(json.dumps(result))
+    pages = {path.name: " ".join(page.split()) for path, page in render.rendered(results).items()}
+    assert "| `m.f5` | 100 | 3 | 8 | 6 | 2.00 | 4.00 | 2.00 |" in pages["results.md"]
+    assert "the 5 where both write the same text 2.00" in pages["results.md"]
+    assert "llama-server takes 2.00 times as long with coder" in pages["code.md"]
 
 
 # Verdicts and pages

@@ -259,6 +259,7 @@ def test_without_max_tokens_a_text_completion_has_16_and_a_chat_what_the_context
     [
         ({"repeat_penalty": 1.5}, {"repetition_penalty": 1.5}),
         ({"n_predict": 5}, {"max_tokens": 5}),
+        ({"num_predict": 5}, {"max_tokens": 5}),
         ({"ignore_eos": True}, {"taper": {"ignore_eos": True}}),
         ({"cache_prompt": True, "mirostat": 0, "typical_p": 1.0, "verbosity": "medium", "prediction": None}, {}),
         ({"repeat_penalty": 1.5, "repetition_penalty": 1.5}, {"repetition_penalty": 1.5}),
@@ -266,7 +267,7 @@ def test_without_max_tokens_a_text_completion_has_16_and_a_chat_what_the_context
 )
 def test_names_of_other_servers_mean_the_same(server, theirs, ours):
     body = {"model": NAME, "messages": [{"role": "user", "content": "one"}], "temperature": 0.0}
-    limit = {} if "n_predict" in theirs else {"max_tokens": 12}
+    limit = {} if "max_tokens" in ours else {"max_tokens": 12}
     replies = [server.http.post("/v1/chat/completions", json=body | limit | fields).json() for fields in (theirs, ours)]
     texts = [reply["choices"][0]["message"]["content"] for reply in replies]
     assert texts[0] == texts[1]

@@ -14,6 +14,7 @@ from ..errors import REUSE, TaperError, did_you_mean
 from ..models import model_name
 from ..models.download import cache_folder
 from ..models.files import without_mark
+from ..server.neighbours import OTHER_NAMES
 from .common import REUSE_OPTION, GroupedCommand, load, say
 from .generate import (
     GROUPS,
@@ -41,7 +42,6 @@ _HELP = """\
 /exit          end, as Ctrl-D does; also /bye
 Alt-Enter begins a new line in a message, pasted text keeps its lines, and three quotes begin and end a long message."""
 _ENDS, _QUOTES = ("/exit", "/quit", "/bye"), '"""'
-_NEIGHBOURS = {"repeat_penalty": "repetition_penalty", "num_predict": "max_tokens"}  # names of other programs
 
 
 @click.command(cls=GroupedCommand, groups=GROUPS)
@@ -144,7 +144,7 @@ class Conversation:
         elif what != "parameter" or not value:
             say("write /set parameter NAME VALUE, or /set system TEXT")
         else:
-            self._set_parameter(_NEIGHBOURS.get(name, name), value.strip())
+            self._set_parameter(OTHER_NAMES.get(name, name), value.strip())
 
     def _set_parameter(self, name: str, text: str) -> None:
         value: Any = text.strip('"')

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
 MAX_SCHEMA_BYTES = 1 << 20
 _PIPE_SECONDS = 1.0  # to wait for what a pipe puts before a prompt
-_PROMPT_END = 8  # tokens of a prompt that may begin a thought
 GROUPS = {
     "Prompt and output": ("named_prompt", "system", "suffix", "max_tokens", "stop", "think", "schema", "as_json"),
     "Layers": ("policy", "mode", "alpha", "compare", "show_depth", "reuse"),
@@ -222,12 +221,10 @@ def _schema(path: Path | None) -> dict[str, Any] | None:
 
 
 def thoughts_after(llm: LLM, prompt_ids: list[int]) -> Thoughts:
-    """Separates the thoughts of an output; some templates end a prompt with the beginning of a thought."""
+    """Separates the thoughts of an output."""
     from .terminal import Thoughts
 
-    thoughts = Thoughts()
-    thoughts.take(llm.tokenizer.decode(prompt_ids[-_PROMPT_END:]))
-    return thoughts
+    return Thoughts(llm.tokenizer.ends_in_thought(prompt_ids))
 
 
 def follow(

@@ -146,10 +146,14 @@ def styled(text: str, style: str) -> str:
 
 
 class Thoughts:
-    """Separates a thinking model's thoughts from the rest of its text, which comes piece by piece."""
+    """Separates a thinking model's thoughts from the rest of its text, which comes piece by piece.
 
-    def __init__(self) -> None:
-        self._inside, self._tail = False, ""
+    Args:
+        is_inside: whether the prompt ends with the beginning of a thought.
+    """
+
+    def __init__(self, is_inside: bool) -> None:
+        self._inside, self._tail = is_inside, ""
 
     def take(self, text: str) -> bool:
         """Whether this piece belongs to a thought, the tags around it included."""

@@ -29,6 +29,7 @@ _MARK, _END_MARK = "\ufdd0", "\ufdd1"  # noncharacters of Unicode, which no text
 _BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
 _IN_BRACKETS = re.compile("<.*>", re.DOTALL)
 _NO_OUTPUTS: Mapping[str, Sequence[int]] = {}
+_PROMPT_END = 8  # tokens of a prompt that may begin a thought
 _CONTEXT = 8  # ids before a text that decide how it begins
 # The bytes of the characters in byte-level vocabularies, as in GPT-2's: printable ones stand for themselves.
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -151,6 +152,11 @@ class Tokenizer:
     def thinks(self) -> bool:
         """Whether the chat template supports thoughts."""
         return "<think>" in self.chat_template or any(name in self._template.variables for name in _THINKING)
+
+    def ends_in_thought(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether a prompt ends with the beginning of a thought, as some chat templates make it."""
+        end = self.decode(prompt_ids[-_PROMPT_END:])
+        return end.rfind("<think>") > end.rfind("</think>")
 
     @cached_property
     def special_tokens(self) -> dict[int, str]:

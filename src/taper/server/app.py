@@ -57,6 +57,7 @@ SMALL_BODY = 1 << 16  # bytes; checked in milliseconds
 # These need no key, like the page's files: they hold no secrets and show no data.
 _PUBLIC_PATHS = ("/health", "/v1/health", "/ready")
 _CONTENT_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+_EVENT_SCHEMA = {"type": "object", "properties": {name: {"type": "string"} for name in ("event", "data")}}
 _FilterFactory = Callable[[], TokenFilter]
 # The page may load its own files and talk to its own server, and nothing else.
 _PAGE_HEADERS = {
@@ -133,7 +134,7 @@ def create_app(served: ServedModel, limits: Limits) -> types.ASGIApp:
 def _add_model_routes(app: FastAPI, served: ServedModel, limits: Limits, engine_loop: EngineLoop) -> None:
     errors: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorReply}}
     messages_errors: dict[int | str, dict[str, Any]] = {"4XX": {"model": MessagesErrorReply}}
-    stream: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+    stream: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": _EVENT_SCHEMA}}}}
     one_schema = CapacityLimiter(1)  # at a time; requests without a schema do not wait for it
 
     def complete(

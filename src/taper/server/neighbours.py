@@ -7,9 +7,10 @@ from typing import Any
 
 from ..errors import RequestError, shown
 
-_OTHER_NAMES = {  # of llama.cpp and Ollama
+OTHER_NAMES = {  # of llama.cpp and Ollama
     "repeat_penalty": "repetition_penalty",
     "n_predict": "max_tokens",
+    "num_predict": "max_tokens",
 }
 # What Taper lacks, and the values with which it asks for nothing.
 _NOTHING: dict[str, tuple[Any, ...]] = {
@@ -40,12 +41,12 @@ def as_ours(body: Mapping[str, Any]) -> Mapping[str, Any]:
         RequestError: a field asks for what Taper lacks, or a limit has two values.
     """
     body = without_nothing(body, _NOTHING)
-    given = [name for name in _OTHER_NAMES if name in body]
+    given = [name for name in OTHER_NAMES if name in body]
     if not given:  # a body may have a million fields
         return body
     ours = dict(body)
     for name in given:
-        value, our_name = ours.pop(name), _OTHER_NAMES[name]
+        value, our_name = ours.pop(name), OTHER_NAMES[name]
         if ours.setdefault(our_name, value) != value:
             raise RequestError(f"{name} and {our_name} are two names of one number", "give one of the two", name)
     return ours

@@ -20,7 +20,6 @@ from .events import Events, server_sent
 from .openai import ChatRequest
 
 _THINK, _THINK_END = "<think>", "</think>"
-_PROMPT_END = 8  # tokens of a prompt that may begin a thought
 
 
 class ChatBody(Strict):
@@ -133,8 +132,7 @@ class BlockEvents(Events):
     def _begin_thoughts(self) -> ThoughtParser | None:
         if not self._tokenizer.thinks or self._chat.json_schema is not None or self._chat.requires_call:
             return None  # where JSON or a call is required, nothing else comes
-        end = self._tokenizer.decode(self.requests[0].prompt_ids[-_PROMPT_END:])
-        return ThoughtParser(end.rfind(_THINK) > end.rfind(_THINK_END))
+        return ThoughtParser(self._tokenizer.ends_in_thought(self.requests[0].prompt_ids))
 
     def _pieces(self, chunk: Chunk) -> Iterator[tuple[Literal["thought", "text", "call"], str, Sequence[str]]]:
         """What a chunk adds: kind, text, and of a call that begins its id and name."""

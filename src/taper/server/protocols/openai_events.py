@@ -230,6 +230,8 @@ class InfillEvents(Events):
         timings = {"prompt_n": output.prompt_tokens - output.cached_tokens, "prompt_ms": 1000 * output.ttft_s}
         timings |= {"predicted_n": output.completion_tokens, "predicted_per_second": rate}
         timings["predicted_ms"] = 1000 * output.completion_tokens / rate if rate else 0.0
+        if output.drafted_tokens:
+            timings |= {"draft_n": output.drafted_tokens, "draft_n_accepted": output.accepted_tokens}
         return {
             "model": self._model,
             "tokens_predicted": output.completion_tokens,
