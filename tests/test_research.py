@@ -19,6 +19,7 @@ import claims
 import comparison
 import fill_cost
 import gaps
+import gates
 import harness
 import methods
 import numpy as np
@@ -169,6 +170,31 @@ def test_the_harness_own_class_gives_the_same_strings_in_f32(arguments, tmp_path
     assert page.count("research/harness.py --data-dir DATA") == 2
     assert "| `taper`, f32 | 0.0 (0.0 to 39.0) | 6 | 6 |" in page
     assert "harness.py" not in template.render(harness={"tiny": {"model": {}}})
+
+
+def test_the_best_policies_with_and_without_a_gate_are_compared_at_a_speed(arguments, tmp_path, monkeypatch):
+    def step_times(engine, prompt, policies, tokens, sampling=None):
+        return [[1.0 + policy.mean_depth(tokens)] * (tokens - 1) for policy in policies]
+
+    for module in (cost, gates):
+        monkeypatch.setattr(module, "step_times", step_times)
+    monkeypatch.setattr(gates, "CONTEXT", 256)
+    monkeypatch.setattr("taper.lab.calibration.gates.THRESHOLDS", (0.01,))  # a random model is never surer
+    given = [argument for argument in arguments if argument.startswith(("--model", "--policy"))]
+    out = tmp_path / "gates.json"
+    gates.main([*given, "--speeds=1.05", "--questions=6", "--max-tokens=20", "--threads=1", f"--out={out}"])
+    row = json.loads(out.read_text())["speeds"]["1.05"]
+    assert row["as_fast"]
+    assert "gates" not in row["ungated"]
+    (gate,) = row["gated"]["gates"]
+    assert 2 <= gate[1] == row["gated"]["min_depth"] <= row["gated"]["mean_depth"] < 6
+    assert row["ungated"]["predicted"] >= 1.05
+    assert row["ranges"][0] == {"first": 0, "end": 20} | row["all steps"]
+    for name, worse in (("kl", lambda loss: loss), ("disagreement", lambda loss: 1 - loss)):
+        value, low, high = row["all steps"][name]
+        assert low <= value <= high
+        key = "kl" if name == "kl" else "agreement"
+        assert value == pytest.approx(worse(row["gated"][key][0]) / worse(row["ungated"][key][0]), rel=1e-4)
 
 
 # Signals

@@ -242,7 +242,8 @@ class DepthPolicy:
     def label(self) -> str:
         """What to call it in a line of text: its name, or else its numbers."""
         numbers = (f"{key}={getattr(self.schedule, key)}" for key in (*CURVES[self.schedule.curve], "min_depth"))
-        return self.name or " ".join([self.schedule.curve, *numbers])
+        gates = (f"gate={threshold:g}:{depth}" for threshold, depth in self.schedule.gates)
+        return self.name or " ".join([self.schedule.curve, *numbers, *gates])
 
     @property
     def core_layers(self) -> frozenset[int]:
@@ -274,7 +275,7 @@ class DepthPolicy:
         return self.retained_at(self.depth(step, probability))
 
     def with_alpha(self, alpha: float) -> DepthPolicy:
-        """D3's power curve over this policy's skip order: from its `start` on, and as deep as the order goes.
+        """D3's power curve over this policy's skip order: from its `start` on, and as deep as the order and gates go.
 
         Raises:
             PolicyError: alpha is out of range, or there is no layer to skip, so that it would do nothing.
@@ -282,7 +283,8 @@ class DepthPolicy:
         if not self.skip_order:
             raise PolicyError(f"policy {self.label} skips no layer, so alpha does nothing", "choose another policy")
         decayed = DepthPolicy.d3(self.num_hidden_layers, alpha, self.schedule.start, skip_order=self.skip_order)
-        return replace(decayed, model=self.model, adapters=self.adapters)
+        schedule = replace(decayed.schedule, gates=self.schedule.gates)
+        return replace(decayed, schedule=schedule, model=self.model, adapters=self.adapters)
 
     def check_model(self, num_hidden_layers: int, model: ModelIdentity | None) -> str:
         """Reject a model that this policy was not made for; return a warning for another quantisation, else "".

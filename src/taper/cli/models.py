@@ -142,8 +142,13 @@ def policy_show(name: str, tokens: int, as_json: bool) -> None:
 
 
 def _mean_depth(policy: DepthPolicy, tokens: int) -> str:
-    """The mean depth of an output; with gates, it is not known beforehand."""
-    return f"{'at least ' if policy.is_gated else ''}{policy.mean_depth(tokens):.1f}"
+    """The mean depth of an output; with gates, the text decides, so what its provenance has is of other outputs."""
+    least = f"{policy.mean_depth(tokens):.1f}"
+    if not policy.is_gated:
+        return least
+    with suppress(KeyError, TypeError, ValueError):
+        return f"{float(policy.provenance['mean_depth']):.1f} as measured (at least {least})"
+    return f"at least {least}"
 
 
 def _lost(policy: DepthPolicy) -> str:

@@ -12,10 +12,20 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
 
 from ...errors import RequestError, number
-from ...policy import ModelIdentity
+from ...policy import Gate, ModelIdentity
 from .clock import CostModel, TimedRuns
 from .long_outputs import MAX_TOKENS, LongOutputs
-from .statistics import MIN_OUTPUTS, MIN_STEPS, FreeRunning, Loss, LossByStep, Losses, LossEstimate, SolvedProblems
+from .statistics import (
+    MIN_OUTPUTS,
+    MIN_STEPS,
+    Estimate,
+    FreeRunning,
+    Loss,
+    LossByStep,
+    Losses,
+    LossEstimate,
+    SolvedProblems,
+)
 from .store import Conditions
 
 HURTS = 0.9  # agreement over tapered steps below which readers are warned
@@ -88,6 +98,10 @@ class Budget:
             return "not kept"
         return "kept" if self.worst_share(tapered.worst) <= 1 else "kept by the estimate"
 
+    def is_met(self, tapered: LossEstimate | None) -> bool:
+        """Whether the estimates keep the budget; a speed is always met, as it is predicted."""
+        return self.verdict(tapered) not in ("not kept", "not enough steps")
+
 
 # What was measured
 
@@ -151,10 +165,43 @@ class Validation:
 
 
 @dataclass(frozen=True)
+class GateEffect:
+    """A metric with a gate and without one, and the first less the second, paired."""
+
+    gated: Estimate
+    ungated: Estimate
+    difference: Estimate
+
+
+@dataclass(frozen=True)
+class GateRange:
+    """Some steps with a gate and without one: mean KL in nats, and the share whose argmax is not that of full depth."""
+
+    first: int
+    end: int
+    kl: GateEffect
+    disagreement: GateEffect
+
+
+@dataclass(frozen=True)
+class GateComparison:
+    """A gated policy beside the one without gates, on held-out outputs. Pairs are with the gate and without it."""
+
+    gate: Gate
+    curve: str
+    taken: bool
+    mean_depth: tuple[float, float]
+    speedup: tuple[float, float]  # predicted
+    all_steps: GateRange | None  # None: fewer than `MIN_OUTPUTS` outputs have any step
+    ranges: list[GateRange]  # of which so many outputs have steps
+
+
+@dataclass(frozen=True)
 class CalibrationSummary(Validation):
     """All that was measured."""
 
-    mean_depth: float  # layers run for a token, over steps from 1 on of an output of the planned length
+    # Layers run for a token, over steps from 1 on of an output of the planned length; with a gate, of held-out outputs.
+    mean_depth: float
     speedup: Speedup
     model: CalibratedModel
     prompts: PromptCounts
@@ -165,6 +212,7 @@ class CalibrationSummary(Validation):
     policy: str  # name or label of the policy
     on_search_prompts: Losses
     conditions: Conditions
+    gate: GateComparison | None = field(default=None, kw_only=True)  # None: none was worth comparing
     # Policy files leave out what follows.
     model_identity: ModelIdentity  # what policies are checked against
     cost_ms: CostModel  # time of a step by depth
@@ -180,6 +228,11 @@ class CalibrationSummary(Validation):
     examples: list[Example] = field(default_factory=list)
 
     @property
+    def is_gated(self) -> bool:
+        """Whether the policy has a gate."""
+        return self.gate is not None and self.gate.taken
+
+    @property
     def verdict(self) -> BudgetVerdict | None:
         """Whether the policy keeps the budget on held-out prompts; None if a speed was asked for."""
         return self.budget.verdict(self.held_out.tapered_steps)
@@ -187,7 +240,7 @@ class CalibrationSummary(Validation):
     @property
     def budget_met(self) -> bool:
         """Whether the estimates keep the budget; a speed is always met, as it is predicted."""
-        return self.verdict not in ("not kept", "not enough steps")
+        return self.budget.is_met(self.held_out.tapered_steps)
 
     def to_json(self) -> dict[str, Any]:
         """All fields as plain data, with the verdict."""
@@ -261,6 +314,25 @@ def verdict(summary: CalibrationSummary) -> str:
         reached = " and ".join(_bounded(name, tapered.worst) for name in over)
         return f"kept by the estimate; the 95 % interval reaches {reached}"
     return "kept" if summary.verdict == "kept" else "not kept; this is the nearest policy that was found"
+
+
+def depth_in_words(summary: CalibrationSummary) -> str:
+    """Where the mean depth was taken."""
+    return "on held-out outputs" if summary.is_gated else f"over {summary.answer_tokens} tokens"
+
+
+def gate_in_words(gate: GateComparison) -> str:
+    """What a gate did, in a line."""
+    (threshold, depth), (speed, other) = gate.gate, gate.speedup
+    text = (
+        f"{depth} layers or more after a token of probability {threshold:g}, otherwise all, at {speed:.2f}x predicted"
+    )
+    text += f" instead of {other:.2f}x"
+    if gate.all_steps is not None:
+        kl, disagreement = gate.all_steps.kl, gate.all_steps.disagreement
+        text += f": KL {interval(kl.gated)} instead of {interval(kl.ungated)} nats, another token at "
+        text += f"{interval(disagreement.gated, 100)} instead of {interval(disagreement.ungated, 100)} % of the steps"
+    return f"{text}; {'taken' if gate.taken else 'not taken'}"
 
 
 def too_few_steps(summary: CalibrationSummary) -> str:
