@@ -41,9 +41,9 @@ def reference(seed: int, length: int = 24) -> Reference:
     return Reference(tuple(random_prompt(seed, 9)), tuple(random_prompt(100 + seed, length)))
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "granitemoe", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "granitemoe", "qwen3", "gpt-oss"])
 def test_the_student_loses_what_replay_measures(tmp_path, family, monkeypatch):
-    """Also with sliding windows and experts; with adapters and without."""
+    """Also with sliding windows, experts and sinks; with adapters and without."""
     monkeypatch.setattr(replay_module, "TOP", 50)
     monkeypatch.setattr(student_module, "TOP", 50)
     architecture, options = FAMILIES.get(family, (family, {}))
