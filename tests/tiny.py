@@ -280,6 +280,8 @@ def add_facts(writer, config) -> None:
         writer.add_sliding_window(config.sliding_window)
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
+    if config.model_type == "gpt_oss":
+        writer.add_expert_feed_forward_length(config.intermediate_size)
     if config.model_type == "gemma3_text":
         writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
     else:
