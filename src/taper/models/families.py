@@ -130,7 +130,7 @@ _SWIGLU = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 
 
 def _gpt_oss_header(settings: Settings) -> dict[str, Any]:
-    return {**_SWIGLU, "truncate": False}
+    return {**_SWIGLU, "truncate": False}  # of the ends of yarn's ramp, which llama.cpp rounds and the model does not
 
 
 _QWEN = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
