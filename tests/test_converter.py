@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from test_gpt_oss import make_in_mxfp4
 from tiny import FAMILIES, NOT_IN_GGUF, PLAIN, VOCAB_SIZE, make_tiny, write_gguf
 
 from taper.models import load_model
@@ -27,9 +28,12 @@ pytestmark = [
 
 def test_converted_files_equal_those_of_the_tests(tmp_path):
     families = {name: family for name, family in (PLAIN | FAMILIES).items() if name not in NOT_IN_GGUF}
+    families["gpt-oss in mxfp4"] = ("", {})
     for name, (architecture, options) in families.items():
-        tiny = make_tiny(tmp_path / name, architecture, **options)
-        write_gguf(tmp_path / name / "written.gguf", tiny)
+        if name == "gpt-oss in mxfp4":
+            write_gguf(tmp_path / name / "written.gguf", make_in_mxfp4(tmp_path / name), experts="MXFP4")
+        else:
+            write_gguf(tmp_path / name / "written.gguf", make_tiny(tmp_path / name, architecture, **options))
         # It counts the tokens here, and takes as many rows of the embeddings.
         tokens = {"model": {"vocab": {str(i): i for i in range(VOCAB_SIZE)}}, "added_tokens": []}
         (tmp_path / name / "tokenizer.json").write_text(json.dumps(tokens))

@@ -42,10 +42,11 @@ def reference(seed: int, length: int = 24) -> Reference:
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "granitemoe", *(pytest.param(name, marks=pytest.mark.ci) for name in ("gemma3", "qwen3"))]
+    "family",
+    ["llama", "granitemoe", "gpt-oss", *(pytest.param(name, marks=pytest.mark.ci) for name in ("gemma3", "qwen3"))],
 )
 def test_the_student_loses_what_replay_measures(tmp_path, family, monkeypatch):
-    """Also with sliding windows and experts; with adapters and without."""
+    """Also with sliding windows, experts and sinks; with adapters and without."""
     monkeypatch.setattr(replay_module, "TOP", 50)
     monkeypatch.setattr(student_module, "TOP", 50)
     architecture, options = FAMILIES.get(family, (family, {}))

@@ -43,6 +43,7 @@ from taper.backends import TokenBatch
 from taper.backends.ggml import GgmlBackend
 from taper.errors import RequestError
 from taper.lab.bench.shapes import TINY
+from taper.lab.calibration import clock
 from taper.lab.calibration.problems import builtin_problems
 from taper.lab.calibration.replay import Reference, Replay
 from taper.lab.evals.records import RecordFile
@@ -176,7 +177,7 @@ def test_the_best_policies_with_and_without_a_gate_are_compared_at_a_speed(argum
     def step_times(engine, prompt, policies, tokens, sampling=None):
         return [[1.0 + policy.mean_depth(tokens)] * (tokens - 1) for policy in policies]
 
-    for module in (cost, gates):
+    for module in (clock, gates):
         monkeypatch.setattr(module, "step_times", step_times)
     monkeypatch.setattr(gates, "CONTEXT", 256)
     monkeypatch.setattr("taper.lab.calibration.gates.THRESHOLDS", (0.01,))  # a random model is never surer

@@ -42,8 +42,9 @@ DEFAULT_MODEL_FILE = PACKAGED_MODELS[DEFAULT_MODEL].path  # the user's own, befo
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 VOCAB_SIZE = 300
 
-MODEL_TYPES = {"gemma3": "gemma3_text", "qwen3moe": "qwen3_moe"}  # where transformers has another name
-GGUF_NAMES = {"mistral": "llama", "mixtral": "llama", "gemma3_text": "gemma3", "qwen3_moe": "qwen3moe"}
+# Where transformers has another name.
+MODEL_TYPES = {"gemma3": "gemma3_text", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss"}
+GGUF_NAMES = {"mistral": "llama", "mixtral": "llama"} | {name: ours for ours, name in MODEL_TYPES.items()}
 PERMUTED = ("llama", "smollm3", "granite", "granitemoe")  # GGUF files have their rotary pairs side by side
 
 LLAMA3 = {
@@ -77,6 +78,7 @@ GEMMA = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
 QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+GPT_OSS = {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 16}
 # The same for the others. Windows are shorter than the prompts.
 FAMILIES = {
     "mistral with a window": ("mistral", {"sliding_window": 16}),
@@ -92,6 +94,7 @@ FAMILIES = {
     "qwen3moe": ("qwen3moe", QWEN_EXPERTS),
     "qwen3moe, not normalised": ("qwen3moe", QWEN_EXPERTS | {"norm_topk_prob": False}),
     "granitemoe": ("granitemoe", SCALES | {"num_local_experts": 5, "num_experts_per_tok": 3}),
+    "gpt-oss": ("gpt-oss", GPT_OSS | {"tied": False, "rope_parameters": YARN | {"truncate": False}}),
     "gemma3": ("gemma3", {"layers": 7, "sliding_window": 16, "query_pre_attn_scalar": 16, "rope_parameters": GEMMA}),
 }
 # What GGUF files cannot say is tested from folders alone.
@@ -181,10 +184,13 @@ def make_tiny(folder: Path, architecture: str = "llama", *, tied: bool = True, l
     return TinyModel(model, folder)
 
 
-def write_gguf(path: Path, tiny: TinyModel, dtype=np.float32, vocabulary: str = "byte-level", quantise=None) -> None:
+def write_gguf(
+    path: Path, tiny: TinyModel, dtype=np.float32, vocabulary: str = "byte-level", quantise=None, experts: str = ""
+) -> None:
     """Convert a tiny model with the gguf package, as llama.cpp's converter does, independently of our reader.
 
     `quantise`: type and bytes, by rows, of a matrix of the file's name; None writes all in `dtype`.
+    `experts`: the type of the matrices of experts; "": `dtype`.
     """
     config = tiny.hf.config
     architecture = GGUF_NAMES.get(config.model_type, config.model_type)
@@ -207,13 +213,24 @@ def write_gguf(path: Path, tiny: TinyModel, dtype=np.float32, vocabulary: str = 
         if name.split(".")[-2] in ("q_proj", "k_proj") and architecture in PERMUTED:
             array = array.reshape(-1, 2, config.head_dim // 2, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
         if ".experts." in name:
-            layer, halves = name.split(".")[2], {"down": array}
-            if name.endswith("gate_up_proj"):
+            layer, kind, halves = name.split(".")[2], "weight", {"down": array}
+            if architecture == "gpt-oss":
+                kind = "bias" if name.endswith("_bias") else "weight"
+                array = array if kind == "bias" else array.swapaxes(1, 2)
+                halves = {"gate": array[:, ::2], "up": array[:, 1::2]} if "gate_up_proj" in name else {"down": array}
+            elif name.endswith("gate_up_proj"):
                 halves = dict(zip(("gate", "up"), np.split(array, 2, axis=1), strict=True))
             for part, half in halves.items():
-                writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.weight", half.astype(dtype))
+                stored = np.ascontiguousarray(half, dtype if kind == "weight" else np.float32)
+                raw = gguf.GGMLQuantizationType[experts] if experts and kind == "weight" else None
+                stored = stored if raw is None else gguf.quants.quantize(stored, raw)
+                writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.{kind}", stored, raw_dtype=raw)
             continue
-        target = names.get_name(name.replace("router.", "router.layer."), try_suffixes=(".weight", ".bias"))
+        if architecture == "gpt-oss":
+            name = name.replace("sinks", "sinks.weight")
+        else:
+            name = name.replace("router.", "router.layer.")
+        target = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if quantise is not None and array.ndim == 2:
             stored, rows = quantise(target, array)
             writer.add_tensor(target, rows, raw_dtype=gguf.GGMLQuantizationType[stored])
@@ -259,11 +276,14 @@ def add_facts(writer, config) -> None:
     """What llama.cpp's converter writes of one architecture and not of another."""
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     writer.add_rope_freq_base(rope["rope_theta"])
-    if config.model_type == "gemma3_text":
+    if config.model_type in ("gemma3_text", "gpt_oss"):
         writer.add_sliding_window(config.sliding_window)
-        writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
+    if config.model_type == "gpt_oss":
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+    if config.model_type == "gemma3_text":
+        writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
     else:
         writer.add_rope_dimension_count(int(config.head_dim * rope.get("partial_rotary_factor", 1.0)))
     if hasattr(config, "num_experts_per_tok"):

@@ -32,7 +32,7 @@ from .models import load_model
 from .models.download import DEFAULT_MODEL
 from .models.fetch import find_or_fetch
 from .models.policies import FULL, TAPERING, default_policy, fitting_policies, resolve_policy
-from .models.tokenizer import Message, texts_of
+from .models.tokenizer import EFFORTS, Message, texts_of
 from .policy import DepthPolicy
 from .sampling import SamplingParams
 from .stream import Chunk, LatestOutputs, Output, Stream
@@ -63,7 +63,8 @@ class GenerateOptions(TypedDict, total=False):
         raw: take text as it is, without the chat template; control tokens in it count.
         parse_special: let control tokens in messages count too. By default they are text, so that whoever writes a
             message cannot end it and begin another turn.
-        think: switch the thoughts of a thinking model on or off; by default its chat template decides.
+        think: switch the thoughts of a thinking model on or off, or where its chat template knows that, say how much to
+            think: low, medium or high. By default its template decides.
         reuse: what a tapered prompt may take from earlier outputs that it continues. "filled": all of their tokens;
             where a layer was skipped, it attends to keys and values that were filled in. "exact": only tokens that
             every layer ran; the others are computed again, so the output is that of a cold start.
@@ -76,7 +77,7 @@ class GenerateOptions(TypedDict, total=False):
     mode: str | None
     raw: bool
     parse_special: bool
-    think: bool | None
+    think: bool | str | None
     reuse: str
     response_format: dict[str, Any] | None
     draft: Drafting | str | None
@@ -243,7 +244,7 @@ class LLM:
         mode: str | None = None,
         raw: bool = False,
         parse_special: bool = False,
-        think: bool | None = None,
+        think: bool | str | None = None,
         reuse: str = REUSE[0],
         response_format: dict[str, Any] | None = None,
         draft: Drafting | str | None = None,
@@ -268,8 +269,9 @@ class LLM:
         chosen, eos_token_ids = self.resolve_policy(policy, mode), self.tokenizer.eos_token_ids
         filled = takes_filled(chosen, one_of("reuse", reuse, REUSE))
         encoded = [self.encode(prompt, raw, parse_special, think=think, as_generated=filled) for prompt in batch]
-        token_filter = None if response_format is None else self.grammars.compile(response_format)
         continues = raw or not self.tokenizer.chat_template  # the text of its prompt, as for token ids
+        goes_on = continues or any(map(_are_ids, batch))
+        token_filter = None if response_format is None else self.grammars.compile(response_format, goes_on)
         requests = [
             Request(ids, one, chosen, eos_token_ids, token_filter, reuse, continues or _are_ids(prompt), drafting)
             for prompt, ids, one in zip(batch, encoded, params, strict=True)
@@ -313,16 +315,15 @@ class LLM:
         raw: bool = False,
         parse_special: bool = False,
         tools: Sequence[dict[str, Any]] = (),
-        think: bool | None = None,
+        think: bool | str | None = None,
         as_generated: bool = False,
         **ending: bool | None,
     ) -> list[int]:
         """Token ids of a prompt: messages, or text as one user message if the model has a chat template.
 
-        `tools` are functions that the model may call, for its chat template, in the form of OpenAI's API. `think`
-        switches the thoughts of a thinking model on or off; by default its template decides. `ending` may hold
-        `add_generation_prompt` and `continue_final_message`, see `Tokenizer.render`. `as_generated`: messages that
-        repeat earlier outputs get the tokens that were generated then.
+        `tools` are functions that the model may call, for its chat template, in the form of OpenAI's API. `think`: as
+        for `generate`. `ending` may hold `add_generation_prompt` and `continue_final_message`, see `Tokenizer.render`.
+        `as_generated`: messages that repeat earlier outputs get the tokens that were generated then.
 
         Raises:
             RequestError: it is empty, not messages, not valid Unicode, or does not fit into the context.
@@ -337,7 +338,7 @@ class LLM:
         raw: bool = False,
         parse_special: bool = False,
         tools: Sequence[dict[str, Any]] = (),
-        think: bool | None = None,
+        think: bool | str | None = None,
         as_generated: bool = False,
         **ending: bool | None,
     ) -> list[int]:
@@ -351,7 +352,7 @@ class LLM:
         if _are_ids(prompt):
             return [whole_number("a token id", token_id, 0, self.config.vocab_size - 1) for token_id in prompt]
         raw, parse_special = flag("raw", raw), flag("parse_special", parse_special)
-        think = None if think is None else flag("think", think)
+        think = think if think is None or think in EFFORTS else flag("think", think)
         if isinstance(prompt, str) and (raw or not self.tokenizer.chat_template):
             if think is not None:
                 raise RequestError("think does nothing without a chat template", "leave it out")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from .engine import Engine, Request, StepOutput
 from .engine import Sequence as EngineSequence
 from .errors import ModelError, RequestError
-from .models.tokenizer import TextStream, Tokenizer
+from .models.tokenizer import Tokenizer
 from .policy import DepthPolicy
 from .sampling import TokenLogprobs
 
@@ -283,7 +283,7 @@ class OutputBuilder:
 
     def _begin_text(self) -> None:
         request = self.sequence.request
-        self._text = TextStream(self._tokenizer, request.prompt_ids if request.text_goes_on else ())
+        self._text = self._tokenizer.text_stream(request.prompt_ids if request.text_goes_on else None)
         self._stops = _StopStrings(request.params.stop)
 
     def _text_of(self, step: StepOutput) -> str:

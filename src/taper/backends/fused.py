@@ -57,7 +57,9 @@ class FusedLayers:
     def fit(config: ModelConfig) -> bool:
         """Whether the kernels compute what every layer of a model does."""
         plain = all(
-            spec.pre_norm and not spec.post_norm and spec.experts is None and spec.qk_norm != "whole"
+            spec.pre_norm
+            and not (spec.post_norm or spec.o_bias or spec.has_sinks or spec.experts)
+            and spec.qk_norm != "whole"
             for spec in config.layers
         )
         return plain and config.head_dim & (config.head_dim - 1) == 0 and config.activation in _ACTIVATIONS

@@ -288,7 +288,8 @@ class TorchBackend:
             q = self.queries(h[:n], layer, rotations)
             cached = keys[:, :, :kv_length], values[:, :, :kv_length]
             spec = self.config.layers[layer]
-            attended = attend(q, *cached, visible[spec.window][:n], slots[:n], runs, spec.attention_scale)
+            how = spec.attention_scale, self.sinks(layer)
+            attended = attend(q, *cached, visible[spec.window][:n], slots[:n], runs, *how)
             x[:n] = self.finish_layer(x[:n], attended, layer)
         return hidden_states
 
@@ -335,8 +336,7 @@ class TorchBackend:
 
     def _heads(self, h: Tensor, layer: int, name: str) -> Tensor:
         """One of q, k, v, before rotation: [n, heads, head_dim]."""
-        bias = self._weights.get(f"layers.{layer}.{name}_bias")
-        projected = F.linear(h, self._weights[f"layers.{layer}.{name}_proj"], bias)
+        projected = self._times(h, layer, f"{name}_proj", f"{name}_bias")
         norm, whole = f"layers.{layer}.{name}_norm", self.config.layers[layer].qk_norm == "whole"
         heads = (self._norm(projected, norm) if whole else projected).unflatten(-1, (-1, self.config.head_dim))
         return heads if whole else self._norm(heads, norm)
@@ -345,9 +345,13 @@ class TorchBackend:
         rope = self.config.layers[layer].rope
         return x if rope is None else rotate(x, rotations[rope][:, : len(x)], rope.interleaved)
 
+    def sinks(self, layer: int) -> Tensor | None:
+        """The logits of a layer's attention sinks [heads], if it has some."""
+        return self._weights.get(f"layers.{layer}.sinks")
+
     def finish_layer(self, x: Tensor, attended: Tensor, layer: int) -> Tensor:
         """Hidden states [n, hidden_size] after a layer, from those before it and from attention's outputs."""
-        x = self._added(x, self._times(attended, layer, "o_proj"), f"layers.{layer}.post_attention_norm")
+        x = self._added(x, self._times(attended, layer, "o_proj", "o_bias"), f"layers.{layer}.post_attention_norm")
         h = self._mlp(self._norm(x, f"layers.{layer}.pre_mlp_norm"), layer)
         return self._added(x, h, f"layers.{layer}.post_mlp_norm")
 
@@ -360,34 +364,49 @@ class TorchBackend:
         """Hidden states and what attention or MLP computed, added."""
         return torch.add(x, self._norm(h, norm), alpha=self.config.residual_scale)
 
-    def _times(self, h: Tensor, layer: int, name: str) -> Tensor:
-        """Rows h times a matrix of a layer."""
-        return F.linear(h, self._weights[f"layers.{layer}.{name}"])
+    def _times(self, h: Tensor, layer: int, name: str, bias: str = "") -> Tensor:
+        """Rows h times a matrix of a layer, plus a bias, where the model has one of this name."""
+        return F.linear(h, self._weights[f"layers.{layer}.{name}"], self._weights.get(f"layers.{layer}.{bias}"))
 
     def _mlp(self, h: Tensor, layer: int) -> Tensor:
         if (experts := self.config.layers[layer].experts) is not None:
             return self._mixture(h, layer, experts)
         gate, up = self._times(h, layer, "gate_proj"), self._times(h, layer, "up_proj")
-        return self._times(self._activation(gate) * up, layer, "down_proj")
+        return self._times(self._gated(gate, up), layer, "down_proj")
 
     def _mixture(self, x: Tensor, layer: int, experts: Experts) -> Tensor:
         """The MLPs of the experts that the router chooses for each row of x, weighted: [n, hidden_size]."""
-        probabilities = self._times(x, layer, "router").float().softmax(-1)
+        probabilities = self._times(x, layer, "router", "router_bias").float().softmax(-1)
         shares, ids = probabilities.topk(experts.num_experts_per_tok)  # [n, chosen]
         shares = shares / shares.sum(-1, keepdim=True) if experts.norm_topk_prob else shares
-        # [experts, intermediate_size, hidden_size]; down: [experts, hidden_size, intermediate_size]
-        gate, up, down = (self._weights[f"layers.{layer}.{part}_experts"] for part in ("gate", "up", "down"))
+
+        def of_chosen(equation: str, h: Tensor, part: str) -> Tensor:
+            out = torch.einsum(equation, h, self._weights[f"layers.{layer}.{part}_experts"][ids])
+            return out + self._weights[f"layers.{layer}.{part}_experts_bias"][ids] if experts.has_bias else out
+
+        def of_one(h: Tensor, part: str, expert: int) -> Tensor:
+            bias = self._weights[f"layers.{layer}.{part}_experts_bias"][expert] if experts.has_bias else None
+            return F.linear(h, self._weights[f"layers.{layer}.{part}_experts"][expert], bias)
+
         if len(x) <= FEW_TOKENS or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             # Each token gets a copy of its experts, so that the operations do not depend on the router's choice.
-            gates, ups = (torch.einsum("nh,nkih->nki", x, matrices[ids]) for matrices in (gate, up))
-            outs = torch.einsum("nki,nkhi->nkh", self._activation(gates) * ups, down[ids])
+            gates, ups = (of_chosen("nh,nkih->nki", x, part) for part in ("gate", "up"))
+            outs = of_chosen("nki,nkhi->nkh", self._gated(gates, ups, experts), "down")
             return (outs * shares.unsqueeze(-1)).sum(1).to(x.dtype)
         out = torch.zeros_like(x)
         for expert in ids.unique().tolist():
             tokens, place = (ids == expert).nonzero(as_tuple=True)
-            h = self._activation(F.linear(x[tokens], gate[expert])) * F.linear(x[tokens], up[expert])
-            out.index_add_(0, tokens, (F.linear(h, down[expert]) * shares[tokens, place, None]).to(x.dtype))
+            h = self._gated(of_one(x[tokens], "gate", expert), of_one(x[tokens], "up", expert), experts)
+            out.index_add_(0, tokens, (of_one(h, "down", expert) * shares[tokens, place, None]).to(x.dtype))
         return out
+
+    def _gated(self, gate: Tensor, up: Tensor, experts: Experts | None = None) -> Tensor:
+        """The activation of `gate`, times `up`; clamped as `Experts` says."""
+        if experts is None or experts.clamp is None:
+            return self._activation(gate) * up
+        alpha, limit = experts.clamp
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return gate * torch.sigmoid(alpha * gate) * (up + 1)
 
     def _activation(self, x: Tensor) -> Tensor:
         return F.silu(x) if self.config.activation == "silu" else F.gelu(x, approximate="tanh")
@@ -449,26 +468,50 @@ def rotate(x: Tensor, rotation: Tensor, interleaved: bool) -> Tensor:
 
 
 def attend(
-    q: Tensor, keys: Tensor, values: Tensor, visible: Tensor, slots: Tensor, runs: Runs | None, scale: float
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    slots: Tensor,
+    runs: Runs | None,
+    scale: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of q [n, heads, head_dim] over caches [slots, kv heads, cells, head_dim]: [n, heads * head_dim]."""
+    """Attention of q [n, heads, head_dim] over caches [slots, kv heads, cells, head_dim]: [n, heads * head_dim].
+
+    `sinks` [heads], if there are some, take their shares and give nothing.
+    """
     group = q.shape[1] // keys.shape[1]  # heads that share keys and values
     # Neither way asks PyTorch for grouped queries: with a mask, only its slowest kernels support them on a GPU.
     if runs is None:  # one token a row, the heads of a group as its queries: [n, key-value heads, group, head_dim]
         if len(keys) > 1:  # a single slot is read where it is
             keys, values = keys[slots], values[slots]
         queries, mask = q.unflatten(1, (-1, group)), visible[:, None, None]
-        out = F.scaled_dot_product_attention(queries, keys, values, mask, scale=scale)
-        return out.flatten(1)
+        shared = None if sinks is None else sinks.view(-1, group)
+        return _attended(queries, keys, values, mask, scale, shared).flatten(1)
     parts = []
     for slot, first, end in runs:  # the tokens of a slot together: [1, heads, tokens, head_dim]
         end = min(end, len(q))
         if first < end:
             queries = q[first:end].transpose(0, 1).unsqueeze(0)
             k, v = (cache[slot : slot + 1].repeat_interleave(group, 1) for cache in (keys, values))
-            out = F.scaled_dot_product_attention(queries, k, v, visible[first:end], scale=scale)
+            out = _attended(queries, k, v, visible[first:end], scale, None if sinks is None else sinks[:, None])
             parts.append(out[0].transpose(0, 1).flatten(1))
     return torch.cat(parts)
+
+
+def _attended(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
+    """Attention of q [n, heads, rows, head_dim]; `sinks` [heads, rows] or [heads, 1]."""
+    if sinks is None:
+        return F.scaled_dot_product_attention(q, keys, values, mask, scale=scale)
+    scores = (scale * q @ keys.transpose(-1, -2)).float().masked_fill(~mask, -torch.inf)
+    return shares(scores, sinks[..., None]).to(values.dtype) @ values
+
+
+def shares(scores: Tensor, sinks: Tensor) -> Tensor:
+    """The softmax of scores [..., rows, cells], of which sinks [..., rows or 1, 1] take a part."""
+    sinks = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
 
 
 def check_device(device: str) -> None:

@@ -36,13 +36,17 @@ class Rope:
 class Experts:
     """A mixture of experts: a router chooses some of several MLPs for each token, by the softmax of its logits.
 
-    `norm_topk_prob`: the probabilities of the chosen experts are divided by their sum.
+    `norm_topk_prob`: the probabilities of the chosen experts are divided by their sum. `has_bias`: router and experts
+    add biases. `clamp`: None for an ordinary MLP; else (alpha, limit), and its product is gate * sigmoid(alpha * gate)
+    * (up + 1), of a gate of at most `limit` and an up between -limit and limit.
     """
 
     num_experts: int
     num_experts_per_tok: int
     intermediate_size: int
     norm_topk_prob: bool = True
+    has_bias: bool = False
+    clamp: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,8 @@ class LayerSpec:
     `rope`: None for layers without positions (NoPE). `window`: the size of the sliding window, which includes the token
     itself; None: full attention. `pre_norm`: RMS norms before attention and MLP. `post_norm`: RMS norms after them,
     before the residual is added. `qk_norm`: RMS norms of queries and keys, of each "head" or of the "whole" vector; ""
-    for none. `experts`: takes the place of the MLP.
+    for none. `o_bias`: of attention's output. `has_sinks`: each head has a logit that takes a share of its attention
+    and gives nothing. `experts`: takes the place of the MLP.
     """
 
     rope: Rope | None
@@ -61,6 +66,8 @@ class LayerSpec:
     pre_norm: bool = True
     post_norm: bool = False
     qkv_bias: bool = False
+    o_bias: bool = False
+    has_sinks: bool = False
     qk_norm: str = ""
     experts: Experts | None = None
 
@@ -137,8 +144,15 @@ def _layer_shapes(c: ModelConfig, spec: LayerSpec) -> dict[str, tuple[int, ...]]
             "up_experts": (count, size, c.hidden_size),
             "down_experts": (count, c.hidden_size, size),
         }
+        if spec.experts.has_bias:
+            shapes |= {"router_bias": (count,), "down_experts_bias": (count, c.hidden_size)}
+            shapes |= {f"{name}_experts_bias": (count, size) for name in ("gate", "up")}
     if spec.qkv_bias:
         shapes |= {"q_bias": (q_size,), "k_bias": (kv_size,), "v_bias": (kv_size,)}
+    if spec.o_bias:
+        shapes["o_bias"] = (c.hidden_size,)
+    if spec.has_sinks:
+        shapes["sinks"] = (c.num_attention_heads,)
     if spec.qk_norm == "head":
         shapes |= {"q_norm": (c.head_dim,), "k_norm": (c.head_dim,)}
     elif spec.qk_norm == "whole":

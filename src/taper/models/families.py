@@ -12,7 +12,8 @@ from typing import Any
 
 from ..errors import ModelError
 from .files import Settings
-from .tensors import TensorNames
+from .gpt_oss import rearranged
+from .tensors import Tensor, TensorNames
 
 
 @dataclass(frozen=True)
@@ -23,10 +24,12 @@ class Family:
     that rotary pairs are neighbours. `pre_norm`, `post_norm`, `qk_norm`, `activation`: as in `config.py`.
     `no_rope_interval`: every so many layers, one has no positions. `slides`: whether a layer has a sliding window,
     where a file gives the window's size without `layer_types`; None: no layer has one. `reads`: the `SWITCHES` that it
-    supports. `experts`: every MLP is a mixture of experts. `scales_embeddings`: by the square root of the hidden size.
-    `norm_offset`: a constant to add to the norm weights of folders. `defaults`: values that config.json may omit, as in
-    transformers; `gguf_defaults`: the same for GGUF headers, as in llama.cpp. `layer_names`, `gguf_layer_names`: names
-    of tensors besides those that all families share, as in `TensorNames`; default: norms before attention and MLP.
+    supports. `experts`: every MLP is a mixture of experts, which have biases with `experts_bias`. `has_sinks`: as in
+    `config.py`. `scales_embeddings`: by the square root of the hidden size. `norm_offset`: a constant to add to the
+    norm weights of folders. `defaults`: values that config.json may omit, as in transformers; `gguf_defaults`: the same
+    for GGUF headers, as in llama.cpp. `rearranged`: brings the tensors of a folder into the layout of other families;
+    such a folder may be in MXFP4. `layer_names`, `gguf_layer_names`: names of tensors besides those that all families
+    share, as in `TensorNames`; default: norms before attention and MLP.
     """
 
     architecture: str
@@ -39,10 +42,13 @@ class Family:
     reads: tuple[str, ...] = ()
     activation: str = "silu"
     experts: bool = False
+    experts_bias: bool = False
+    has_sinks: bool = False
     scales_embeddings: bool = False
     norm_offset: float = 0.0
     defaults: Mapping[str, Any] = field(default_factory=dict)
     gguf_defaults: Callable[[Settings], Mapping[str, Any]] | None = None
+    rearranged: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
     layer_names: Mapping[str, str] | None = None
     gguf_layer_names: Mapping[str, str] = field(default_factory=dict)
 
@@ -84,6 +90,13 @@ _GRANITE_EXPERTS = {
     "block_sparse_moe.input_linear.weight": "gate_experts+up_experts",
     "block_sparse_moe.output_linear.weight": "down_experts",
 }
+_GPT_OSS_EXPERTS = {  # as `rearranged` names them
+    "self_attn.sinks": "sinks",
+    "mlp.router.weight": "router",
+    "mlp.router.bias": "router_bias",
+    **{f"mlp.experts.{name}_proj": f"{name}_experts" for name in ("gate", "up", "down")},
+    **{f"mlp.experts.{name}_proj_bias": f"{name}_experts_bias" for name in ("gate", "up", "down")},
+}
 # Fused tensors: the rows of their parts follow each other in this order.
 _QKV, _GATE_UP = "q_proj+k_proj+v_proj", "gate_proj+up_proj"
 _FUSED_FOLDER = {"self_attn.qkv_proj.weight": _QKV, "mlp.gate_up_proj.weight": _GATE_UP}
@@ -98,6 +111,10 @@ def _later_layers(settings: Settings, layer: int) -> bool:
     return layer >= int(settings.get("max_window_layers", int))
 
 
+def _every_other(settings: Settings, layer: int) -> bool:
+    return layer % 2 == 0
+
+
 def _all_but_every_sixth(settings: Settings, layer: int) -> bool:
     return (layer + 1) % int(settings.get("sliding_window_pattern", int, 6)) != 0
 
@@ -107,6 +124,13 @@ def _gemma3_header(settings: Settings) -> dict[str, Any]:
     largest = settings.get("num_hidden_layers", int) == 62
     size = settings.get("hidden_size", int) // max(settings.get("num_attention_heads", int), 1)
     return {"rope_local_base_freq": 1e4, "query_pre_attn_scalar": size if largest else head_size(settings)}
+
+
+_SWIGLU = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+
+
+def _gpt_oss_header(settings: Settings) -> dict[str, Any]:
+    return {**_SWIGLU, "truncate": False}  # of the ends of yarn's ramp, which llama.cpp rounds and the model does not
 
 
 _QWEN = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
@@ -173,6 +197,19 @@ MODEL_TYPES = {
         defaults={**_QWEN, "max_window_layers": 0, "norm_topk_prob": False},
         layer_names=_PRE_NORMS | _QWEN_EXPERTS,
     ),
+    "gpt_oss": Family(
+        "gpt-oss",
+        experts=True,
+        experts_bias=True,
+        has_sinks=True,
+        slides=_every_other,
+        reads=("num_experts", "num_local_experts", *_SWIGLU),
+        defaults={**_SWIGLU, "sliding_window": 128, "head_dim": 64, "rope_theta": 150000.0},
+        gguf_defaults=_gpt_oss_header,
+        rearranged=rearranged,
+        layer_names=_PRE_NORMS | _GPT_OSS_EXPERTS,
+        gguf_layer_names={"post_attention_norm.weight": "pre_mlp_norm"},  # its place and its name differ
+    ),
 }
 # By `general.architecture` of GGUF files; where model types share one, the first of them.
 ARCHITECTURES = {family.architecture: family for family in reversed(MODEL_TYPES.values())}
@@ -195,7 +232,7 @@ def head_size(settings: Settings) -> int:
 _FOLDER_MODEL = {"model.embed_tokens.weight": "embed_tokens", "model.norm.weight": "norm", "lm_head.weight": "lm_head"}
 _FOLDER_LAYER = {
     **{f"self_attn.{name}_proj.weight": f"{name}_proj" for name in "qkvo"},
-    **{f"self_attn.{name}_proj.bias": f"{name}_bias" for name in "qkv"},
+    **{f"self_attn.{name}_proj.bias": f"{name}_bias" for name in "qkvo"},
     **{f"self_attn.{name}_norm.weight": f"{name}_norm" for name in "qk"},
     **{f"mlp.{name}_proj.weight": f"{name}_proj" for name in ("gate", "up", "down")},
 }
@@ -206,11 +243,15 @@ _GGUF_LAYER = {
     **{f"attn_{name}_norm.weight": f"{name}_norm" for name in "qk"},
     **{f"ffn_{name}.weight": f"{name}_proj" for name in ("gate", "up", "down")},
     **{f"ffn_{name}_exps.weight": f"{name}_experts" for name in ("gate", "up", "down")},
+    **{f"ffn_{name}_exps.bias": f"{name}_experts_bias" for name in ("gate", "up", "down")},
     "attn_norm.weight": "pre_attention_norm",
     "attn_output.weight": "o_proj",
-    "post_attention_norm.weight": "post_attention_norm",
+    "attn_output.bias": "o_bias",
+    "attn_sinks.weight": "sinks",
     "ffn_norm.weight": "pre_mlp_norm",
     "ffn_gate_inp.weight": "router",
+    "ffn_gate_inp.bias": "router_bias",
+    "post_attention_norm.weight": "post_attention_norm",
     "post_ffw_norm.weight": "post_mlp_norm",
 }
 # Settings that change the computation, with their neutral values. Any other value is an error in families that
@@ -218,7 +259,7 @@ _GGUF_LAYER = {
 SWITCHES: dict[str, Any] = {
     **dict.fromkeys(("attention_chunk_size", "attention_multiplier", "attn_logit_softcapping", "clip_qkv")),
     **dict.fromkeys(("final_logit_softcapping", "logit_scale", "no_rope_layer_interval", "no_rope_layers")),
-    **dict.fromkeys(("query_pre_attn_scalar", "rope_local_base_freq")),
+    **dict.fromkeys(("query_pre_attn_scalar", "rope_local_base_freq", "swiglu_alpha", "swiglu_limit")),
     **dict.fromkeys(("mlp_bias", "use_bidirectional_attention", "use_qk_norm"), False),
     **dict.fromkeys(("num_experts", "num_kv_shared_layers", "num_local_experts", "shared_intermediate_size"), 0),
     **dict.fromkeys(("embedding_multiplier", "logits_scaling", "residual_multiplier"), 1.0),

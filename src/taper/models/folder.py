@@ -14,7 +14,7 @@ from .families import MODEL_TYPES, find_family
 from .files import Settings, open_file, parts_of, read_json
 from .gguf import load_gguf
 from .read_config import read_config
-from .tensors import RECOMMENDED, LoadedModel, Tensor, fit_tensors
+from .tensors import RECOMMENDED, WEIGHT_TYPES, LoadedModel, Tensor, fit_tensors
 from .tokenizer_files import tokenizer_from_folder
 
 _DTYPES = ("F32", "F16", "BF16")
@@ -37,10 +37,16 @@ def load_folder(path: Path) -> LoadedModel:
     settings = Settings(read_json(path / "config.json"), "config.json")
     family = find_family(settings.get("model_type", str), MODEL_TYPES)
     settings = Settings({**family.defaults, **settings.values}, "config.json")
-    if settings.values.get("quantization_config"):
+    quantised = settings.values.get("quantization_config")
+    is_mxfp4 = isinstance(quantised, dict) and quantised.get("quant_method") == "mxfp4"
+    if quantised and not (family.rearranged and is_mxfp4):
         raise ModelError("quantised safetensors are not supported", "use the original weights, or a GGUF file")
-    names = family.folder_names
-    tensors = names.rename({name: t for name, t in _read_weights(path).items() if "rotary_emb" not in name})
+    names, tensors = family.folder_names, _read_weights(path)
+    tensors = family.rearranged(tensors) if family.rearranged else tensors
+    for name, tensor in tensors.items():
+        if tensor.dtype not in WEIGHT_TYPES:
+            raise ModelError(f"tensor {name} is of type {tensor.dtype}", f"supported: {', '.join(_DTYPES)}")
+    tensors = names.rename({name: t for name, t in tensors.items() if "rotary_emb" not in name})
     config = read_config(family, settings, tensors)
     if family.norm_offset:
         tensors |= {name: _plus(t, family.norm_offset) for name, t in tensors.items() if name.endswith("norm")}
@@ -106,8 +112,6 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
     header.pop("__metadata__", None)
     tensors = {}
     for name, entry in header.items():
-        if entry["dtype"] not in _DTYPES:
-            raise ModelError(f"tensor {name} is of type {entry['dtype']}", f"supported: {', '.join(_DTYPES)}")
         first, last = entry["data_offsets"]
         tensors[name] = Tensor(entry["dtype"], tuple(entry["shape"]), data[start + first : start + last])
     return tensors

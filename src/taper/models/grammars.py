@@ -19,9 +19,10 @@ from llguidance import LLMatcher, LLTokenizer
 
 from ..errors import RequestError
 from . import schema_worker
-from .call_forms import CLOSE, OPEN, find_call, undecided
+from .call_forms import CLOSE, OPEN, TAGGED_HEAD, find_call, undecided
+from .channels import CHANNEL, MESSAGE
 from .limited_process import LimitedProcess, LimitExceeded, Limits
-from .tokenizer import Tokenizer, texts_of
+from .tokenizer import ChannelStream, Tokenizer, texts_of
 
 MAX_SCHEMA_CHARACTERS = 1 << 16
 MAX_COMPILED = 64  # requests whose grammars are kept
@@ -47,15 +48,15 @@ class Grammars:
             self._tokenizer.without_control_texts, self._vocab_size, sorted(self._tokenizer.eos_token_ids)
         )
 
-    def compile(self, schema: dict[str, Any]) -> Callable[[], GrammarFilter]:
-        """A function that makes a filter for each completion that must keep a schema.
+    def compile(self, schema: dict[str, Any], goes_on: bool = False) -> Callable[[], GrammarFilter]:
+        """A function that makes a filter for each completion that must keep a schema, and may go on from its prompt.
 
         Raises:
             RequestError: the schema is damaged, too large, nested too deep or too much work, or has an unsupported
                 keyword.
         """
         texts_of([schema])  # rejects deep nesting
-        matcher = self._compile({"schema": schema_worker.simplified(schema)})
+        matcher = self._compile({"schema": schema_worker.simplified(schema)} | ({} if goes_on else self._channels))
         return lambda: GrammarFilter(matcher.deep_copy(), self._vocab_size)
 
     def compile_calls(
@@ -67,9 +68,11 @@ class Grammars:
         from the place on from which it can be nothing but a call.
         """
         texts_of(list(tools.values()))
+        if self._channels and not required:
+            return self._compile_arguments(tools, only_one)
         calls = [{"name": name, "arguments": schema_worker.simplified(schema)} for name, schema in tools.items()]
         tags = [self._tokenizer.fast.token_to_id(text) or text for text in (OPEN, CLOSE)]
-        tagged = self._compile({"calls": calls, "only_one": only_one or not required, "tags": tags})
+        tagged = self._compile({"calls": calls, "only_one": only_one or not required, "tags": tags} | self._channels)
         if required:
             return lambda: GrammarFilter(tagged.deep_copy(), self._vocab_size)
         bare = self._compile({"calls": calls, "only_one": True, "tags": []})
@@ -81,6 +84,24 @@ class Grammars:
             token_ids = [*(opening if form == "tagged" else ()), *self._vocabulary.tokenize_str(text)]
             whole = matcher.try_consume_tokens(token_ids) == len(token_ids)
             return GrammarFilter(matcher, self._vocab_size) if whole else None
+
+        return lambda: CallFilter(self._tokenizer, tools, begun, only_one)
+
+    @property
+    def _channels(self) -> dict[str, Any]:
+        """What requests say of the channels that outputs have."""
+        names = self._tokenizer.added_token_ids
+        return {"channels": [names[CHANNEL], names[MESSAGE]]} if self._tokenizer.has_channels else {}
+
+    def _compile_arguments(self, tools: dict[str, dict[str, Any]], only_one: bool) -> Callable[[], CallFilter]:
+        """Filters that hold from the end of a call's header on, as that is where it can be nothing else."""
+        schemas = {name: schema_worker.simplified(schema) for name, schema in tools.items()}
+        matchers = {name: self._compile({"schema": schema, "any_spaces": True}) for name, schema in schemas.items()}
+
+        def begun(form: str, text: str) -> GrammarFilter | None:
+            head = TAGGED_HEAD.match(OPEN + text + "{") if form == "tagged" else None
+            matcher = matchers.get(head[1]) if head else None
+            return None if matcher is None else GrammarFilter(matcher.deep_copy(), self._vocab_size)
 
         return lambda: CallFilter(self._tokenizer, tools, begun, only_one)
 
@@ -164,6 +185,7 @@ class CallFilter:
         self._tokenizer, self._names, self._begun, self._only_one = tokenizer, names, begun, only_one
         self._text = "\n"  # text that may begin a call; the output begins a line
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._channels = ChannelStream(tokenizer) if tokenizer.has_channels else None
         self._call: GrammarFilter | None = None
 
     def restrict(self, logits: np.ndarray) -> np.ndarray:
@@ -177,7 +199,10 @@ class CallFilter:
             if self._call.has_ended and not self._only_one:
                 self._call, self._text = None, "\n"
             return
-        self._text += self._decoder.decode(self._tokenizer.token_bytes(token_id))
+        if self._channels is None:
+            self._text += self._decoder.decode(self._tokenizer.token_bytes(token_id))
+        else:
+            self._text += self._channels.push(token_id)
         if (call := find_call(self._text, self._names)) is not None:
             self._call = self._begun(call.form, self._text[call.object :])
             self._text = ""
@@ -188,6 +213,7 @@ class CallFilter:
         trial = copy(self)
         trial._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         trial._decoder.setstate(self._decoder.getstate())
+        trial._channels = None if self._channels is None else self._channels.copy()
         trial._call = None if self._call is None else self._call.copy()
         for count, token_id in enumerate(token_ids):
             if trial._call is not None and not trial._call.num_allowed([token_id]):

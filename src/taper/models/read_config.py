@@ -62,8 +62,10 @@ def _read(family: Family, settings: Settings, tensors: dict[str, Tensor], rope: 
         pre_norm=family.pre_norm,
         post_norm=family.post_norm,
         qkv_bias="layers.0.q_bias" in tensors,
+        o_bias="layers.0.o_bias" in tensors,
+        has_sinks=family.has_sinks,
         qk_norm=family.qk_norm,
-        experts=_experts(settings) if family.experts else None,
+        experts=_experts(family, settings) if family.experts else None,
     )
     windows, has_rope = _windows(family, settings, count), _has_rope(family, settings, count)
     ropes = [(rope if window is None else local_rope) for window in windows]
@@ -157,16 +159,20 @@ def _rope(family: Family, settings: Settings, parameters: dict[str, Any], interl
     if type(original) is not int or not 2 <= original <= 1 << 30:
         raise ModelError(f"original_max_position_embeddings is {shown(original)}; it must be an integer above 1")
     parameters = {**parameters, "original_max_position_embeddings": original, "max_positions": max_positions}
+    parameters["truncate"] = both.get("truncate", bool, True)
     return Rope(theta, dim, interleaved, **(scaled(parameters, theta, dim) if scaled else {}))
 
 
-def _experts(settings: Settings) -> Experts:
+def _experts(family: Family, settings: Settings) -> Experts:
+    keys = ("swiglu_alpha", "swiglu_limit")
     count = settings.get("num_experts" if settings.values.get("num_experts") else "num_local_experts", int)
     return Experts(
         num_experts=count,
         num_experts_per_tok=settings.get("num_experts_per_tok", int),
         intermediate_size=settings.get("moe_intermediate_size", int, settings.get("intermediate_size", int)),
         norm_topk_prob=settings.get("norm_topk_prob", bool, True),
+        has_bias=family.experts_bias,
+        clamp=(settings.get(keys[0], float), settings.get(keys[1], float)) if keys[0] in family.reads else None,
     )
 
 
@@ -234,7 +240,7 @@ def _yarn(parameters: dict[str, Any], theta: float, dim: int) -> dict[str, Any]:
         return dim * math.log(original / (times * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = pair_that_turns(fast), pair_that_turns(slow)
-    if parameters.get("truncate", True):
+    if parameters["truncate"]:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     ramp = [min(1.0, max(0.0, (pair - low) / ((high - low) or 0.001))) for pair in range(dim // 2)]
@@ -305,6 +311,8 @@ def _check_experts(experts: Experts) -> None:
     if experts.num_experts_per_tok > experts.num_experts:
         chosen = f"{experts.num_experts_per_tok} of {experts.num_experts} experts"
         raise ModelError(f"a token cannot have {chosen}", "the file is damaged")
+    for name, number in zip(("swiglu_alpha", "swiglu_limit"), experts.clamp or (), strict=False):
+        _check_positive(name, number)
 
 
 def _check_rope(rope: Rope, head_dim: int) -> None:

@@ -55,11 +55,16 @@ def reply(request: dict[str, Any]) -> str:
 def grammar(request: dict[str, Any]) -> str:
     """The grammar of outputs that keep a `schema`, or that are `calls` of tools, and `only_one` of them if so asked.
 
-    Calls have a name and the schema of their arguments. They stand between tags, or as a bare object if there are no
-    `tags`: texts, or the ids of the tokens that models write for these.
+    JSON that keeps a schema has no spaces between its parts, or `any_spaces`. Calls have a name and the schema of their
+    arguments. They stand between tags, or as a bare object if there are no `tags`: texts, or the ids of the tokens that
+    models write for these. In `channels`, the ids of the tokens that begin and end the name of one, outputs are a
+    message with a header.
     """
+    if "channels" in request:
+        return _in_channels(request, *request["channels"])
     if "schema" in request:
-        return LLMatcher.grammar_from_json_schema(json.dumps(request["schema"]), overrides=COMPACT)
+        overrides = None if request.get("any_spaces") else COMPACT
+        return LLMatcher.grammar_from_json_schema(json.dumps(request["schema"]), overrides=overrides)
     calls = [
         {
             "type": "object",
@@ -78,6 +83,18 @@ def grammar(request: dict[str, Any]) -> str:
     return LLMatcher.grammar_from_lark(
         f'start: call{more}\ncall: {begin} "\\n" json "\\n" {end}\njson: %json {schema}\n'
     )
+
+
+def _in_channels(request: dict[str, Any], begin: int, end: int) -> str:
+    messages = [("", "final", request["schema"], COMPACT)] if "schema" in request else []
+    for call in request.get("calls", []):
+        messages.append((f" to=functions.{call['name']}", "commentary json", call["arguments"], _CALL_STYLE))
+    rules = ["start: " + " | ".join(f"message{number}" for number in range(len(messages)))]
+    for number, (recipient, channel, schema, style) in enumerate(messages):
+        before = f"{json.dumps(recipient)} " if recipient else ""
+        rules.append(f"message{number}: {before}<[{begin}]> {json.dumps(channel)} <[{end}]> json{number}")
+        rules.append(f"json{number}: %json {json.dumps({'x-guidance': style, **schema})}")
+    return LLMatcher.grammar_from_lark("\n".join(rules) + "\n")
 
 
 def simplified(schema: Any) -> Any:

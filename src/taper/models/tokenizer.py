@@ -10,6 +10,7 @@ import tempfile
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from copy import copy
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -18,6 +19,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from ..errors import ModelError, RequestError, TaperError
 from .call_forms import OPEN
+from .channels import CHANNEL, ChannelText, with_channels
 from .chat_template import ChatTemplate
 from .tool_texts import as_texts
 
@@ -25,6 +27,7 @@ Message = dict[str, Any]  # role and content are text; other fields are JSON for
 
 MAX_NESTING = 32  # of lists and objects in messages and tools
 _THINKING = ("enable_thinking", "thinking")  # the switch in templates of Qwen and SmolLM, and of Granite
+_EFFORT, EFFORTS = "reasoning_effort", ("low", "medium", "high")  # in templates of gpt-oss
 _MARK, _END_MARK = "\ufdd0", "\ufdd1"  # noncharacters of Unicode, which no text contains
 _BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
 _IN_BRACKETS = re.compile("<.*>", re.DOTALL)
@@ -85,7 +88,7 @@ class Tokenizer:
         parse_special: bool = False,
         tools: Sequence[dict[str, Any]] = (),
         outputs: Mapping[str, Sequence[int]] = _NO_OUTPUTS,
-        **options: bool | None,
+        **options: Any,
     ) -> list[int]:
         """Token ids of a conversation, ready for the assistant's turn; `options` are those of `render`.
 
@@ -98,7 +101,9 @@ class Tokenizer:
             RequestError: as `render` and `encode`.
         """
         texts = texts_of([*messages, *tools])
-        if OPEN not in self.tool_template and (tools or any(map(_has_calls, messages))):
+        if self.has_channels:
+            messages = with_channels(messages)
+        elif OPEN not in self.tool_template and (tools or any(map(_has_calls, messages))):
             messages, tools = as_texts(messages, tools), ()
         spelled = any(token in text for token in self.special_tokens.values() for text in texts)
         if parse_special or not (spelled or self._normalises_special):
@@ -149,9 +154,24 @@ class Tokenizer:
         return "tools" in self._tool_template.variables
 
     @property
+    def takes_effort(self) -> bool:
+        """Whether the chat template can be told how much to think."""
+        return _EFFORT in self._template.variables
+
+    @property
     def thinks(self) -> bool:
         """Whether the chat template supports thoughts."""
-        return "<think>" in self.chat_template or any(name in self._template.variables for name in _THINKING)
+        tags = "<think>" in self.chat_template or self.has_channels
+        return tags or any(name in self._template.variables for name in _THINKING)
+
+    @cached_property
+    def has_channels(self) -> bool:
+        """Whether outputs are messages in channels, as `channels` explains."""
+        return CHANNEL in self.chat_template and CHANNEL in self.special_tokens.values()
+
+    def text_stream(self, before: Sequence[int] | None) -> TextStream | ChannelStream:
+        """What makes the text of an output; `before` are ids that it continues, None if it is a message of its own."""
+        return ChannelStream(self) if before is None and self.has_channels else TextStream(self, before or ())
 
     def ends_in_thought(self, prompt_ids: Sequence[int]) -> bool:
         """Whether a prompt ends with the beginning of a thought, as some chat templates make it."""
@@ -263,7 +283,7 @@ class Tokenizer:
         self,
         messages: Sequence[Message],
         tools: Sequence[dict[str, Any]] = (),
-        think: bool | None = None,
+        think: bool | str | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool | None = None,
     ) -> str:
@@ -272,7 +292,8 @@ class Tokenizer:
         Args:
             messages: the conversation.
             tools: functions that the model may call.
-            think: turns the thoughts of a thinking model on or off; None leaves that to the template.
+            think: turns the thoughts of a thinking model on or off, or says how much to think, as in `EFFORTS`; None
+                leaves that to the template.
             add_generation_prompt: end with the beginning of the assistant's turn; None: unless continue_final_message.
             continue_final_message: end within the last message, so that the completion continues it.
 
@@ -291,8 +312,9 @@ class Tokenizer:
         # Missing values are None, as in transformers.
         values: dict[str, Any] = {"tools": list(tools) or None, "documents": None, "add_generation_prompt": begins}
         values |= {"messages": list(messages), **self.template_tokens}
-        if think is not None:
-            switches = {name: think for name in _THINKING if name in template.variables}
+        if think is not None and not (think is True and self.has_channels):  # these always think
+            names = (_EFFORT,) if isinstance(think, str) else _THINKING
+            switches = {name: think for name in names if name in template.variables}
             if not switches:
                 message = "this model's chat template has no switch for thinking"
                 raise RequestError(message, "leave it as it is", "think")
@@ -329,7 +351,7 @@ class TextStream:
 
     def push(self, token_id: int) -> str:
         """The text that this token completes; may be empty."""
-        self._ids.append(token_id)
+        self._ids = [*self._ids, token_id]  # a copy may have the same list
         text = self._tokenizer.decode(self._ids)
         if text.endswith("\ufffd") or len(text) <= len(self._prefix):
             return ""
@@ -349,6 +371,32 @@ class TextStream:
             text = self._tokenizer.decode(self._ids)
         self._done, self._prefix = len(self._ids), text
         return new
+
+
+class ChannelStream:
+    """The same for an output that is messages in channels."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer, self._text, self._channels = tokenizer, TextStream(tokenizer), ChannelText()
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes; may be empty."""
+        control = self._tokenizer.special_tokens.get(token_id)
+        if control is None:
+            return self._channels.push(self._text.push(token_id))
+        text = self._channels.push(self._text.flush())
+        self._text = TextStream(self._tokenizer)
+        return text + self._channels.push_control(control)
+
+    def copy(self) -> ChannelStream:
+        """A stream of its own for the same output so far."""
+        other = ChannelStream(self._tokenizer)
+        other._text, other._channels = copy(self._text), copy(self._channels)
+        return other
+
+    def flush(self, is_cut: bool = False) -> str:
+        """The text that is held back at the end of an output; without what its model did not come to if `is_cut`."""
+        return self._channels.push(self._text.flush(is_cut)) + self._channels.flush(is_cut)
 
 
 def _has_calls(message: Message) -> bool:

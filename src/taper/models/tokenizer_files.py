@@ -17,6 +17,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from ..errors import ModelError, RequestError
 from .call_forms import CLOSE, OPEN
+from .channels import MESSAGE_END, OUTPUT_ENDS
 from .files import Settings, read_json, read_text
 from .tokenizer import Tokenizer, loading_tokenizer
 
@@ -260,7 +261,10 @@ def _special_id(settings: Settings, name: str, vocab_size: int) -> int | None:
 
 
 def _end_of_turn_ids(fast: FastTokenizer) -> set[int]:
-    return {token_id for name in _END_OF_TURN if (token_id := fast.token_to_id(name)) is not None}
+    ids = {name: fast.token_to_id(name) for name in (*_END_OF_TURN, *OUTPUT_ENDS)}
+    if all(ids[name] is not None for name in OUTPUT_ENDS):  # then an output may have several messages
+        ids[MESSAGE_END] = None
+    return {token_id for token_id in ids.values() if token_id is not None}
 
 
 def _check(tokenizer: Tokenizer, source: object, vocab_size: int) -> None:

@@ -159,7 +159,7 @@ def _add_model_routes(app: FastAPI, served: ServedModel, limits: Limits, engine_
             compile_: Callable[[], _FilterFactory]
             with fields_named(names):
                 if body.json_schema is not None:
-                    compile_ = partial(served.llm.grammars.compile, body.json_schema)
+                    compile_ = partial(served.llm.grammars.compile, body.json_schema, bool(body.continue_final_message))
                     token_filter = await compiled(compile_, "response_format.json_schema.schema")
                 elif body.usable_tools:
                     how = body.allows_one_call, body.requires_call

@@ -15,6 +15,7 @@ from ..engine import Request, TokenFilter, takes_filled
 from ..engine.drafting import Drafting
 from ..errors import EXACT, REUSE, RequestError, one_of, whole_number
 from ..llm import LLM
+from ..models.tokenizer import EFFORTS
 from ..policy import DepthPolicy
 from ..sampling import SamplingParams, check_token_ids
 from .protocols import openai
@@ -226,13 +227,15 @@ class ServedModel:
             requests.append(Request(prompt, replace(params, seed=seed), policy, *rest))
         return requests
 
-    def _think(self, body: openai.ChatRequest) -> bool | None:
-        """Whether to think first. With a model that cannot think, `reasoning_effort` has no effect."""
+    def _think(self, body: openai.ChatRequest) -> bool | str | None:
+        """Whether to think first, or how much. With a model that cannot think, `reasoning_effort` has no effect."""
         effort, think = body.reasoning_effort, body.own.think
         if not self.llm.tokenizer.thinks:
             return think
         if effort is None:
             return True if body.thinks_if_it_can else think
+        if effort in EFFORTS and self.llm.tokenizer.takes_effort:
+            return effort
         if effort != "none" or think:
             message = f"reasoning_effort is {effort}; this model's thoughts can only be on or off"
             raise RequestError(message, "leave it out, and set taper.think", "reasoning_effort")

@@ -213,6 +213,11 @@ class Graph:
         matrix = self._model.weights.matrix(f"layers.{layer}.{name}", h.contents.ne[1])
         return ggml.mul_mat(self._context.pointer, matrix, h)
 
+    def _plus_bias(self, x: Any, layer: int, name: str) -> Any:
+        """Rows x plus a bias of a layer, where the model has one of this name."""
+        bias = self._model.weights.get(f"layers.{layer}.{name}_bias")
+        return x if bias is None else ggml.add(self._context.pointer, x, bias)
+
     def _mlp(self, h: Any, layer: int) -> Any:
         if (experts := self._model.config.layers[layer].experts) is not None:
             return self._mixture(h, layer, experts)
@@ -223,7 +228,7 @@ class Graph:
         """The MLPs of the experts that the router chooses for each row of h, weighted: [hidden_size, active]."""
         context, weights = self._context.pointer, self._model.weights
         chosen, (size, active) = experts.num_experts_per_tok, h.contents.ne[:2]
-        shares = ggml.soft_max(context, self._times(h, layer, "router"))
+        shares = ggml.soft_max(context, self._plus_bias(self._times(h, layer, "router"), layer, "router"))
         ids = ggml.argsort_top_k(context, shares, chosen)  # [chosen, active]
         shares = ggml.get_rows(context, ggml.reshape_3d(context, shares, 1, experts.num_experts, active), ids)
         if experts.norm_topk_prob:
@@ -232,10 +237,13 @@ class Graph:
             shares = ggml.reshape_3d(context, shares, 1, chosen, active)
 
         def times(rows: Any, name: str) -> Any:
-            return ggml.mul_mat_id(context, weights[f"layers.{layer}.{name}"], rows, ids)
+            out = ggml.mul_mat_id(context, weights[f"layers.{layer}.{name}"], rows, ids)
+            return ggml.add_id(context, out, weights[f"layers.{layer}.{name}_bias"], ids) if experts.has_bias else out
 
         rows = ggml.reshape_3d(context, h, size, 1, active)
-        out = times(self._gated(times(rows, "gate_experts"), times(rows, "up_experts")), "down_experts")
+        gate, up = times(rows, "gate_experts"), times(rows, "up_experts")
+        inner = ggml.swiglu_oai(context, gate, up, *experts.clamp) if experts.clamp else self._gated(gate, up)
+        out = times(inner, "down_experts")
         out = ggml.mul(context, out, shares)  # [hidden_size, chosen, active]
         _, stride, row = out.contents.nb[:3]
         parts = [ggml.view_2d(context, out, size, active, row, place * stride) for place in range(chosen)]
@@ -276,7 +284,7 @@ class Graph:
         context, config, active = self._context.pointer, self._model.config, h.contents.ne[1]
         q = self._rotated(self._project(h, layer, "q", config.num_attention_heads), layer)
         mask, (_, head, token) = self._inputs[self.windows[config.layers[layer].window]], q.contents.nb[:3]
-        outputs = None
+        outputs, sinks = None, self._model.weights.get(f"layers.{layer}.sinks")
         for slot, count, first, end in _side_by_side(self._key.runs, active):
             rows = (end - first) // count  # of each slot
             sizes, strides = (*q.contents.ne[:2], rows, count), (head, token, rows * token)
@@ -284,13 +292,13 @@ class Graph:
             visible = ggml.reshape_4d(context, _rows(context, mask, first, end), self._key.kv_length, rows, 1, count)
             cached = self._model.cache.slots(context, layer, slot, count, self._key.kv_length)
             attend = self._attend_in_tiles if rows >= _TILE else self._attend
-            out = attend(queries, *cached, visible, config.layers[layer].attention_scale)
+            out = attend(queries, *cached, visible, config.layers[layer].attention_scale, sinks)
             out = ggml.reshape_3d(context, out, *q.contents.ne[:2], end - first)
             outputs = out if outputs is None else ggml.concat(context, outputs, out, 2)
         outputs = ggml.reshape_2d(context, outputs, config.num_attention_heads * config.head_dim, active)
-        return self._times(outputs, layer, "o_proj")
+        return self._plus_bias(self._times(outputs, layer, "o_proj"), layer, "o")
 
-    def _attend(self, queries: Any, keys: Any, values: Any, mask: Any, scale: float) -> Any:
+    def _attend(self, queries: Any, keys: Any, values: Any, mask: Any, scale: float, sinks: Any) -> Any:
         """Attention by products, in which the queries of heads that share keys stand side by side.
 
         Args:
@@ -298,6 +306,8 @@ class Graph:
             keys: [head_dim, length, key-value heads, slots].
             values: [length, head_dim, key-value heads, slots].
             mask: [length, rows, 1, slots].
+            scale: of the scores.
+            sinks: [heads], or None.
 
         Returns:
             [head_dim, heads, rows, slots].
@@ -308,26 +318,29 @@ class Graph:
         scores = ggml.mul_mat(context, keys, ggml.reshape_4d(context, self._contiguous(queries), dim, *columns))
         scores = ggml.reshape_4d(context, scores, length, rows, heads, slots)
         shares = ggml.soft_max_ext(context, scores, mask, scale, 0.0)
+        if sinks is not None:
+            ggml.soft_max_add_sinks(shares, sinks)
         out = ggml.mul_mat(context, values, ggml.reshape_4d(context, shares, length, *columns))
         out = ggml.reshape_4d(context, out, dim, rows, heads, slots)
         return self._contiguous(ggml.permute(context, out, 0, 2, 1, 3))
 
-    def _attend_in_tiles(self, queries: Any, keys: Any, values: Any, mask: Any, scale: float) -> Any:
+    def _attend_in_tiles(self, queries: Any, keys: Any, values: Any, mask: Any, scale: float, sinks: Any) -> Any:
         """The same by flash attention."""
         context = self._context.pointer
         values = ggml.cont(context, ggml.permute(context, values, 1, 0, 2, 3))
-        return ggml.flash_attn_ext(context, queries, keys, values, mask, scale, 0.0, 0.0)
+        out = ggml.flash_attn_ext(context, queries, keys, values, mask, scale, 0.0, 0.0)
+        if sinks is not None:
+            ggml.flash_attn_ext_add_sinks(out, sinks)
+        return out
 
     def _contiguous(self, x: Any) -> Any:
         return x if ggml.is_contiguous(x) else ggml.cont(self._context.pointer, x)
 
     def _project(self, h: Any, layer: int, name: str, heads: int) -> Any:
         """One of q, k, v of h [hidden_size, n] as [head_dim, heads, n]."""
-        context, weights = self._context.pointer, self._model.weights
+        context = self._context.pointer
         whole, norm = self._model.config.layers[layer].qk_norm == "whole", f"layers.{layer}.{name}_norm"
-        out = self._times(h, layer, f"{name}_proj")
-        if (bias := weights.get(f"layers.{layer}.{name}_bias")) is not None:
-            out = ggml.add(context, out, bias)
+        out = self._plus_bias(self._times(h, layer, f"{name}_proj"), layer, name)
         out = self._norm(out, norm) if whole else out
         out = ggml.reshape_3d(context, out, self._model.config.head_dim, heads, h.contents.ne[1])
         return out if whole else self._norm(out, norm)
