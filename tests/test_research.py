@@ -546,7 +546,7 @@ def test_code_completion_has_a_section_and_a_line(tmp_path):
     pages = {path.name: " ".join(page.split()) for path, page in render.rendered(results).items()}
     assert "| `m.f5` | 100 | 3 | 8 | 6 | 2.00 | 4.00 | 2.00 |" in pages["results.md"]
     assert "the 5 where both write the same text 2.00" in pages["results.md"]
-    assert "llama-server takes 2.00 times as long with coder" in pages["code.md"]
+    assert "llama-server takes 2.00 times as long with coder" in pages["generate.md"]
 
 
 # Verdicts and pages
