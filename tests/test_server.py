@@ -470,6 +470,9 @@ def test_a_call_can_be_required_even_of_a_random_model(tiny_llama):
                     assert call["function"]["name"] == "weather"
                 if call["function"]["name"] == "weather":
                     assert json.loads(call["function"]["arguments"])["city"] in ("Rome", "Oslo")
+        cut = server.chat(**fields | {"max_tokens": 14}, tool_choice="required").json()["choices"][0]
+        assert (cut["finish_reason"], cut["message"]["content"]) == ("length", None)
+        assert "tool_calls" not in cut["message"]
         refused = {
             "tool_choice": [({"type": "function", "function": {"name": "other"}}, [weather]), ("required", [])],
         }

@@ -129,7 +129,8 @@ class ChatEvents(ChoiceEvents):
         content = "".join(part["delta"]["content"] for part in parts)
         calls = join_calls(call for part in parts for call in part["delta"].get("tool_calls", []))
         logprobs = [token for part in parts if "logprobs" in part for token in part["logprobs"]["content"]]
-        message: Json = {"role": "assistant", "content": content or None if calls else content, "refusal": None}
+        empty = None if self._tools else ""  # as a stream without text has it
+        message: Json = {"role": "assistant", "content": content or empty, "refusal": None}
         if calls:
             message["tool_calls"] = calls
         return {"message": message, "logprobs": {"content": logprobs, "refusal": None} if logprobs else None}
