@@ -17,7 +17,9 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -57,6 +59,7 @@ _PROMPTS = json.loads((Path(__file__).parent / "head_prompts.json").read_text())
 FIT, CHECK = _PROMPTS["fit"], _PROMPTS["check"]
 LONG_QUESTIONS = json.loads((Path(__file__).parent / "long_questions.json").read_text())
 QUESTIONS = LONG_QUESTIONS[::4]  # whose answers are timed
+Outcome = tuple[bool, list[int]]  # whether an output is good, and its tokens
 
 
 def about(llm: LLM) -> dict[str, Any]:
@@ -314,24 +317,34 @@ def speed(llm: LLM, options: argparse.Namespace) -> None:
 def tasks(llm: LLM, options: argparse.Namespace) -> None:
     """Word problems and open questions with both heads: how many come out well, and how many differently."""
     problems = [problem for level in builtin_problems() for problem in level[: options.problems]]
-    made: dict[str, dict[str, list[tuple[bool, list[int]]]]] = {}
-    for name in ("full", "shortlist"):
-        with LLM(options.model, head=name, threads=llm.threads, context=options.context, max_batch_size=8) as head:
-            full_depth = head.resolve_policy(mode="full")
-            attempts = WordProblemSet(head, problems).attempt(range(len(problems)), full_depth)
-            made[name] = {"word problems solved": [(attempt.solved, attempt.completion_ids) for attempt in attempts]}
-            for how, seeds in (("recommended", options.seeds), ("greedy", 1)):
-                asked = [(text, SAMPLINGS[how] | {"seed": n}) for n in range(seeds) for text in LONG_QUESTIONS]
-                params = [head.sampling_params(max_tokens=options.max_tokens, **sampling) for _, sampling in asked]
-                ids = [output.token_ids for output in head.generate([text for text, _ in asked], params, mode="full")]
-                made[name][f"no circles, {how}"] = [(repeated(one) <= CIRCLES, one) for one in ids]
-    result = about(llm) | {"max_tokens": options.max_tokens, "problem_tokens": MAX_TOKENS}
-    result["tasks"] = {task: in_pairs(whole, made["shortlist"][task]) for task, whole in made["full"].items()}
-    write(options.out, result)
-    print(json.dumps(result["tasks"], indent=1))
+    full_depth = llm.resolve_policy(mode="full")
+    result = about(llm) | {"max_tokens": options.max_tokens, "problem_tokens": MAX_TOKENS, "tasks": {}}
+
+    def solved(head: LLM) -> list[Outcome]:
+        attempts = WordProblemSet(head, problems).attempt(range(len(problems)), full_depth)
+        return [(attempt.solved, attempt.completion_ids) for attempt in attempts]
+
+    def straight(head: LLM, how: str, seeds: int) -> list[Outcome]:
+        asked = [(text, SAMPLINGS[how] | {"seed": n}) for n in range(seeds) for text in LONG_QUESTIONS]
+        params = [head.sampling_params(max_tokens=options.max_tokens, **sampling) for _, sampling in asked]
+        outputs = head.generate([text for text, _ in asked], params, mode="full")
+        return [(repeated(output.token_ids) <= CIRCLES, output.token_ids) for output in outputs]
+
+    kinds: dict[str, Callable[[LLM], list[Outcome]]] = {
+        "word problems solved": solved,
+        "no circles, recommended": partial(straight, how="recommended", seeds=options.seeds),
+        "no circles, greedy": partial(straight, how="greedy", seeds=1),
+    }
+    with ExitStack() as stack:
+        shared = {"threads": llm.threads, "context": options.context, "max_batch_size": 8}
+        heads = [stack.enter_context(LLM(options.model, head=name, **shared)) for name in ("full", "shortlist")]
+        for task, made in kinds.items():
+            result["tasks"][task] = in_pairs(*map(made, heads))
+            write(options.out, result)
+            print(task, result["tasks"][task], flush=True)
 
 
-def in_pairs(whole: Sequence[tuple[bool, list[int]]], shortlist: Sequence[tuple[bool, list[int]]]) -> dict[str, Any]:
+def in_pairs(whole: Sequence[Outcome], shortlist: Sequence[Outcome]) -> dict[str, Any]:
     """Counts of the same outputs with both heads, whether each is good and its tokens, and McNemar's exact test."""
     pairs = list(zip(whole, shortlist, strict=True))
     only_whole, only_shortlist = sum(a[0] > b[0] for a, b in pairs), sum(a[0] < b[0] for a, b in pairs)
