@@ -88,7 +88,7 @@ def text_of(tokenizer: Tokenizer, output: str, is_cut: bool = False) -> str:
 )
 def test_channels_become_the_tags_of_thoughts_and_calls(tokenizer, output, text):
     assert text_of(tokenizer, output) == text
-    thoughts = Thoughts()
+    thoughts = Thoughts(is_inside=False)
     stream = tokenizer.text_stream(None)
     pieces = [*map(stream.push, tokenizer.encode(output)), stream.flush()]
     shown = "".join(piece for piece in pieces if piece and not thoughts.take(piece))

@@ -263,8 +263,8 @@ def safetensors(path: Path, tensors: dict | bytes, data: bytes) -> None:
     path.write_bytes(u64(len(header)) + header + data)
 
 
-def norm(dtype: str = "F32", shape: tuple = (64,), size: int = 256) -> dict:
-    return {"model.norm.weight": {"dtype": dtype, "shape": shape, "data_offsets": [0, size]}}
+def norm(dtype: str = "F32", shape: tuple = (64,), size: int = 256, name: str = "model.norm.weight") -> dict:
+    return {name: {"dtype": dtype, "shape": shape, "data_offsets": [0, size]}}
 
 
 ONE_TENSOR = json.dumps(norm())[1:-1].encode()
@@ -276,8 +276,8 @@ ONE_TENSOR = json.dumps(norm())[1:-1].encode()
         (norm(), "model.norm.weight is in"),
         ({"norm": norm()["model.norm.weight"]}, "the name that Taper gives to another"),
         (b"{" + ONE_TENSOR + b"," + ONE_TENSOR + b"}", "duplicate key"),
-        (norm("I64", (32,)), "type I64"),
-        (norm("F8_E4M3", (256,)), "type F8_E4M3"),
+        (norm("I64", (32,), name="odd"), "type I64"),
+        (norm("F8_E4M3", (256,), name="odd"), "type F8_E4M3"),
         (norm(shape=(1 << 40, 1 << 40)), "cannot read"),
         (norm(size=128), "cannot read"),
         (b"[" * 1000, "cannot read"),

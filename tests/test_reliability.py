@@ -153,8 +153,8 @@ def test_text_of_a_model_reaches_a_terminal_without_escape_sequences_and_a_pipe_
     """On a terminal of our own, with a model that writes what it should not."""
     evil = "one\x1b[2Jtwo\x1b]0;title\x07\x9b31mthree\x7f\r\tfour\n"
     code = f"""
-import sys, taper.stream
-taper.stream.TextStream.push = lambda self, token_id: {evil!r}
+import sys, taper.models.tokenizer
+taper.models.tokenizer.TextStream.push = lambda self, token_id: {evil!r}
 from taper.__main__ import run
 sys.argv = ["taper", *"generate hi --max-tokens 2 --threads 1 --mode full --model".split(), {str(tiny_gguf)!r}]
 run()
