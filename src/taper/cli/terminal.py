@@ -17,6 +17,8 @@ from rich.progress import ProgressColumn, Task
 from rich.table import Column, Table
 from rich.text import Text
 
+from ..models.channels import THINK, THINK_END
+
 if TYPE_CHECKING:
     from ..policy import DepthPolicy
     from ..stream import Chunk, Output
@@ -31,7 +33,6 @@ _BARS = " ▁▂▃▄▅▆▇█"
 _COLOURS = ("green", "cyan", "blue", "magenta", "red")
 _CHART_HEIGHT, _CHART_WIDTH = 5, 72
 _CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])  # all but tab and newline
-_THINK, _THINK_END = "<think>", "</think>"
 _UNLIMITED = 10_000  # columns of a file or pipe
 _WINDOW = 60  # seconds of work from which the time left is estimated
 _MIN_WIDTH = 60  # columns; in fewer, or in COLUMNS=0, nothing could be read
@@ -157,8 +158,8 @@ class Thoughts:
 
     def take(self, text: str) -> bool:
         """Whether this piece belongs to a thought, the tags around it included."""
-        was_inside, self._tail = self._inside, (self._tail + text)[-len(_THINK_END) - len(text) :]
-        opened, closed = self._tail.rfind(_THINK), self._tail.rfind(_THINK_END)
+        was_inside, self._tail = self._inside, (self._tail + text)[-len(THINK_END) - len(text) :]
+        opened, closed = self._tail.rfind(THINK), self._tail.rfind(THINK_END)
         if opened != closed:  # one of them is there
             self._inside = opened > closed
         return was_inside or self._inside

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from ..errors import ModelError, RequestError, TaperError
 from .call_forms import OPEN
-from .channels import CHANNEL, ChannelText, with_channels
+from .channels import CHANNEL, THINK, THINK_END, ChannelText, with_channels
 from .chat_template import ChatTemplate
 from .tool_texts import as_texts
 
@@ -161,7 +161,7 @@ class Tokenizer:
     @property
     def thinks(self) -> bool:
         """Whether the chat template supports thoughts."""
-        tags = "<think>" in self.chat_template or self.has_channels
+        tags = THINK in self.chat_template or self.has_channels
         return tags or any(name in self._template.variables for name in _THINKING)
 
     @cached_property
@@ -176,7 +176,7 @@ class Tokenizer:
     def ends_in_thought(self, prompt_ids: Sequence[int]) -> bool:
         """Whether a prompt ends with the beginning of a thought, as some chat templates make it."""
         end = self.decode(prompt_ids[-_PROMPT_END:])
-        return end.rfind("<think>") > end.rfind("</think>")
+        return end.rfind(THINK) > end.rfind(THINK_END)
 
     @cached_property
     def special_tokens(self) -> dict[int, str]:

@@ -63,9 +63,11 @@ def candidates(ungated: DepthPolicy, order: LayerOrder, forecasts: Forecasts, co
     flat = replace(ungated, schedule=Schedule(layers, "constant", ungated.min_depth))
     least = cost.speedup(ungated, forecasts.mean_depth(ungated)) * SPARE
     for policy, threshold in product((ungated, flat), THRESHOLDS):
-        gated = (with_gate(policy, threshold, depth) for depth in range(layers - 1, _least_depth(order) - 1, -1))
-        fast = (one for one in gated if cost.speedup(one, forecasts.mean_depth(one)) >= least)
-        yield from [one] if (one := next(fast, None)) else []
+        for depth in range(layers - 1, _least_depth(order) - 1, -1):
+            gated = with_gate(policy, threshold, depth)
+            if cost.speedup(gated, forecasts.mean_depth(gated)) >= least:
+                yield gated
+                break
 
 
 def with_gate(policy: DepthPolicy, threshold: float, depth: int) -> DepthPolicy:

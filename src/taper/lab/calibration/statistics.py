@@ -127,15 +127,13 @@ def ratio_estimate(numerator: np.ndarray, denominator: np.ndarray, seed: int = 0
     return _estimate(_ratios(numerator, denominator, seed))
 
 
-def paired_ratios(
-    policy: np.ndarray, policy_count: np.ndarray, full: np.ndarray, full_count: np.ndarray, seed: int = 0
-) -> Difference:
+def paired_ratios(policy: np.ndarray, policy_count: np.ndarray, full: np.ndarray, full_count: np.ndarray) -> Difference:
     """Two such ratios and their difference, of the same prompts or completions in each resample."""
-    of_policy, of_full = _ratios(policy, policy_count, seed), _ratios(full, full_count, seed)
+    of_policy, of_full = _ratios(policy, policy_count), _ratios(full, full_count)
     return Difference(_estimate(of_policy), _estimate(of_full), _estimate(of_policy - of_full))
 
 
-def _ratios(numerator: np.ndarray, denominator: np.ndarray, seed: int) -> np.ndarray:
+def _ratios(numerator: np.ndarray, denominator: np.ndarray, seed: int = 0) -> np.ndarray:
     """The ratio of the sums, and that of each resample, which is not a number where nothing is below.
 
     None of them is a number if fewer than `MIN_OUTPUTS` have any steps.

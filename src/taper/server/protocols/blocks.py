@@ -11,6 +11,7 @@ from typing import ClassVar, Literal
 from pydantic import model_validator
 
 from ...errors import RequestError
+from ...models.channels import THINK, THINK_END
 from ...models.tokenizer import Tokenizer
 from ...stream import Chunk, Output
 from ..tool_calls import Json, ToolCallParser
@@ -18,8 +19,6 @@ from .bodies import Strict, TaperFields, validated
 from .errors import fields_named
 from .events import Events, server_sent
 from .openai import ChatRequest
-
-_THINK, _THINK_END = "<think>", "</think>"
 
 
 class ChatBody(Strict):
@@ -172,16 +171,16 @@ class ThoughtParser:
         self._held, thought = self._held + text, ""
         if self._may_begin:
             start = self._held.lstrip()
-            if not is_last and len(start) < len(_THINK) and _THINK.startswith(start):
+            if not is_last and len(start) < len(THINK) and THINK.startswith(start):
                 return "", ""
             self._may_begin = False
-            if start.startswith(_THINK):
+            if start.startswith(THINK):
                 self.is_inside = self._is_beginning = True
-                self._held = start[len(_THINK) :]
+                self._held = start[len(THINK) :]
         if self.is_inside:
-            inside, end, rest = self._held.partition(_THINK_END)
+            inside, end, rest = self._held.partition(THINK_END)
             inside = self._after_space(inside)
-            overlap = max(size for size in range(len(_THINK_END)) if inside.endswith(_THINK_END[:size]))
+            overlap = max(size for size in range(len(THINK_END)) if inside.endswith(THINK_END[:size]))
             thought = inside[: len(inside) - (0 if end or is_last else overlap)].rstrip()
             self.is_inside, self._is_beginning = not end, bool(end) or (self._is_beginning and not thought)
             self._held = rest if end else inside[len(thought) :]
