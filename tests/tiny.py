@@ -77,6 +77,7 @@ GEMMA = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
+CAPS = {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 4.0}
 QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
 GPT_OSS = {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 16}
 # The same for the others. Windows are shorter than the prompts.
@@ -95,6 +96,7 @@ FAMILIES = {
     "qwen3moe, not normalised": ("qwen3moe", QWEN_EXPERTS | {"norm_topk_prob": False}),
     "granitemoe": ("granitemoe", SCALES | {"num_local_experts": 5, "num_experts_per_tok": 3}),
     "gpt-oss": ("gpt-oss", GPT_OSS | {"tied": False, "rope_parameters": YARN | {"truncate": False}}),
+    "gemma2": ("gemma2", {"sliding_window": 16, "query_pre_attn_scalar": 16} | CAPS),
     "gemma3": ("gemma3", {"layers": 7, "sliding_window": 16, "query_pre_attn_scalar": 16, "rope_parameters": GEMMA}),
 }
 # What GGUF files cannot say is tested from folders alone.
@@ -208,7 +210,7 @@ def write_gguf(
     names = gguf.get_tensor_name_map(by_name[architecture], config.num_hidden_layers)
     for name, parameter in tiny.hf.named_parameters():
         array = parameter.detach().numpy()
-        if architecture == "gemma3" and name.endswith("norm.weight"):
+        if architecture in ("gemma2", "gemma3") and name.endswith("norm.weight"):
             array = array + 1
         if name.split(".")[-2] in ("q_proj", "k_proj") and architecture in PERMUTED:
             array = array.reshape(-1, 2, config.head_dim // 2, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
@@ -276,10 +278,13 @@ def add_facts(writer, config) -> None:
     """What llama.cpp's converter writes of one architecture and not of another."""
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     writer.add_rope_freq_base(rope["rope_theta"])
-    if config.model_type in ("gemma3_text", "gpt_oss"):
+    if config.model_type in ("gemma2", "gemma3_text", "gpt_oss"):
         writer.add_sliding_window(config.sliding_window)
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
+    if config.model_type == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
     if config.model_type == "gpt_oss":
         writer.add_expert_feed_forward_length(config.intermediate_size)
     if config.model_type == "gemma3_text":

@@ -58,11 +58,11 @@ class FusedLayers:
         """Whether the kernels compute what every layer of a model does."""
         plain = all(
             spec.pre_norm
-            and not (spec.post_norm or spec.o_bias or spec.has_sinks or spec.experts)
+            and not (spec.post_norm or spec.o_bias or spec.has_sinks or spec.score_cap or spec.experts)
             and spec.qk_norm != "whole"
             for spec in config.layers
         )
-        return plain and config.head_dim & (config.head_dim - 1) == 0 and config.activation in _ACTIVATIONS
+        return plain and config.logit_cap is None and config.head_dim & (config.head_dim - 1) == 0 and config.activation in _ACTIVATIONS
 
     def run_layer(self, x: Tensor, layer: int, positions: Tensor, slots: Tensor, kv_length: int) -> None:
         """Run a layer on the hidden states x [1, hidden_size], in place, and write its keys and values.

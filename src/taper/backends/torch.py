@@ -288,7 +288,7 @@ class TorchBackend:
             q = self.queries(h[:n], layer, rotations)
             cached = keys[:, :, :kv_length], values[:, :, :kv_length]
             spec = self.config.layers[layer]
-            how = spec.attention_scale, self.sinks(layer)
+            how = spec.attention_scale, spec.score_cap, self.sinks(layer)
             attended = attend(q, *cached, visible[spec.window][:n], slots[:n], runs, *how)
             x[:n] = self.finish_layer(x[:n], attended, layer)
         return hidden_states
@@ -358,7 +358,8 @@ class TorchBackend:
     def logits(self, x: Tensor) -> Tensor:
         """Logits [N, vocab_size] of hidden states [N, hidden_size] after the last layer."""
         head = self._weights.get("lm_head", self._weights["embed_tokens"])
-        return _scaled(F.linear(self._norm(x, "norm"), head), self.config.logit_scale)
+        logits = _scaled(F.linear(self._norm(x, "norm"), head), self.config.logit_scale)
+        return capped(logits, self.config.logit_cap)
 
     def _added(self, x: Tensor, h: Tensor, norm: str) -> Tensor:
         """Hidden states and what attention or MLP computed, added."""
@@ -439,6 +440,11 @@ def _scaled(x: Tensor, scale: float) -> Tensor:
     return x if scale == 1.0 else x * scale
 
 
+def capped(x: Tensor, cap: float | None) -> Tensor:
+    """x brought between -cap and cap by tanh; with None, x itself."""
+    return x if cap is None else cap * torch.tanh(x / cap)
+
+
 def rotation_table(rope: Rope, context_length: int, device: str) -> Tensor:
     """Cosines and sines of each position, f32 [2, context_length, dim / 2]."""
     pairs = torch.arange(0, rope.dim, 2, dtype=torch.float32, device=device)
@@ -475,11 +481,12 @@ def attend(
     slots: Tensor,
     runs: Runs | None,
     scale: float,
+    cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of q [n, heads, head_dim] over caches [slots, kv heads, cells, head_dim]: [n, heads * head_dim].
 
-    `sinks` [heads], if there are some, take their shares and give nothing.
+    `cap`: of scores, if there is one. `sinks` [heads], if there are some, take their shares and give nothing.
     """
     group = q.shape[1] // keys.shape[1]  # heads that share keys and values
     # Neither way asks PyTorch for grouped queries: with a mask, only its slowest kernels support them on a GPU.
@@ -488,28 +495,33 @@ def attend(
             keys, values = keys[slots], values[slots]
         queries, mask = q.unflatten(1, (-1, group)), visible[:, None, None]
         shared = None if sinks is None else sinks.view(-1, group)
-        return _attended(queries, keys, values, mask, scale, shared).flatten(1)
+        return _attended(queries, keys, values, mask, scale, cap, shared).flatten(1)
     parts = []
     for slot, first, end in runs:  # the tokens of a slot together: [1, heads, tokens, head_dim]
         end = min(end, len(q))
         if first < end:
             queries = q[first:end].transpose(0, 1).unsqueeze(0)
             k, v = (cache[slot : slot + 1].repeat_interleave(group, 1) for cache in (keys, values))
-            out = _attended(queries, k, v, visible[first:end], scale, None if sinks is None else sinks[:, None])
+            shared = None if sinks is None else sinks[:, None]
+            out = _attended(queries, k, v, visible[first:end], scale, cap, shared)
             parts.append(out[0].transpose(0, 1).flatten(1))
     return torch.cat(parts)
 
 
-def _attended(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
+def _attended(
+    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, cap: float | None, sinks: Tensor | None
+) -> Tensor:
     """Attention of q [n, heads, rows, head_dim]; `sinks` [heads, rows] or [heads, 1]."""
-    if sinks is None:
+    if sinks is None and cap is None:
         return F.scaled_dot_product_attention(q, keys, values, mask, scale=scale)
-    scores = (scale * q @ keys.transpose(-1, -2)).float().masked_fill(~mask, -torch.inf)
-    return shares(scores, sinks[..., None]).to(values.dtype) @ values
+    scores = capped((scale * q @ keys.transpose(-1, -2)).float(), cap).masked_fill(~mask, -torch.inf)
+    return shares(scores, None if sinks is None else sinks[..., None]).to(values.dtype) @ values
 
 
-def shares(scores: Tensor, sinks: Tensor) -> Tensor:
-    """The softmax of scores [..., rows, cells], of which sinks [..., rows or 1, 1] take a part."""
+def shares(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """The softmax of scores [..., rows, cells], of which sinks [..., rows or 1, 1], if any, take a part."""
+    if sinks is None:
+        return scores.softmax(-1)
     sinks = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
     return torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
 

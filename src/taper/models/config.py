@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 from ..policy import ModelIdentity
 
@@ -37,7 +39,8 @@ class Experts:
     """A mixture of experts: a router chooses some of several MLPs for each token, by the softmax of its logits.
 
     `norm_topk_prob`: the probabilities of the chosen experts are divided by their sum. `has_bias`: router and experts
-    add biases. `clamp`: None for an ordinary MLP; else (alpha, limit), and its product is gate * sigmoid(alpha * gate)
+    add biases. `beside_mlp`: there is an ordinary MLP too; the outputs of both are normed and added, and the router sees
+    hidden states that are normed apart. `clamp`: None for an ordinary MLP; else (alpha, limit), and its product is gate * sigmoid(alpha * gate)
     * (up + 1), of a gate of at most `limit` and an up between -limit and limit.
     """
 
@@ -46,6 +49,7 @@ class Experts:
     intermediate_size: int
     norm_topk_prob: bool = True
     has_bias: bool = False
+    beside_mlp: bool = False
     clamp: tuple[float, float] | None = None
 
 
@@ -57,7 +61,10 @@ class LayerSpec:
     itself; None: full attention. `pre_norm`: RMS norms before attention and MLP. `post_norm`: RMS norms after them,
     before the residual is added. `qk_norm`: RMS norms of queries and keys, of each "head" or of the "whole" vector; ""
     for none. `o_bias`: of attention's output. `has_sinks`: each head has a logit that takes a share of its attention
-    and gives nothing. `experts`: takes the place of the MLP.
+    and gives nothing. `score_cap`: scores are cap * tanh(score / cap), before the softmax. `v_norm`: values are normed
+    too, by no weights. `keys_are_values`: before norms and rotation. `cells_of`: the layer whose keys and values it
+    attends to; None: it has its own. `experts`: takes the place of the MLP. `output_scale`: multiplies what the layer
+    gives. `head_dim`, `num_key_value_heads`, `intermediate_size`: None: those of the model.
     """
 
     rope: Rope | None
@@ -68,8 +75,29 @@ class LayerSpec:
     qkv_bias: bool = False
     o_bias: bool = False
     has_sinks: bool = False
+    score_cap: float | None = None
     qk_norm: str = ""
+    v_norm: bool = False
+    keys_are_values: bool = False
+    cells_of: int | None = None
     experts: Experts | None = None
+    output_scale: float = 1.0
+    head_dim: int | None = None
+    num_key_value_heads: int | None = None
+    intermediate_size: int | None = None
+
+
+class LayerSizes(NamedTuple):
+    """Sizes in which the layers of a model may differ."""
+
+    head_dim: int
+    num_key_value_heads: int
+    intermediate_size: int
+
+    @property
+    def cell_width(self) -> int:
+        """Numbers in the keys, and in the values, of a token."""
+        return self.head_dim * self.num_key_value_heads
 
 
 @dataclass(frozen=True)
@@ -77,7 +105,9 @@ class ModelConfig:
     """Facts about a decoder-only model, named as in transformers.
 
     `embedding_scale`, `residual_scale`, `logit_scale`: factors of the embeddings, of the outputs of attention and MLP,
-    and of the logits. `activation`: of the MLP, "silu" or "gelu_pytorch_tanh".
+    and of the logits. `logit_cap`: logits are cap * tanh(logit / cap). `activation`: of the MLP, "silu" or
+    "gelu_pytorch_tanh". `layer_input_size`: above 0, each layer also adds what it makes of an input of this size: one of
+    its own for each token, and a projection of the embedding.
     `quantization`: the type of most weights, in ggml's names.
     """
 
@@ -96,7 +126,9 @@ class ModelConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    logit_cap: float | None = None
     activation: str = "silu"
+    layer_input_size: int = 0
 
     @property
     def num_hidden_layers(self) -> int:
@@ -107,6 +139,20 @@ class ModelConfig:
     def rope_theta(self) -> float:
         """The base of rotary frequencies in the first layer that has them."""
         return next(spec.rope.theta for spec in self.layers if spec.rope)
+
+    def sizes(self, layer: int) -> LayerSizes:
+        """Those of a layer."""
+        spec = self.layers[layer]
+        return LayerSizes(
+            spec.head_dim or self.head_dim,
+            spec.num_key_value_heads or self.num_key_value_heads,
+            spec.intermediate_size or self.intermediate_size,
+        )
+
+    @cached_property
+    def lenders(self) -> frozenset[int]:
+        """The layers to whose keys and values other layers attend. Tokens that skip one write them nevertheless."""
+        return frozenset(spec.cells_of for spec in self.layers if spec.cells_of is not None)
 
     @property
     def identity(self) -> ModelIdentity:
@@ -120,23 +166,25 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"embed_tokens": (c.vocab_size, c.hidden_size), "norm": (c.hidden_size,)}
     if not c.tie_word_embeddings:
         shapes["lm_head"] = (c.vocab_size, c.hidden_size)
-    for index, spec in enumerate(c.layers):
-        shapes |= {f"layers.{index}.{name}": shape for name, shape in _layer_shapes(c, spec).items()}
+    if size := c.layer_input_size:
+        width = size * c.num_hidden_layers
+        shapes |= {"layer_embeddings": (c.vocab_size, width), "layer_projection": (width, c.hidden_size)}
+        shapes["layer_projection_norm"] = (size,)
+    for index in range(c.num_hidden_layers):
+        shapes |= {f"layers.{index}.{name}": shape for name, shape in _layer_shapes(c, index).items()}
     return shapes
 
 
-def _layer_shapes(c: ModelConfig, spec: LayerSpec) -> dict[str, tuple[int, ...]]:
-    q_size, kv_size = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    shapes: dict[str, tuple[int, ...]] = {
-        "q_proj": (q_size, c.hidden_size),
-        "k_proj": (kv_size, c.hidden_size),
-        "v_proj": (kv_size, c.hidden_size),
-        "o_proj": (c.hidden_size, q_size),
-    }
-    if spec.experts is None:
-        inner: tuple[int, ...] = (c.intermediate_size, c.hidden_size)
+def _layer_shapes(c: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    spec, (head_dim, _, inner_size) = c.layers[layer], c.sizes(layer)
+    q_size, kv_size = c.num_attention_heads * head_dim, c.sizes(layer).cell_width
+    shapes: dict[str, tuple[int, ...]] = {"q_proj": (q_size, c.hidden_size), "o_proj": (c.hidden_size, q_size)}
+    cells = [] if spec.cells_of is not None else ["k"] if spec.keys_are_values else ["k", "v"]
+    shapes |= {f"{name}_proj": (kv_size, c.hidden_size) for name in cells}
+    if spec.experts is None or spec.experts.beside_mlp:
+        inner: tuple[int, ...] = (inner_size, c.hidden_size)
         shapes |= {"gate_proj": inner, "up_proj": inner, "down_proj": inner[::-1]}
-    else:
+    if spec.experts is not None:
         count, size = spec.experts.num_experts, spec.experts.intermediate_size
         shapes |= {
             "router": (count, c.hidden_size),
@@ -147,6 +195,9 @@ def _layer_shapes(c: ModelConfig, spec: LayerSpec) -> dict[str, tuple[int, ...]]
         if spec.experts.has_bias:
             shapes |= {"router_bias": (count,), "down_experts_bias": (count, c.hidden_size)}
             shapes |= {f"{name}_experts_bias": (count, size) for name in ("gate", "up")}
+        if spec.experts.beside_mlp:
+            shapes |= {"router_scale": (c.hidden_size,), "experts_scale": (count,)}
+            shapes |= dict.fromkeys(("post_dense_norm", "pre_experts_norm", "post_experts_norm"), (c.hidden_size,))
     if spec.qkv_bias:
         shapes |= {"q_bias": (q_size,), "k_bias": (kv_size,), "v_bias": (kv_size,)}
     if spec.o_bias:
@@ -154,10 +205,13 @@ def _layer_shapes(c: ModelConfig, spec: LayerSpec) -> dict[str, tuple[int, ...]]
     if spec.has_sinks:
         shapes["sinks"] = (c.num_attention_heads,)
     if spec.qk_norm == "head":
-        shapes |= {"q_norm": (c.head_dim,), "k_norm": (c.head_dim,)}
+        shapes |= {f"{name}_norm": (head_dim,) for name in ("q", *cells[:1])}
     elif spec.qk_norm == "whole":
         shapes |= {"q_norm": (q_size,), "k_norm": (kv_size,)}
     for place, present in (("pre", spec.pre_norm), ("post", spec.post_norm)):
         if present:
             shapes |= {f"{place}_{part}_norm": (c.hidden_size,) for part in ("attention", "mlp")}
+    if size := c.layer_input_size:
+        shapes |= {"input_gate": (size, c.hidden_size), "input_proj": (c.hidden_size, size)}
+        shapes["post_input_norm"] = (c.hidden_size,)
     return shapes

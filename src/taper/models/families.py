@@ -119,13 +119,22 @@ def _all_but_every_sixth(settings: Settings, layer: int) -> bool:
     return (layer + 1) % int(settings.get("sliding_window_pattern", int, 6)) != 0
 
 
-def _gemma3_header(settings: Settings) -> dict[str, Any]:
-    # The largest Gemma 3, of 62 layers, is the one that does not scale attention by the size of a head.
-    largest = settings.get("num_hidden_layers", int) == 62
+def _gemma_header(settings: Settings, most_layers: int) -> dict[str, Any]:
+    # The largest model of a generation is the one that does not scale attention by the size of a head.
+    largest = settings.get("num_hidden_layers", int) == most_layers
     size = settings.get("hidden_size", int) // max(settings.get("num_attention_heads", int), 1)
-    return {"rope_local_base_freq": 1e4, "query_pre_attn_scalar": size if largest else head_size(settings)}
+    return {"query_pre_attn_scalar": size if largest else head_size(settings)}
 
 
+def _gemma2_header(settings: Settings) -> dict[str, Any]:
+    return {**_CAPS, **_gemma_header(settings, 46)}
+
+
+def _gemma3_header(settings: Settings) -> dict[str, Any]:
+    return {"rope_local_base_freq": 1e4, **_gemma_header(settings, 62)}
+
+
+_CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 _SWIGLU = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 
 
@@ -157,6 +166,19 @@ MODEL_TYPES = {
         defaults={"tie_word_embeddings": True, "rope_theta": 2e6},
     ),
     "olmo2": Family("olmo2", pre_norm=False, post_norm=True, qk_norm="whole", layer_names=_POST_NORMS),
+    "gemma2": Family(
+        "gemma2",
+        post_norm=True,
+        slides=_every_other,
+        reads=("query_pre_attn_scalar", *_CAPS),
+        activation="gelu_pytorch_tanh",
+        scales_embeddings=True,
+        norm_offset=1.0,
+        defaults={"tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096}
+        | _CAPS,
+        gguf_defaults=_gemma2_header,
+        layer_names=_FOUR_NORMS,
+    ),
     "gemma3_text": Family(
         "gemma3",
         post_norm=True,

@@ -64,6 +64,7 @@ def _read(family: Family, settings: Settings, tensors: dict[str, Tensor], rope: 
         qkv_bias="layers.0.q_bias" in tensors,
         o_bias="layers.0.o_bias" in tensors,
         has_sinks=family.has_sinks,
+        score_cap=_optional(settings, "attn_logit_softcapping"),
         qk_norm=family.qk_norm,
         experts=_experts(family, settings) if family.experts else None,
     )
@@ -89,8 +90,13 @@ def _read(family: Family, settings: Settings, tensors: dict[str, Tensor], rope: 
         embedding_scale=get("embedding_multiplier", float, hidden**0.5 if family.scales_embeddings else 1.0),
         residual_scale=get("residual_multiplier", float, 1.0),
         logit_scale=1.0 / get("logits_scaling", float, 1.0),
+        logit_cap=_optional(settings, "final_logit_softcapping"),
         activation=family.activation,
     )
+
+
+def _optional(settings: Settings, key: str) -> float | None:
+    return None if settings.values.get(key) is None else settings.get(key, float)
 
 
 def _ropes(family: Family, settings: Settings, interleaved: bool, factors: Sequence[float] | None) -> tuple[Rope, Rope]:
@@ -289,13 +295,14 @@ def _check(config: ModelConfig) -> None:
         _check_count(name, getattr(config, name))
     _check_count("num_attention_heads", config.num_attention_heads, most=1 << 16)
     _check_count("head_dim", config.head_dim, most=1024)
-    for name in ("rms_norm_eps", "embedding_scale", "residual_scale", "logit_scale"):
+    for name in ("rms_norm_eps", "embedding_scale", "residual_scale", "logit_scale", "logit_cap"):
         _check_positive(name, getattr(config, name))
     if config.num_attention_heads % config.num_key_value_heads:
         heads = f"{config.num_attention_heads} heads and {config.num_key_value_heads} key-value heads"
         raise ModelError(f"{heads}: the first must be a multiple of the second")
     for spec in set(config.layers):
-        _check_positive("attention_scale", spec.attention_scale)
+        for name in ("attention_scale", "score_cap"):
+            _check_positive(name, getattr(spec, name))
         if spec.window is not None:
             _check_count("sliding_window", spec.window)
         if spec.experts is not None:
@@ -329,6 +336,6 @@ def _check_count(name: str, value: int, most: int = 1 << 30) -> None:
         raise ModelError(f"{name} is {value}; no model has that", "the file is damaged or not a model")
 
 
-def _check_positive(name: str, value: float) -> None:
-    if not (math.isfinite(value) and 0 < value < 1e12):
+def _check_positive(name: str, value: float | None) -> None:
+    if value is not None and not (math.isfinite(value) and 0 < value < 1e12):
         raise ModelError(f"{name} is {value}; it must be a positive number")

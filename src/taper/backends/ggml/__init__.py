@@ -146,8 +146,9 @@ class GgmlBackend:
         tensors, weights = PreviewTensors(preview, self._threads), self._model.weights
         self._model, self.has_preview = replace(self._model, preview=tensors), True
         compute = partial(self._compute.compute, interruptible=False)
-        whole, scale = weights.matrix(weights.head, 1), self.config.logit_scale
-        self._products = HeadProducts(whole, weights.head_rows, weights.head_type, scale, compute)
+        scaling = self.config.logit_scale, self.config.logit_cap
+        whole = weights.matrix(weights.head, 1)
+        self._products = HeadProducts(whole, weights.head_rows, weights.head_type, *scaling, compute)
         self.weight_bytes = self.weight_bytes | {weights.head: preview.table.nbytes}  # read instead of the whole
         bits = f"{preview.rank} of {self.config.hidden_size} dimensions in {TABLE_TYPE.lower()}"
         self.head = f"shortlist: preview of {bits}, margin {preview.margin:.1f}"
@@ -257,10 +258,12 @@ class GgmlBackend:
         preview, products = self._model.preview, self._products
         assert preview is not None
         assert products is not None
-        scale, states = self.config.logit_scale, graph.states.copy()
+        scale, cap, states = self.config.logit_scale, self.config.logit_cap, graph.states.copy()
         logits = graph.previews + (states @ preview.mean_row)[:, None]
         if scale != 1.0:
             logits *= np.float32(scale)
+        if cap is not None:  # brings logits closer together, so that the margin is more than enough
+            logits = cap * np.tanh(logits / np.float32(cap))
         rows = zip(logits, states, strict=True)
         return [Previewed(row, state, preview.margin * scale, products) for row, state in rows]
 

@@ -20,7 +20,7 @@ from .. import Runs
 from .cache import KeyValueCache
 from .library import ggml
 from .shortlist import PreviewTensors
-from .tensors import TensorContext, new_input, view
+from .tensors import TensorContext, capped, new_input, view
 from .weights import Weights
 
 _NODES_PER_LAYER, _NODES_PER_RUN, _NODES_PER_EXPERT, _OTHER_NODES = 72, 20, 2, 32
@@ -145,7 +145,8 @@ class Graph:
             if key.num_outputs:
                 head = weights.matrix(weights.head, key.num_outputs)
                 whole = ggml.mul_mat(context, head, _rows(context, rows, 0, key.num_outputs))
-                logits = self._output(self._scaled(whole, self._model.config.logit_scale))
+                config = self._model.config
+                logits = self._output(capped(context, whole, config.logit_scale, config.logit_cap))
             if (preview := self._model.preview) is not None and key.num_previews:
                 states = self._output(ggml.dup(context, _rows(context, rows, key.num_outputs, num_rows)))
                 inner = ggml.add(context, ggml.mul_mat(context, preview.rotation, states), preview.shift)
@@ -162,7 +163,7 @@ class Graph:
         return tensor
 
     def _scaled(self, x: Any, scale: float) -> Any:
-        return x if scale == 1.0 else ggml.scale(self._context.pointer, x, scale)
+        return capped(self._context.pointer, x, scale, None)
 
     def _norm(self, x: Any, name: str) -> Any:
         """RMS norm along rows, where the model has one of this name; else x itself."""
@@ -292,13 +293,16 @@ class Graph:
             visible = ggml.reshape_4d(context, _rows(context, mask, first, end), self._key.kv_length, rows, 1, count)
             cached = self._model.cache.slots(context, layer, slot, count, self._key.kv_length)
             attend = self._attend_in_tiles if rows >= _TILE else self._attend
-            out = attend(queries, *cached, visible, config.layers[layer].attention_scale, sinks)
+            spec = config.layers[layer]
+            out = attend(queries, *cached, visible, spec.attention_scale, spec.score_cap, sinks)
             out = ggml.reshape_3d(context, out, *q.contents.ne[:2], end - first)
             outputs = out if outputs is None else ggml.concat(context, outputs, out, 2)
         outputs = ggml.reshape_2d(context, outputs, config.num_attention_heads * config.head_dim, active)
         return self._plus_bias(self._times(outputs, layer, "o_proj"), layer, "o")
 
-    def _attend(self, queries: Any, keys: Any, values: Any, mask: Any, scale: float, sinks: Any) -> Any:
+    def _attend(
+        self, queries: Any, keys: Any, values: Any, mask: Any, scale: float, cap: float | None, sinks: Any
+    ) -> Any:
         """Attention by products, in which the queries of heads that share keys stand side by side.
 
         Args:
@@ -307,6 +311,7 @@ class Graph:
             values: [length, head_dim, key-value heads, slots].
             mask: [length, rows, 1, slots].
             scale: of the scores.
+            cap: of the scores, or None.
             sinks: [heads], or None.
 
         Returns:
@@ -317,6 +322,8 @@ class Graph:
         columns = (rows * heads // shared, shared, slots)
         scores = ggml.mul_mat(context, keys, ggml.reshape_4d(context, self._contiguous(queries), dim, *columns))
         scores = ggml.reshape_4d(context, scores, length, rows, heads, slots)
+        if cap is not None:
+            scores, scale = capped(context, scores, scale, cap), 1.0
         shares = ggml.soft_max_ext(context, scores, mask, scale, 0.0)
         if sinks is not None:
             ggml.soft_max_add_sinks(shares, sinks)
@@ -324,11 +331,13 @@ class Graph:
         out = ggml.reshape_4d(context, out, dim, rows, heads, slots)
         return self._contiguous(ggml.permute(context, out, 0, 2, 1, 3))
 
-    def _attend_in_tiles(self, queries: Any, keys: Any, values: Any, mask: Any, scale: float, sinks: Any) -> Any:
+    def _attend_in_tiles(
+        self, queries: Any, keys: Any, values: Any, mask: Any, scale: float, cap: float | None, sinks: Any
+    ) -> Any:
         """The same by flash attention."""
         context = self._context.pointer
         values = ggml.cont(context, ggml.permute(context, values, 1, 0, 2, 3))
-        out = ggml.flash_attn_ext(context, queries, keys, values, mask, scale, 0.0, 0.0)
+        out = ggml.flash_attn_ext(context, queries, keys, values, mask, scale, 0.0, cap or 0.0)
         if sinks is not None:
             ggml.flash_attn_ext_add_sinks(out, sinks)
         return out

@@ -119,9 +119,10 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "new_graph_custom": (_P, _P, c_size_t, c_bool),
     "graph_overhead_custom": (c_size_t, c_size_t, c_bool),
     "graph_n_nodes": (c_int, _P),
+    "graph_node": (_T, _P, c_int),
     "build_forward_expand": (None, _P, _T),
     # Operations
-    **dict.fromkeys(("dup", "cont", "sqr", "sum_rows", "soft_max", "sigmoid", "silu_inplace"), _OF_ONE),
+    **dict.fromkeys(("dup", "cont", "sqr", "sum_rows", "soft_max", "sigmoid", "tanh", "silu_inplace"), _OF_ONE),
     **dict.fromkeys(("add", "add_inplace", "mul", "div", "mul_mat", "get_rows"), _OF_TWO),
     **dict.fromkeys(("swiglu_split", "geglu_split"), _OF_TWO),
     **dict.fromkeys(("mul_mat_id", "set_rows", "add_id"), _OF_THREE),

@@ -16,7 +16,7 @@ from ...models.preview import TABLE_TYPE, Factors, Preview, Rows, fit_factors, h
 from ...models.tensors import WEIGHT_TYPES, Tensor
 from .library import ggml
 from .repack import RepackedMatrices
-from .tensors import TensorContext, aligned
+from .tensors import TensorContext, aligned, capped
 from .weights import as_floats, convert
 
 MAX_TOKENS = 4096  # of a shortlist, or an eighth of a large vocabulary
@@ -104,15 +104,21 @@ class HeadProducts:
         whole: the tensor of the head that a forward of one token uses.
         rows: the same weights, uint8 [vocab_size, bytes of a row].
         dtype: their type.
-        scale: of logits.
+        scale, cap: of logits.
         compute: runs a graph.
     """
 
     def __init__(
-        self, whole: Any, rows: np.ndarray, dtype: str, scale: float, compute: Callable[[Any], object]
+        self,
+        whole: Any,
+        rows: np.ndarray,
+        dtype: str,
+        scale: float,
+        cap: float | None,
+        compute: Callable[[Any], object],
     ) -> None:
         self._whole, self._rows, self._dtype = whole, rows, dtype
-        self._scale, self._compute = scale, compute
+        self._scale, self._cap, self._compute = scale, cap, compute
         self._chosen = aligned(longest(len(rows)) * rows.shape[1]).reshape(-1, rows.shape[1])  # rows copied together
         self._graphs: dict[int, _Product] = {}  # by the number of rows; 0 for the whole head
 
@@ -127,28 +133,30 @@ class HeadProducts:
 
     def _product(self, room: int, state: np.ndarray) -> np.ndarray:
         if room not in self._graphs:
-            context, matrix = TensorContext(5, graph_nodes=4), self._whole
+            context, matrix = TensorContext(8, graph_nodes=6), self._whole
             if room:
                 shape = room, matrix.contents.ne[0]
                 matrix = context.over(self._chosen[:room], WEIGHT_TYPES[self._dtype][0], shape)
-            self._graphs[room] = _Product(context, matrix)
+            self._graphs[room] = _Product(context, matrix, self._scale, self._cap)
         graph = self._graphs[room]
         graph.state[:] = state
         self._compute(graph.pointer)
-        logits: np.ndarray = graph.logits * np.float32(self._scale)
-        return logits
+        return graph.logits.copy()
 
 
 class _Product:
     """A prepared product of a matrix with one state; set `state`, compute, then read `logits`."""
 
-    def __init__(self, context: TensorContext, matrix: Any) -> None:
+    def __init__(self, context: TensorContext, matrix: Any, scale: float, cap: float | None) -> None:
         self._context, (hidden_size, rows) = context, matrix.contents.ne[:2]
         self.state, self.logits = np.empty(hidden_size, np.float32), np.empty(rows, np.float32)
         product = ggml.mul_mat(context.pointer, matrix, context.over(self.state.reshape(1, -1)))
-        product.contents.data = self.logits.ctypes.data
-        self.pointer = ggml.new_graph_custom(context.pointer, 4, False)
-        ggml.build_forward_expand(self.pointer, product)
+        logits = capped(context.pointer, product, scale, cap)
+        self.pointer = ggml.new_graph_custom(context.pointer, 6, False)
+        ggml.build_forward_expand(self.pointer, logits)
+        # Each node works in place.
+        for node in range(ggml.graph_n_nodes(self.pointer)):
+            ggml.graph_node(self.pointer, node).contents.data = self.logits.ctypes.data
 
 
 @dataclass(frozen=True)

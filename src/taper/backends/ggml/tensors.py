@@ -46,6 +46,13 @@ class TensorContext:
         return tensor
 
 
+def capped(context: Any, x: Any, scale: float, cap: float | None) -> Any:
+    """x times `scale`, brought between -cap and cap by tanh where there is a cap."""
+    if cap is not None:
+        return ggml.scale(context, ggml.tanh(context, ggml.scale(context, x, scale / cap)), cap)
+    return x if scale == 1.0 else ggml.scale(context, x, scale)
+
+
 def new_input(context: TensorContext, shape: tuple[int, ...], dtype: type) -> Any:
     """An input of a graph; `view` shows its memory once the graph has been allocated."""
     tensor = context.new(_TYPES[np.dtype(dtype)], shape)

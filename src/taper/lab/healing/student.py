@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ...adapters import Adapters
-from ...backends.torch import DTYPES, Rotations, TorchBackend, adapt, shares, visible_cells
+from ...backends.torch import DTYPES, Rotations, TorchBackend, adapt, capped, shares, visible_cells
 from ...models.tensors import LoadedModel
 from ...policy import DepthPolicy, active_prefixes
 from ..calibration.replay import Reference
@@ -160,13 +160,13 @@ class Student:
         # keys and values, so their queries are the rows of one product: [key-value heads, group * n, head_dim].
         mask = torch.zeros(visible.shape, device=q.device).masked_fill_(~visible, -torch.inf).repeat(self._group, 1)
         queries = q.unflatten(1, (-1, self._group)).permute(1, 2, 0, 3).flatten(1, 2)
-        scores = torch.baddbmm(mask, queries, k.permute(1, 2, 0), alpha=spec.attention_scale)
-        sinks = self._backend.sinks(layer)
-        if sinks is None:
-            given = scores.softmax(-1)
+        if spec.score_cap is None:
+            scores = torch.baddbmm(mask, queries, k.permute(1, 2, 0), alpha=spec.attention_scale)
         else:
-            given = shares(scores, sinks.view(-1, self._group).repeat_interleave(len(q), 1)[..., None])
-        out = torch.bmm(given, v.transpose(0, 1))
+            scores = capped(spec.attention_scale * torch.bmm(queries, k.permute(1, 2, 0)), spec.score_cap) + mask
+        if (sinks := self._backend.sinks(layer)) is not None:
+            sinks = sinks.view(-1, self._group).repeat_interleave(len(q), 1)[..., None]
+        out = torch.bmm(shares(scores, sinks), v.transpose(0, 1))
         return out.unflatten(1, (self._group, -1)).permute(2, 0, 1, 3).flatten(1)
 
     def _put(self, values: torch.Tensor | np.ndarray) -> torch.Tensor:
