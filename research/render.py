@@ -33,6 +33,7 @@ SECTIONS = (
 _BY_MODEL = (
     *("bench", "calibration", "claims", "cpu_bench", "exact", "gaps", "gpu_bench", "harness", "healing", "methods"),
     *(
+        "gates",
         "head",
         "head_frontier",
         "head_speed",

@@ -95,6 +95,40 @@ def test_channels_become_the_tags_of_thoughts_and_calls(tokenizer, output, text)
     assert shown.strip() == text.rpartition("</think>")[2].strip()
 
 
+@pytest.fixture(scope="module", params=["control tokens", "parts of texts"])
+def gemma4(request, tiny_llama, tmp_path_factory) -> Tokenizer:
+    """A tokenizer whose outputs have thoughts in a channel; files differ in whether its tokens are control tokens."""
+    folder = tmp_path_factory.mktemp("gemma4") / "model"
+    shutil.copytree(tiny_llama.folder, folder)
+    fast, special = FastTokenizer.from_file(str(folder / "tokenizer.json")), request.param == "control tokens"
+    fast.add_tokens([AddedToken(name, special=special, normalized=False) for name in ("<|channel>", "<channel|>")])
+    fast.save(str(folder / "tokenizer.json"))
+    template = "{% for message in messages %}{{ message.content + '|' }}{% endfor %}{# <|channel> #}"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, "eos_token": "<|im_end|>"}))
+    return load_model(folder).tokenizer
+
+
+@pytest.mark.parametrize(
+    ("output", "text"),
+    [
+        ("<|channel>thought\nSo it\nis.<channel|>Yes.", f"{THOUGHT}Yes."),
+        ("<|channel>thought\n<channel|>Yes.", "<think>\n\n</think>\n\nYes."),
+        ("Yes, <channel|>so.", "Yes, so."),
+        ("<|channel>thought\nSo it\nis.", "<think>\nSo it\nis.\n</think>"),
+        ("<|channel>thou", "<think>\n\n</think>"),
+    ],
+)
+def test_thoughts_in_a_channel_become_those_of_other_models(gemma4, output, text):
+    assert text_of(gemma4, output) == text
+    assert text_of(gemma4, output, is_cut=True) == text.removesuffix("\n</think>")
+    assert gemma4.thinks
+
+
+def test_earlier_thoughts_do_not_go_back_into_a_channel(gemma4):
+    messages = [{"role": "user", "content": "<think>a</think>b"}, {"role": "assistant", "content": f"{THOUGHT}Yes."}]
+    assert gemma4.decode(gemma4.encode_messages(messages)) == "<think>a</think>b|Yes.|"
+
+
 def test_an_output_that_is_cut_lacks_its_end(tokenizer):
     assert text_of(tokenizer, CALL[:-1], is_cut=True) == CALLED[: -len("}}\n</tool_call>")]
     assert text_of(tokenizer, ANSWER[: ANSWER.index("<|end|>")], is_cut=True) == "<think>\nSo it\nis."

@@ -14,12 +14,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from test_gpt_oss import make_in_mxfp4
-from tiny import FAMILIES, NOT_IN_GGUF, PLAIN, VOCAB_SIZE, make_tiny, write_gguf
+from tiny import FAMILIES, NOT_IN_GGUF, PLAIN, VOCAB_SIZE, make_tiny, official_gemma4, write_gguf
 
 from taper.models import load_model
 
 ROOT = Path(__file__).parent.parent
 CONVERTER = ROOT / "build" / "converter"
+# Converters of the first two cannot be imported in this version; to that of the third, all but hybrids have positions.
+NOT_CONVERTED = ("glm4", "ministral3", "granite 4 without positions")
 pytestmark = [
     pytest.mark.ci,
     pytest.mark.skipif(not CONVERTER.exists(), reason="needs: make build/converter/installed"),
@@ -27,13 +29,19 @@ pytestmark = [
 
 
 def test_converted_files_equal_those_of_the_tests(tmp_path):
-    families = {name: family for name, family in (PLAIN | FAMILIES).items() if name not in NOT_IN_GGUF}
+    left_out = {*NOT_IN_GGUF, *NOT_CONVERTED}
+    families = {name: family for name, family in (PLAIN | FAMILIES).items() if name not in left_out}
     families["gpt-oss in mxfp4"] = ("", {})
     for name, (architecture, options) in families.items():
         if name == "gpt-oss in mxfp4":
             write_gguf(tmp_path / name / "written.gguf", make_in_mxfp4(tmp_path / name), experts="MXFP4")
         else:
             write_gguf(tmp_path / name / "written.gguf", make_tiny(tmp_path / name, architecture, **options))
+        if architecture == "gemma4":
+            official_gemma4(tmp_path / name)
+        if architecture == "granitemoehybrid":  # published ones have the older name
+            config = tmp_path / name / "config.json"
+            config.write_text(config.read_text().replace("full_attention", "attention"))
         # It counts the tokens here, and takes as many rows of the embeddings.
         tokens = {"model": {"vocab": {str(i): i for i in range(VOCAB_SIZE)}}, "added_tokens": []}
         (tmp_path / name / "tokenizer.json").write_text(json.dumps(tokens))

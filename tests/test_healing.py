@@ -35,6 +35,7 @@ from taper.models.policies import load_policy, save_policy
 
 PROMPTS = [f"tell me about number {i}" for i in range(14)]
 POLICY = DepthPolicy.d3(6, 0.9, skip_order=[3, 2, 4])
+CI_FAMILIES = ("gemma2", "gemma3", "qwen3")
 
 
 def reference(seed: int, length: int = 24) -> Reference:
@@ -43,7 +44,7 @@ def reference(seed: int, length: int = 24) -> Reference:
 
 @pytest.mark.parametrize(
     "family",
-    ["llama", "granitemoe", "gpt-oss", *(pytest.param(name, marks=pytest.mark.ci) for name in ("gemma3", "qwen3"))],
+    ["llama", "granitemoe", "gpt-oss", "gemma4", *(pytest.param(name, marks=pytest.mark.ci) for name in CI_FAMILIES)],
 )
 def test_the_student_loses_what_replay_measures(tmp_path, family, monkeypatch):
     """Also with sliding windows, experts and sinks; with adapters and without."""
@@ -77,7 +78,7 @@ def test_gradients_flow_to_adapters_alone(tiny_llama):
     assert not any(weight.requires_grad for weight in student._backend._weights.values())
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "granitemoe"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gemma4", "granitemoe"])
 def test_lessons_together_lose_what_they_lose_alone(tmp_path, family):
     """Also those of which no token runs a layer, or all do."""
     architecture, options = FAMILIES.get(family, (family, {}))

@@ -12,9 +12,9 @@ import pytest
 import regex
 import sentencepiece
 from tiny import byte_tokenizer
-from tokenizers import AddedToken, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as FastTokenizer
-from transformers import Qwen2Tokenizer
+from transformers import GemmaTokenizer, Qwen2Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from taper.errors import ModelError, RequestError
@@ -245,6 +245,30 @@ def test_sentencepiece_control_tokens_in_text_are_tokens(pieces, sentence_level)
 def test_sentencepiece_without_a_prefix_space_keeps_leading_spaces(sentence_level):
     tokenizer = rebuilt(sentence_level, add_space_prefix=False)
     assert not differing(lambda text: tokenizer.decode(tokenizer.encode(text)), str, ["a", " a", "  a"])
+
+
+def test_gemma4_ids_equal_transformers_own_class_and_survive_the_round_trip():
+    fast = FastTokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    fast.normalizer = normalizers.Replace(" ", "▁")
+    controls, octets = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"], [f"<0x{byte:02X}>" for byte in range(256)]
+    known = [text for text in TRAINING if len(text.encode()) == len(text)]  # other characters fall back to bytes
+    fast.train_from_iterator(known, trainers.BpeTrainer(vocab_size=600, show_progress=False))
+    trained = json.loads(fast.to_str())["model"]
+    tokens = list(dict.fromkeys([*controls, *octets, *trained["vocab"]]))
+    merges = [tuple(pair) for pair in trained["merges"]]
+    reference = GemmaTokenizer(vocab={token: i for i, token in enumerate(tokens)}, merges=merges)
+    types = [3] * 3 + [2] + [3] + [6] * 256 + [1] * (len(tokens) - 261)
+    given = {"model": "gemma4", "tokens": tokens, "token_type": types, "merges": [" ".join(pair) for pair in merges]}
+    ours = rebuilt(given | {"bos_token_id": 2, "eos_token_id": 1})
+    strings = [text for text in STRINGS if not regex.search("<(pad|eos|bos|unk|mask)>", text)]
+    assert not differing(
+        lambda text: ours.encode(text, add_special_tokens=False),
+        lambda text: reference.encode(text, add_special_tokens=False),
+        strings,
+    )
+    assert ours.encode("a")[0] == 2
+    plain = [text for text in strings if "▁" not in text]
+    assert not differing(lambda text: ours.decode(ours.encode(text)), lambda text: text, plain)
 
 
 def assert_streams(tokenizer: Tokenizer, ids: list[int]) -> str:

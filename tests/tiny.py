@@ -43,9 +43,15 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 VOCAB_SIZE = 300
 
 # Where transformers has another name.
-MODEL_TYPES = {"gemma3": "gemma3_text", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss"}
-GGUF_NAMES = {"mistral": "llama", "mixtral": "llama"} | {name: ours for ours, name in MODEL_TYPES.items()}
-PERMUTED = ("llama", "smollm3", "granite", "granitemoe")  # GGUF files have their rotary pairs side by side
+MODEL_TYPES = {"gemma3": "gemma3_text", "gemma4": "gemma4_text", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss"}
+GGUF_NAMES = {
+    "granitemoehybrid": "granite",
+    "mistral": "llama",
+    "mixtral": "llama",
+    "ministral3": "mistral3",
+    "olmo3": "olmo2",
+} | {name: ours for ours, name in MODEL_TYPES.items()}
+PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "mistral3")  # GGUF files have their rotary pairs side by side
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -73,11 +79,41 @@ LONGROPE = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 SCALES = {"attention_multiplier": 0.4, "embedding_multiplier": 3.0, "logits_scaling": 5.0, "residual_multiplier": 0.6}
+GRANITE4 = {
+    "layer_types": ["full_attention"] * 5,
+    "shared_intermediate_size": 128,
+    "num_local_experts": 0,
+    "num_experts_per_tok": 0,
+}
 GEMMA = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
 CAPS = {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 4.0}
+OLMO3 = {
+    "full_attention": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+MINISTRAL3 = YARN | {
+    "original_max_position_embeddings": 256,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+GEMMA4 = {
+    "layers": 7,
+    "layer_types": [
+        f"{kind}_attention" for kind in ("sliding", "sliding", "full", "sliding", "full", "sliding", "full")
+    ],
+    "sliding_window": 16,
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "final_logit_softcapping": 4.0,
+}
+GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 48} | {
+    "hidden_size_per_layer_input": 0
+}
 QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
 GPT_OSS = {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 16}
 # The same for the others. Windows are shorter than the prompts.
@@ -90,13 +126,23 @@ FAMILIES = {
     "phi3 with longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 90}),
     "smollm3": ("smollm3", {}),
     "olmo2": ("olmo2", {"tied": False}),
+    "olmo3": ("olmo3", {"tied": False, "sliding_window": 16, "rope_parameters": OLMO3}),
+    "glm4": ("glm4", {"tied": False}),
+    "seed_oss": ("seed_oss", {"tied": False}),
+    "ernie4_5": ("ernie4_5", {}),
+    "ministral3": ("ministral3", {"rope_parameters": MINISTRAL3}),
     "granite": ("granite", SCALES),
+    "granite 4": ("granitemoehybrid", SCALES | GRANITE4 | {"position_embedding_type": "rope"}),
+    "granite 4 without positions": ("granitemoehybrid", SCALES | GRANITE4 | {"position_embedding_type": "nope"}),
     "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None}),
     "qwen3moe": ("qwen3moe", QWEN_EXPERTS),
     "qwen3moe, not normalised": ("qwen3moe", QWEN_EXPERTS | {"norm_topk_prob": False}),
     "granitemoe": ("granitemoe", SCALES | {"num_local_experts": 5, "num_experts_per_tok": 3}),
     "gpt-oss": ("gpt-oss", GPT_OSS | {"tied": False, "rope_parameters": YARN | {"truncate": False}}),
     "gemma2": ("gemma2", {"sliding_window": 16, "query_pre_attn_scalar": 16} | CAPS),
+    "gemma4": ("gemma4", GEMMA4 | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True}),
+    "gemma4, values from keys": ("gemma4", GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}),
+    "gemma4 with experts": ("gemma4", GEMMA4 | GEMMA4_EXPERTS),
     "gemma3": ("gemma3", {"layers": 7, "sliding_window": 16, "query_pre_attn_scalar": 16, "rope_parameters": GEMMA}),
 }
 # What GGUF files cannot say is tested from folders alone.
@@ -159,12 +205,12 @@ def make_tiny(folder: Path, architecture: str = "llama", *, tied: bool = True, l
     """Build, randomise and save a tiny model: hidden 64, 4 heads to 2, unless `more` says otherwise."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "num_key_value_heads": 2}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = AutoConfig.for_model(
         MODEL_TYPES.get(architecture, architecture),
         vocab_size=VOCAB_SIZE,
         num_hidden_layers=layers,
-        num_attention_heads=4,
         max_position_embeddings=1024,
         tie_word_embeddings=tied,
         bos_token_id=None,
@@ -179,6 +225,9 @@ def make_tiny(folder: Path, architecture: str = "llama", *, tied: bool = True, l
         for name, parameter in model.named_parameters():
             # Wide enough that attention and position matter, and that logits have no ties.
             parameter.normal_(1.0 if "norm" in name else 0.0, 0.1 if "norm" in name else 0.25)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.7, 1.1)
     model.generation_config.eos_token_id = None
     model.save_pretrained(folder)
     byte_tokenizer().save(str(folder / "tokenizer.json"))
@@ -186,12 +235,21 @@ def make_tiny(folder: Path, architecture: str = "llama", *, tied: bool = True, l
     return TinyModel(model, folder)
 
 
+def official_gemma4(folder: Path) -> dict:
+    """Let a folder of Gemma 4 give the sizes of heads by kind of layer, as published ones do; its config."""
+    config = json.loads((folder / "config.json").read_text())
+    full = config.pop("per_layer_config")["2"]
+    config |= {"global_head_dim": full["head_dim"], "num_global_key_value_heads": full.get("num_key_value_heads")}
+    (folder / "config.json").write_text(json.dumps(config))
+    return config
+
+
 def write_gguf(
     path: Path, tiny: TinyModel, dtype=np.float32, vocabulary: str = "byte-level", quantise=None, experts: str = ""
 ) -> None:
     """Convert a tiny model with the gguf package, as llama.cpp's converter does, independently of our reader.
 
-    `quantise`: type and bytes, by rows, of a matrix of the file's name; None writes all in `dtype`.
+    `quantise`: type and bytes, by rows, of matrices of the file's name; None writes all in `dtype`.
     `experts`: the type of the matrices of experts; "": `dtype`.
     """
     config = tiny.hf.config
@@ -200,22 +258,48 @@ def write_gguf(
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
+    inner = config.intermediate_size
+    if architecture == "gemma4":
+        add_gemma4_facts(writer, config)
+        kv_heads = [config.per_layer_config[i].num_key_value_heads for i in range(config.num_hidden_layers)]
+        kv_heads = kv_heads if config.attention_k_eq_v else kv_heads[0]
+        if config.use_double_wide_mlp:
+            own = config.num_hidden_layers - config.num_kv_shared_layers
+            inner = [inner] * own + [2 * inner] * config.num_kv_shared_layers
+    else:
+        kv_heads = config.num_key_value_heads
+        if config.model_type == "granitemoehybrid":
+            kv_heads = [kv_heads] * config.num_hidden_layers
+    writer.add_feed_forward_length(inner)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_head_count_kv(kv_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     add_facts(writer, config)
     add_vocabulary(writer, vocabulary)
     by_name = {name: architecture for architecture, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(by_name[architecture], config.num_hidden_layers)
-    for name, parameter in tiny.hf.named_parameters():
+    scales = {name: scale for name, scale in tiny.hf.named_buffers() if name.endswith("layer_scalar")}
+    for name, parameter in (dict(tiny.hf.named_parameters()) | scales).items():
         array = parameter.detach().numpy()
         if architecture in ("gemma2", "gemma3") and name.endswith("norm.weight"):
             array = array + 1
         if name.split(".")[-2] in ("q_proj", "k_proj") and architecture in PERMUTED:
             array = array.reshape(-1, 2, config.head_dim // 2, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
+        layer = name.split(".")[2] if "layers." in name else ""
+        if name.endswith((".router.scale", ".per_expert_scale")):
+            target = "ffn_gate_inp" if name.endswith("router.scale") else "ffn_down_exps"
+            writer.add_tensor(f"blk.{layer}.{target}.scale", array)
+            continue
+        if architecture == "gemma4" and name.endswith("gate_up_proj"):
+            writer.add_tensor(f"blk.{layer}.ffn_gate_up_exps.weight", array.astype(dtype))
+            continue
+        if name.endswith("shared_mlp.input_linear.weight"):
+            for part, half in zip(("gate", "up"), np.split(array, 2), strict=True):
+                writer.add_tensor(f"blk.{layer}.ffn_{part}.weight", half.astype(dtype))
+            continue
+        name = name.replace("shared_mlp.output_linear", "mlp.down_proj")
         if ".experts." in name:
-            layer, kind, halves = name.split(".")[2], "weight", {"down": array}
+            kind, halves = "weight", {"down": array}
             if architecture == "gpt-oss":
                 kind = "bias" if name.endswith("_bias") else "weight"
                 array = array if kind == "bias" else array.swapaxes(1, 2)
@@ -223,6 +307,11 @@ def write_gguf(
             elif name.endswith("gate_up_proj"):
                 halves = dict(zip(("gate", "up"), np.split(array, 2, axis=1), strict=True))
             for part, half in halves.items():
+                if quantise is not None and kind == "weight":
+                    stored, rows = quantise(f"blk.{layer}.ffn_{part}_exps.weight", half)
+                    raw = gguf.GGMLQuantizationType[stored]
+                    writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.weight", rows, raw_dtype=raw)
+                    continue
                 stored = np.ascontiguousarray(half, dtype if kind == "weight" else np.float32)
                 raw = gguf.GGMLQuantizationType[experts] if experts and kind == "weight" else None
                 stored = stored if raw is None else gguf.quants.quantize(stored, raw)
@@ -230,6 +319,8 @@ def write_gguf(
             continue
         if architecture == "gpt-oss":
             name = name.replace("sinks", "sinks.weight")
+        elif architecture == "gemma4":
+            name = name.replace("layer_scalar", "layer_scalar.weight")
         else:
             name = name.replace("router.", "router.layer.")
         target = names.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -276,6 +367,8 @@ def add_vocabulary(writer, vocabulary: str = "byte-level") -> None:
 
 def add_facts(writer, config) -> None:
     """What llama.cpp's converter writes of one architecture and not of another."""
+    if config.model_type == "gemma4_text":
+        return
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     writer.add_rope_freq_base(rope["rope_theta"])
     if config.model_type in ("gemma2", "gemma3_text", "gpt_oss"):
@@ -296,11 +389,22 @@ def add_facts(writer, config) -> None:
         writer.add_expert_used_count(config.num_experts_per_tok)
     if hasattr(config, "moe_intermediate_size"):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    if config.model_type in ("granite", "granitemoe"):
+    if config.model_type == "granitemoehybrid":
+        writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
+        writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
+        writer.add_ssm_conv_kernel(config.mamba_d_conv)
+    if config.model_type in ("granite", "granitemoe", "granitemoehybrid"):
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_logit_scale(config.logits_scaling)
+    if config.model_type == "olmo3":
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+        writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+    if config.model_type == "ministral3":
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if config.model_type == "phi3":
         writer.add_sliding_window(config.sliding_window or 0)
         writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
@@ -322,6 +426,32 @@ def add_facts(writer, config) -> None:
         writer.add_rope_scaling_factor(rope["factor"])
         if rope["rope_type"] == "yarn":
             writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+
+
+def add_gemma4_facts(writer, config) -> None:
+    """What its converter writes besides."""
+    sizes = {config.layer_types[i]: config.per_layer_config[i] for i in range(config.num_hidden_layers)}
+    head_dim, local = sizes["full_attention"].head_dim, sizes["sliding_attention"].head_dim
+    writer.add_shared_kv_layers(config.num_kv_shared_layers)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_key_length_swa(local)
+    writer.add_value_length_swa(local)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_dimension_count_swa(local)
+    writer.add_rope_freq_base(config.rope_parameters["full_attention"]["rope_theta"])
+    writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+    writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    rotated = int(head_dim * config.rope_parameters["full_attention"]["partial_rotary_factor"] / 2)
+    table = np.array([1.0] * rotated + [1e30] * (head_dim // 2 - rotated), np.float32)
+    writer.add_tensor("rope_freqs.weight", table)
+    if config.enable_moe_block:
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.top_k_experts)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
 
 
 def make_backend(kind: str, loaded, **options):
@@ -381,7 +511,7 @@ def reference_turns(tiny: TinyModel, turns, policy: DepthPolicy, tokens: int = T
             custom_generate=hf.custom_generate(policy),
         )
         ids = out[0].tolist()
-        assert {layer.get_seq_length() for layer in cache.layers} == {len(ids) - 1}
+        assert {layer.get_seq_length() for layer in hf._own(cache)} == {len(ids) - 1}
         completions.append(ids[given.shape[1] :])
     return completions
 

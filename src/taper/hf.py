@@ -47,10 +47,9 @@ def custom_generate(
         RequestError: `reuse` is neither of these, or `max_drafted` is below 1.
 
     Raises (from `generate`):
-        RequestError: attention that is neither full nor of a sliding window, shared keys and values, beams, assistants,
-            several rows with gates, a static cache or none, one that has dropped tokens, `inputs_embeds`;
-            `stop_strings`, whose tokenizer transformers loses on the way: `StopStringCriteria` among the
-            `stopping_criteria` does what they would.
+        RequestError: attention that is neither full nor of a sliding window, beams, assistants, several rows with
+            gates, a static cache or none, one that has dropped tokens, `inputs_embeds`; `stop_strings`, whose tokenizer
+            transformers loses on the way: `StopStringCriteria` among the `stopping_criteria` does what they would.
         PolicyError: the policy was made for another model, or skips layer 0, from which transformers reads lengths.
     """
     one_of("reuse", reuse, REUSE)
@@ -103,16 +102,21 @@ def custom_generate(
                     **model_kwargs,
                 )
         finally:
-            _cut(cache, min((layer.get_seq_length() for layer in cache.layers), default=0))
+            _cut(cache, min((layer.get_seq_length() for layer in _own(cache)), default=0))
 
     return generate
 
 
 def _cut(cache: Any, length: int) -> None:
     """Keep the first `length` tokens of each layer."""
-    for layer in cache.layers:
+    for layer in _own(cache):
         if (extra := layer.get_seq_length() - length) > 0:
             layer.crop(-extra)
+
+
+def _own(cache: Any) -> list[Any]:
+    """The layers of a cache that hold keys and values; others read those."""
+    return [layer for layer in cache.layers if hasattr(layer, "get_seq_length")]
 
 
 Choose = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # ids [1, n], logits [1, V]: the next token [1, 1]
@@ -199,9 +203,7 @@ def _layers_by_step(
     own = {index: layers[index].__dict__.get("forward") for index in policy.skip_order}
     try:
         for index in policy.skip_order:
-            layers[index].forward = _forward_by_step(
-                layers[index].forward, index, policy, fill, prompt_length, probability
-            )
+            layers[index].forward = _forward_by_step(layers[index], index, policy, fill, prompt_length, probability)
         yield
     finally:
         for index, forward in own.items():
@@ -212,20 +214,23 @@ def _layers_by_step(
 
 
 def _forward_by_step(
-    run: Callable[..., Any],
+    layer: Any,
     index: int,
     policy: DepthPolicy,
     fill: bool,
     prompt_length: int,
     probability: Sequence[float],
 ) -> Callable[..., Any]:
-    adapter = _adapter(policy, index)
+    adapter, run = _adapter(policy, index), layer.forward
+    lends = getattr(getattr(layer, "self_attn", None), "store_full_length_kv", False)  # to layers that share them
 
     def forward(hidden_states: Any, *args: Any, past_key_values: Any, **kwargs: Any) -> Any:
         # Layer 0 has run, so its cache holds this forward's tokens too: the prompt and one for each step.
         step = past_key_values.get_seq_length() - prompt_length
         if step > 0 and index not in policy.retained_layers(step, probability[0]):
-            if fill:
+            if lends:
+                run(hidden_states, *args, past_key_values=past_key_values, **kwargs)
+            elif fill:
                 with suppress(_Written):
                     run(hidden_states, *args, past_key_values=_WriteOnly(past_key_values), **kwargs)
             return hidden_states if adapter is None else adapter(hidden_states)
@@ -275,7 +280,6 @@ def _check(
     for wrong, reason in [
         (model.config.is_encoder_decoder, "the model has an encoder"),
         (limited_attention(config) == "hybrid", "the model has hybrid attention"),
-        (getattr(config, "num_kv_shared_layers", 0), "layers share keys and values"),
         (mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE), f"{mode.value} is not greedy or sampling"),
         (not generation_config.use_cache, "use_cache is off"),
         (dropped, "the cache has dropped what is outside a window"),

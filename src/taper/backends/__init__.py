@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
@@ -218,6 +218,16 @@ def available_memory() -> int | None:
 def available_threads() -> int:
     """The cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def needed(batch: TokenBatch, config: ModelConfig) -> TokenBatch:
+    """The batch without layers whose outcome nobody reads: of a part of a prompt, those without keys and values."""
+    end = config.last_writer + 1
+    if end == len(batch.num_active) or batch.logits_rows + batch.greedy_rows + batch.preview_rows:
+        return batch
+    if any(layer > end for layer in batch.output_hidden_states):
+        return batch
+    return replace(batch, num_active=batch.num_active[:end] + (0,) * (len(batch.num_active) - end))
 
 
 def runs_by_slot(slots: np.ndarray) -> Runs:

@@ -59,10 +59,13 @@ class FusedLayers:
         plain = all(
             spec.pre_norm
             and not (spec.post_norm or spec.o_bias or spec.has_sinks or spec.score_cap or spec.experts)
+            and not (spec.v_norm or spec.keys_are_values or spec.cells_of is not None or spec.output_scale != 1.0)
+            and not (spec.head_dim or spec.num_key_value_heads or spec.intermediate_size)
             and spec.qk_norm != "whole"
             for spec in config.layers
         )
-        return plain and config.logit_cap is None and config.head_dim & (config.head_dim - 1) == 0 and config.activation in _ACTIVATIONS
+        plain = plain and config.logit_cap is None and not config.layer_input_size
+        return plain and config.head_dim & (config.head_dim - 1) == 0 and config.activation in _ACTIVATIONS
 
     def run_layer(self, x: Tensor, layer: int, positions: Tensor, slots: Tensor, kv_length: int) -> None:
         """Run a layer on the hidden states x [1, hidden_size], in place, and write its keys and values.

@@ -34,8 +34,8 @@ class PassingStates(Generic[S]):
     @staticmethod
     def fit(config: ModelConfig) -> bool:
         """Whether the input of attention has the size of a key and, because it is normed, fits the range of f16."""
-        is_normed = all(spec.pre_norm for spec in config.layers)
-        return is_normed and config.num_key_value_heads * config.head_dim == config.hidden_size
+        has_size = all(config.sizes(layer).cell_width == config.hidden_size for layer in range(len(config.layers)))
+        return has_size and not config.lenders and all(spec.pre_norm for spec in config.layers)
 
     def fill(self, batch: TokenBatch, read: Read[S], write: Write[S]) -> None:
         """Turn the states that a batch reads into keys and values; the cells of its own tokens it writes itself."""

@@ -8,7 +8,7 @@ the model. Knows neither policies nor text.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -22,7 +22,7 @@ from ..adapters import EPS, Adapters
 from ..errors import ModelError, RequestError
 from ..models.config import Experts, ModelConfig, Rope
 from ..models.tensors import Tensor as StoredTensor
-from . import ForwardOutput, Runs, TokenBatch, runs_by_slot
+from . import ForwardOutput, Runs, TokenBatch, needed, runs_by_slot
 from .passing import PassingStates
 
 if TYPE_CHECKING:
@@ -75,8 +75,7 @@ class TorchBackend:
         self._use_graphs = graphs and self.device.type == "cuda"
         self._weights = {name: self._convert(name, to_torch(tensor)) for name, tensor in tensors.items()}
         self.weight_bytes = {name: weight.nbytes for name, weight in self._weights.items()}
-        cache = (config.num_hidden_layers, 2, num_slots, config.num_key_value_heads, context_length, config.head_dim)
-        self._cache = torch.zeros(cache, dtype=self.dtype, device=self.device)
+        self._cache = self._new_cache()
         fits = PassingStates.fit(config)
         self._passing = PassingStates[Tensor](config, num_slots, context_length) if fits else None
         ropes = {spec.rope for spec in config.layers if spec.rope}
@@ -86,6 +85,20 @@ class TorchBackend:
         self._graphs: OrderedDict[tuple[Any, ...], Step] = OrderedDict()
         self._pool = torch.cuda.graph_pool_handle() if self._use_graphs else None  # memory that all graphs share
         self._fused = self._open_fused() if self._use_graphs else None
+
+    def _new_cache(self) -> Sequence[Tensor]:
+        """Keys and values of each layer: [2, num_slots, key-value heads, context_length, head_dim]; as one if alike."""
+        config, options = self.config, {"dtype": self.dtype, "device": self.device}
+        shapes = [
+            (2, self.num_slots, sizes.num_key_value_heads, self.context_length, sizes.head_dim)
+            if spec.cells_of is None
+            else (0,)
+            for sizes, spec in zip(map(config.sizes, range(len(config.layers))), config.layers, strict=True)
+        ]
+        if len(set(shapes)) == 1:
+            together: Sequence[Tensor] = torch.zeros(len(shapes), *shapes[0], **options)
+            return together
+        return [torch.zeros(shape, **options) for shape in shapes]
 
     def _convert(self, name: str, weights: Tensor) -> Tensor:
         converted = weights.to(self.device, self._matrix_dtype if weights.ndim > 1 else self.dtype)
@@ -110,6 +123,7 @@ class TorchBackend:
 
     def forward(self, batch: TokenBatch) -> ForwardOutput:
         """Run the batch and write its keys and values."""
+        batch = needed(batch, self.config)
         with torch.inference_mode():
             if self._passing is not None:
                 self._passing.fill(batch, self._states, self._write_cells)
@@ -135,12 +149,14 @@ class TorchBackend:
             if self._passing is not None:
                 self._passing.finish(self._write_cells)
                 self._passing.copy(source, target, first, end)
-            self._cache[:, :, target, :, first:end] = self._cache[:, :, source, :, first:end]
+            for cells in self._own_cells():
+                cells[:, target, :, first:end] = cells[:, source, :, first:end]
 
     def clear(self, slot: int) -> None:
         """Write zeros over the keys and values of a slot."""
         with torch.inference_mode():
-            self._cache[:, :, slot] = 0
+            for cells in self._own_cells():
+                cells[:, slot] = 0
 
     def close(self) -> None:
         """Free its memory; the backend cannot be used afterwards."""
@@ -148,17 +164,20 @@ class TorchBackend:
         self._adapters.clear()
         self._weights.clear()
         self._fused = self._passing = None
-        self._cache = torch.empty(0)
+        self._cache = []
+
+    def _own_cells(self) -> list[Tensor]:
+        return [cells for cells in self._cache if len(cells)]
 
     def _states(self, layer: int, slot: int, positions: np.ndarray) -> Tensor:
         """What a layer's keys hold at these positions of a slot: [n, hidden_size], a copy."""
-        return self._cache[layer, 0, slot][:, self._upload(positions)].transpose(0, 1).flatten(1)
+        return self._cache[layer][0, slot][:, self._upload(positions)].transpose(0, 1).flatten(1)
 
     def _write_cells(self, layer: int, slot: int, positions: np.ndarray, states: Tensor) -> None:
         """Write the keys and values of a layer for the inputs of its attention [n, hidden_size]."""
         places = self._upload(positions)
         for cells, new in zip(
-            self._cache[layer, :, slot], self.keys_values(states, layer, self.rotations(places)), strict=True
+            self._cache[layer][:, slot], self.keys_values(states, layer, self.rotations(places)), strict=True
         ):
             cells[:, places] = new.transpose(0, 1)
 
@@ -261,8 +280,8 @@ class TorchBackend:
         Tokens, positions and slots are read from `inputs`, int64 [3, N], not from `batch`: graphs replay with others.
         With `runs` None, each slot has one token, and the operations do not depend on which slots these are.
         """
-        _, positions, slots = inputs
-        rotations = self.rotations(positions)
+        tokens, positions, slots = inputs
+        rotations, layer_inputs = self.rotations(positions), self.inputs_of_layers(tokens)
         visible = {window: visible_cells(positions, kv_length, window) for window in self._windows}
         hidden_states = {}
         for layer, n in enumerate((*batch.num_active, 0)):
@@ -270,15 +289,18 @@ class TorchBackend:
                 hidden_states[layer] = x.clone()
             if not batch.first_layer <= layer < len(batch.num_active):
                 continue
-            keys, values = self._cache[layer]  # [num_slots, key-value heads, context_length, head_dim]
-            filled = len(x) if batch.fill else n
-            written = n if self._passing is not None else filled
+            spec = self.config.layers[layer]
+            source = layer if spec.cells_of is None else spec.cells_of
+            keys, values = self._cache[source]  # [num_slots, key-value heads, context_length, head_dim]
+            fills = source == layer and (batch.fill or layer in self.config.lenders)
+            filled = len(x) if fills else n
+            written = 0 if source != layer else n if self._passing is not None else filled
             if filled:
                 h = self.attention_input(x[:filled], layer)
             if written:
                 k, v = self.keys_values(h[:written], layer, rotations)
                 keys[slots[:written], :, positions[:written]], values[slots[:written], :, positions[:written]] = k, v
-            if written < filled:
+            if written < filled and source == layer:
                 states = h[written:].unflatten(1, (-1, self.config.head_dim))
                 keys[slots[written:], :, positions[written:]] = states
             if n < len(x) and layer in adapters:
@@ -287,10 +309,9 @@ class TorchBackend:
                 continue
             q = self.queries(h[:n], layer, rotations)
             cached = keys[:, :, :kv_length], values[:, :, :kv_length]
-            spec = self.config.layers[layer]
-            how = spec.attention_scale, spec.score_cap, self.sinks(layer)
-            attended = attend(q, *cached, visible[spec.window][:n], slots[:n], runs, *how)
-            x[:n] = self.finish_layer(x[:n], attended, layer)
+            options = {"cap": spec.score_cap, "sinks": self.sinks(layer)}
+            attended = attend(q, *cached, visible[spec.window][:n], slots[:n], runs, spec.attention_scale, **options)
+            x[:n] = self.finish_layer(x[:n], attended, layer, layer_inputs and layer_inputs[layer][:n])
         return hidden_states
 
     def _decode_token(
@@ -318,6 +339,17 @@ class TorchBackend:
         """Hidden states [N, hidden_size] before the first layer, of token ids [N]."""
         return _scaled(F.embedding(tokens, self._weights["embed_tokens"]), self.config.embedding_scale)
 
+    def inputs_of_layers(self, tokens: Tensor) -> Sequence[Tensor] | None:
+        """What each layer gets besides hidden states, [N, layer_input_size]; None if layers get nothing."""
+        size, weights = self.config.layer_input_size, self._weights
+        if not size:
+            return None
+        own = F.embedding(tokens, weights["layer_embeddings"]).unflatten(-1, (-1, size)) * size**0.5
+        projected = F.linear(self.embed(tokens), weights["layer_projection"]) * self.config.hidden_size**-0.5
+        projected = self._norm(projected.unflatten(-1, (-1, size)), "layer_projection_norm")
+        inputs: Sequence[Tensor] = ((projected + own) * 0.5**0.5).unbind(1)
+        return inputs
+
     def rotations(self, positions: Tensor) -> Rotations:
         """Cosines and sines at positions [N], for each kind of rotary embedding: [2, N, 1, dim / 2]."""
         return {rope: table[:, positions].unsqueeze(2) for rope, table in self._rotations.items()}
@@ -328,17 +360,24 @@ class TorchBackend:
 
     def queries(self, h: Tensor, layer: int, rotations: Rotations) -> Tensor:
         """Queries [n, heads, head_dim] of h, the `attention_input` of the first n tokens of `rotations`."""
-        return self._rotated(self._heads(h, layer, "q"), layer, rotations)
+        return self._rotated(self._heads(self._projected(h, layer, "q"), layer, "q"), layer, rotations)
 
     def keys_values(self, h: Tensor, layer: int, rotations: Rotations) -> tuple[Tensor, Tensor]:
         """Keys and values, each [n, key-value heads, head_dim], of the first n tokens as in `queries`."""
-        return self._rotated(self._heads(h, layer, "k"), layer, rotations), self._heads(h, layer, "v")
+        spec, k = self.config.layers[layer], self._projected(h, layer, "k")
+        v = self._heads(k if spec.keys_are_values else self._projected(h, layer, "v"), layer, "v")
+        v = F.rms_norm(v, v.shape[-1:], eps=self.config.rms_norm_eps) if spec.v_norm else v
+        return self._rotated(self._heads(k, layer, "k"), layer, rotations), v
 
-    def _heads(self, h: Tensor, layer: int, name: str) -> Tensor:
-        """One of q, k, v, before rotation: [n, heads, head_dim]."""
-        projected = self._times(h, layer, f"{name}_proj", f"{name}_bias")
+    def _projected(self, h: Tensor, layer: int, name: str) -> Tensor:
+        """One of q, k, v, before norms."""
+        return self._times(h, layer, f"{name}_proj", f"{name}_bias")
+
+    def _heads(self, projected: Tensor, layer: int, name: str) -> Tensor:
+        """One of q, k, v, normed, before rotation: [n, heads, head_dim]."""
         norm, whole = f"layers.{layer}.{name}_norm", self.config.layers[layer].qk_norm == "whole"
-        heads = (self._norm(projected, norm) if whole else projected).unflatten(-1, (-1, self.config.head_dim))
+        sizes = -1, self.config.sizes(layer).head_dim
+        heads = (self._norm(projected, norm) if whole else projected).unflatten(-1, sizes)
         return heads if whole else self._norm(heads, norm)
 
     def _rotated(self, x: Tensor, layer: int, rotations: Rotations) -> Tensor:
@@ -349,11 +388,18 @@ class TorchBackend:
         """The logits of a layer's attention sinks [heads], if it has some."""
         return self._weights.get(f"layers.{layer}.sinks")
 
-    def finish_layer(self, x: Tensor, attended: Tensor, layer: int) -> Tensor:
-        """Hidden states [n, hidden_size] after a layer, from those before it and from attention's outputs."""
-        x = self._added(x, self._times(attended, layer, "o_proj", "o_bias"), f"layers.{layer}.post_attention_norm")
-        h = self._mlp(self._norm(x, f"layers.{layer}.pre_mlp_norm"), layer)
-        return self._added(x, h, f"layers.{layer}.post_mlp_norm")
+    def finish_layer(self, x: Tensor, attended: Tensor, layer: int, given: Tensor | None = None) -> Tensor:
+        """Hidden states [n, hidden_size] after a layer, from those before it and from attention's outputs.
+
+        `given` is what the layer gets besides, [n, layer_input_size].
+        """
+        name, scale = f"layers.{layer}", self.config.layers[layer].output_scale
+        x = self._added(x, self._times(attended, layer, "o_proj", "o_bias"), f"{name}.post_attention_norm")
+        x = self._added(x, self._mlp(x, layer), f"{name}.post_mlp_norm")
+        if given is not None:
+            h = self._times(self._gated(self._times(x, layer, "input_gate"), given), layer, "input_proj")
+            x = x + self._norm(h, f"{name}.post_input_norm")
+        return _scaled(x, scale)
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits [N, vocab_size] of hidden states [N, hidden_size] after the last layer."""
@@ -369,17 +415,27 @@ class TorchBackend:
         """Rows h times a matrix of a layer, plus a bias, where the model has one of this name."""
         return F.linear(h, self._weights[f"layers.{layer}.{name}"], self._weights.get(f"layers.{layer}.{bias}"))
 
-    def _mlp(self, h: Tensor, layer: int) -> Tensor:
-        if (experts := self.config.layers[layer].experts) is not None:
-            return self._mixture(h, layer, experts)
+    def _mlp(self, x: Tensor, layer: int) -> Tensor:
+        """The MLP, or what takes its place or stands beside it, on hidden states x [n, hidden_size]."""
+        experts, name = self.config.layers[layer].experts, f"layers.{layer}"
+        h = self._norm(x, f"{name}.pre_mlp_norm")
+        if experts is not None and not experts.beside_mlp:
+            return self._mixture(h, h, layer, experts)
         gate, up = self._times(h, layer, "gate_proj"), self._times(h, layer, "up_proj")
-        return self._times(self._gated(gate, up), layer, "down_proj")
+        dense = self._times(self._gated(gate, up), layer, "down_proj")
+        if experts is None:
+            return dense
+        routed = self._norm(x, f"{name}.router_scale") * self.config.hidden_size**-0.5
+        mixed = self._mixture(self._norm(x, f"{name}.pre_experts_norm"), routed, layer, experts)
+        return self._norm(dense, f"{name}.post_dense_norm") + self._norm(mixed, f"{name}.post_experts_norm")
 
-    def _mixture(self, x: Tensor, layer: int, experts: Experts) -> Tensor:
-        """The MLPs of the experts that the router chooses for each row of x, weighted: [n, hidden_size]."""
-        probabilities = self._times(x, layer, "router", "router_bias").float().softmax(-1)
+    def _mixture(self, x: Tensor, routed: Tensor, layer: int, experts: Experts) -> Tensor:
+        """The MLPs of the experts that the router chooses for each row, weighted: [n, hidden_size]."""
+        probabilities = self._times(routed, layer, "router", "router_bias").float().softmax(-1)
         shares, ids = probabilities.topk(experts.num_experts_per_tok)  # [n, chosen]
         shares = shares / shares.sum(-1, keepdim=True) if experts.norm_topk_prob else shares
+        if (scale := self._weights.get(f"layers.{layer}.experts_scale")) is not None:
+            shares = shares * scale[ids]
 
         def of_chosen(equation: str, h: Tensor, part: str) -> Tensor:
             out = torch.einsum(equation, h, self._weights[f"layers.{layer}.{part}_experts"][ids])

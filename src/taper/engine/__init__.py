@@ -80,6 +80,7 @@ class Engine:
         self.backend = backend
         self.max_num_batched_tokens = whole_number("max_num_batched_tokens", max_num_batched_tokens, 1)
         self._num_hidden_layers, self._vocab_size = backend.config.num_hidden_layers, backend.config.vocab_size
+        self._has_idle_layers = backend.config.last_writer < self._num_hidden_layers - 1
         self.slots = Slots(backend)
         self.planner = Planner()
         self.uses_shortlist = backend.has_preview
@@ -278,6 +279,8 @@ class Engine:
                 prompt, scores = sequence.request.prompt_ids, sequence.request.scores_prompt
                 first = min(sequence.num_computed_tokens, len(prompt) - 1)  # all, if the last step was interrupted
                 chunk = list(prompt[first : first + (min(left, MAX_PROMPT_LOGITS) if scores else left)])
+                if self._has_idle_layers and not scores and 1 < len(chunk) == len(prompt) - first:
+                    del chunk[-1]  # the others need fewer layers than the one that predicts
                 left -= len(chunk)
                 num_outputs = len(chunk) if scores else int(first + len(chunk) == len(prompt))
                 depths = [sequence.depth] * len(chunk)

@@ -1,8 +1,8 @@
-"""Channels: the form of gpt-oss's outputs, and how it becomes the one that everything else reads.
+"""Channels: the form of gpt-oss's and Gemma 4's outputs, and how it becomes the one that everything else reads.
 
-An output is several messages. Each has a header, which names its channel and may name the tool that it is for, up to
-`<|message|>`. Thoughts are in the channel "analysis". As text they stand between the tags of thoughts, and calls
-between those of calls.
+An output of gpt-oss is several messages. Each has a header, which names its channel and may name the tool that it is
+for, up to `<|message|>`. Thoughts are in the channel "analysis". As text they stand between the tags of thoughts, and
+calls between those of calls. Of Gemma 4's outputs only thoughts are in a channel.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from .call_forms import CLOSE, OPEN
 CHANNEL, MESSAGE, START = "<|channel|>", "<|message|>", "<|start|>"
 MESSAGE_END = "<|end|>"  # another message may follow
 OUTPUT_ENDS = ("<|return|>", "<|call|>")
+THOUGHT, THOUGHT_END = "<|channel>", "<channel|>"  # of Gemma 4; a line with the channel's name comes first
 THINK, THINK_END = "<think>", "</think>"
 
 _NAME = re.compile(r"<\|channel\|>\s*(\w+)")
@@ -71,6 +72,41 @@ class ChannelText:
         between = _ENDS[self._open] or ("\n\n" if self._has_text else "")
         self._open, self._has_text = kind, self._has_text or kind == "text"
         return between + (f"{THINK}\n" if kind == "thought" else "")
+
+
+class ThoughtText:
+    """The same for outputs that are a text, of which thoughts are between control tokens."""
+
+    def __init__(self) -> None:
+        self._in_name = self._in_thought = False
+
+    def push(self, text: str) -> str:
+        """The text that plain text adds; the name of a channel is none."""
+        if self._in_name:
+            _, line_break, text = text.partition("\n")
+            self._in_name = not line_break
+        return text
+
+    def push_control(self, name: str) -> str:
+        """The text that a control token adds."""
+        if self._in_thought == (name == THOUGHT):
+            return ""
+        self._in_name = self._in_thought = name == THOUGHT
+        return f"{THINK}\n" if self._in_thought else f"\n{THINK_END}\n\n"
+
+    def flush(self, is_cut: bool) -> str:
+        """What is missing at the end of an output."""
+        return f"\n{THINK_END}" if self._in_thought and not is_cut else ""
+
+
+def without_thoughts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A conversation for a template that knows no tags of thoughts, and wants none of earlier answers."""
+
+    def content(message: Mapping[str, Any]) -> Any:
+        match = _THOUGHT.match(message["content"]) if message["role"] == "assistant" else None
+        return match[2].lstrip() if match else message["content"]
+
+    return [{**message, "content": content(message)} for message in messages]
 
 
 def with_channels(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

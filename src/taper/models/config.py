@@ -39,9 +39,9 @@ class Experts:
     """A mixture of experts: a router chooses some of several MLPs for each token, by the softmax of its logits.
 
     `norm_topk_prob`: the probabilities of the chosen experts are divided by their sum. `has_bias`: router and experts
-    add biases. `beside_mlp`: there is an ordinary MLP too; the outputs of both are normed and added, and the router sees
-    hidden states that are normed apart. `clamp`: None for an ordinary MLP; else (alpha, limit), and its product is gate * sigmoid(alpha * gate)
-    * (up + 1), of a gate of at most `limit` and an up between -limit and limit.
+    add biases. `beside_mlp`: there is an ordinary MLP too; the outputs of both are normed and added, and the router
+    sees hidden states that are normed apart. `clamp`: None for an ordinary MLP; else (alpha, limit), and its product is
+    gate * sigmoid(alpha * gate) * (up + 1), of a gate of at most `limit` and an up between -limit and limit.
     """
 
     num_experts: int
@@ -106,9 +106,9 @@ class ModelConfig:
 
     `embedding_scale`, `residual_scale`, `logit_scale`: factors of the embeddings, of the outputs of attention and MLP,
     and of the logits. `logit_cap`: logits are cap * tanh(logit / cap). `activation`: of the MLP, "silu" or
-    "gelu_pytorch_tanh". `layer_input_size`: above 0, each layer also adds what it makes of an input of this size: one of
-    its own for each token, and a projection of the embedding.
-    `quantization`: the type of most weights, in ggml's names.
+    "gelu_pytorch_tanh". `layer_input_size`: above 0, each layer also adds what it makes of an input of this size: one
+    of its own for each token, and a projection of the embedding. `quantization`: the type of most weights, in ggml's
+    names.
     """
 
     architecture: str
@@ -153,6 +153,11 @@ class ModelConfig:
     def lenders(self) -> frozenset[int]:
         """The layers to whose keys and values other layers attend. Tokens that skip one write them nevertheless."""
         return frozenset(spec.cells_of for spec in self.layers if spec.cells_of is not None)
+
+    @cached_property
+    def last_writer(self) -> int:
+        """The last layer with keys and values of its own; those above matter only for what a token predicts."""
+        return max(layer for layer, spec in enumerate(self.layers) if spec.cells_of is None)
 
     @property
     def identity(self) -> ModelIdentity:

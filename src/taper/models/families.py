@@ -6,11 +6,12 @@ which `read_config` fills in and the backends obey. `tests/tiny.py` lists the va
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import ModelError
+from . import gemma4
 from .files import Settings
 from .gpt_oss import rearranged
 from .tensors import Tensor, TensorNames
@@ -20,20 +21,22 @@ from .tensors import Tensor, TensorNames
 class Family:
     """What the files of an architecture leave unsaid.
 
-    `architecture`: its name in GGUF files and policies. `interleaved`: GGUF files hold queries and keys permuted, so
-    that rotary pairs are neighbours. `pre_norm`, `post_norm`, `qk_norm`, `activation`: as in `config.py`.
-    `no_rope_interval`: every so many layers, one has no positions. `slides`: whether a layer has a sliding window,
-    where a file gives the window's size without `layer_types`; None: no layer has one. `reads`: the `SWITCHES` that it
-    supports. `experts`: every MLP is a mixture of experts, which have biases with `experts_bias`. `has_sinks`: as in
-    `config.py`. `scales_embeddings`: by the square root of the hidden size. `norm_offset`: a constant to add to the
-    norm weights of folders. `defaults`: values that config.json may omit, as in transformers; `gguf_defaults`: the same
-    for GGUF headers, as in llama.cpp. `rearranged`: brings the tensors of a folder into the layout of other families;
-    such a folder may be in MXFP4. `layer_names`, `gguf_layer_names`: names of tensors besides those that all families
-    share, as in `TensorNames`; default: norms before attention and MLP.
+    `architecture`: its name in GGUF files and policies. `interleaved`: rotary pairs are neighbours in GGUF files, which
+    hold queries and keys permuted, or "everywhere". `pre_norm`, `post_norm`, `qk_norm`, `activation`: as in
+    `config.py`. `no_rope_interval`: every so many layers, one has no positions. `slides`: whether a layer has a sliding
+    window, where a file gives the window's size without `layer_types`; None: no layer has one. `reads`: the `SWITCHES`
+    that it supports. `experts`: every MLP is a mixture of experts, which have biases with `experts_bias`. `has_sinks`:
+    as in `config.py`. `scales_embeddings`: by the square root of the hidden size. `norm_offset`: a constant to add to
+    the norm weights of folders. `defaults`: values that config.json may omit, as in transformers. `folder_settings`:
+    what it may say in other ways; `gguf_settings`: what GGUF headers say so or leave unsaid, as in llama.cpp.
+    `layer_facts`: fields of each `LayerSpec`, of settings, windows and tensors, where layers differ by more than
+    windows and positions. `rearranged`: brings the tensors of a folder into the layout of other families; such a folder
+    may be in MXFP4. `layer_names`, `gguf_layer_names`: names of tensors besides those that all families share, as in
+    `TensorNames`; default: norms before attention and MLP.
     """
 
     architecture: str
-    interleaved: bool = False
+    interleaved: bool | str = False
     pre_norm: bool = True
     post_norm: bool = False
     qk_norm: str = ""
@@ -47,7 +50,9 @@ class Family:
     scales_embeddings: bool = False
     norm_offset: float = 0.0
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    gguf_defaults: Callable[[Settings], Mapping[str, Any]] | None = None
+    folder_settings: Callable[[Settings], Mapping[str, Any]] | None = None
+    gguf_settings: Callable[[Settings], Mapping[str, Any]] | None = None
+    layer_facts: Callable[[Settings, Sequence[int | None], dict[str, Tensor]], list[dict[str, Any]]] | None = None
     rearranged: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
     layer_names: Mapping[str, str] | None = None
     gguf_layer_names: Mapping[str, str] = field(default_factory=dict)
@@ -68,6 +73,11 @@ _PRE_NORMS = {"input_layernorm.weight": "pre_attention_norm", "post_attention_la
 _POST_NORMS = {
     "post_attention_layernorm.weight": "post_attention_norm",
     "post_feedforward_layernorm.weight": "post_mlp_norm",
+}
+_GLM_NORMS = {
+    **_PRE_NORMS,
+    "post_self_attn_layernorm.weight": "post_attention_norm",
+    "post_mlp_layernorm.weight": "post_mlp_norm",
 }
 _FOUR_NORMS = {
     "input_layernorm.weight": "pre_attention_norm",
@@ -97,10 +107,39 @@ _GPT_OSS_EXPERTS = {  # as `rearranged` names them
     **{f"mlp.experts.{name}_proj": f"{name}_experts" for name in ("gate", "up", "down")},
     **{f"mlp.experts.{name}_proj_bias": f"{name}_experts_bias" for name in ("gate", "up", "down")},
 }
+_GEMMA4 = {
+    "layer_scalar": "output_scale",
+    "per_layer_input_gate.weight": "input_gate",
+    "per_layer_projection.weight": "input_proj",
+    "post_per_layer_input_norm.weight": "post_input_norm",
+    "router.proj.weight": "router",
+    "router.scale": "router_scale",
+    "router.per_expert_scale": "experts_scale",
+    "experts.gate_up_proj": "gate_experts+up_experts",
+    "experts.down_proj": "down_experts",
+    "post_feedforward_layernorm_1.weight": "post_dense_norm",
+    "pre_feedforward_layernorm_2.weight": "pre_experts_norm",
+    "post_feedforward_layernorm_2.weight": "post_experts_norm",
+}
+_GEMMA4_GGUF = {
+    "layer_output_scale.weight": "output_scale",
+    "inp_gate.weight": "input_gate",
+    "proj.weight": "input_proj",
+    "post_norm.weight": "post_input_norm",
+    "ffn_gate_inp.scale": "router_scale",
+    "ffn_down_exps.scale": "experts_scale",
+    "ffn_gate_up_exps.weight": "gate_experts+up_experts",
+    "post_ffw_norm_1.weight": "post_dense_norm",
+    "pre_ffw_norm_2.weight": "pre_experts_norm",
+    "post_ffw_norm_2.weight": "post_experts_norm",
+}
 # Fused tensors: the rows of their parts follow each other in this order.
 _QKV, _GATE_UP = "q_proj+k_proj+v_proj", "gate_proj+up_proj"
-_FUSED_FOLDER = {"self_attn.qkv_proj.weight": _QKV, "mlp.gate_up_proj.weight": _GATE_UP}
-_FUSED_GGUF = {"attn_qkv.weight": _QKV, "ffn_up.weight": _GATE_UP}
+_FUSED_MLP, _FUSED_MLP_GGUF = {"mlp.gate_up_proj.weight": _GATE_UP}, {"ffn_up.weight": _GATE_UP}
+_FUSED_FOLDER = {"self_attn.qkv_proj.weight": _QKV, **_FUSED_MLP}
+_FUSED_GGUF = {"attn_qkv.weight": _QKV, **_FUSED_MLP_GGUF}
+# In some GGUF files, the norm before the MLP has the name of one behind attention.
+_MISNAMED = {"post_attention_norm.weight": "pre_mlp_norm"}
 
 
 def _every_layer(settings: Settings, layer: int) -> bool:
@@ -115,23 +154,63 @@ def _every_other(settings: Settings, layer: int) -> bool:
     return layer % 2 == 0
 
 
+def _all_but_every_fourth(settings: Settings, layer: int) -> bool:
+    return (layer + 1) % 4 != 0
+
+
 def _all_but_every_sixth(settings: Settings, layer: int) -> bool:
     return (layer + 1) % int(settings.get("sliding_window_pattern", int, 6)) != 0
 
 
-def _gemma_header(settings: Settings, most_layers: int) -> dict[str, Any]:
+def _unless_said(settings: Settings, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in defaults.items() if settings.values.get(key) is None}
+
+
+def _gemma_scalar(settings: Settings, most_layers: int) -> int:
     # The largest model of a generation is the one that does not scale attention by the size of a head.
-    largest = settings.get("num_hidden_layers", int) == most_layers
-    size = settings.get("hidden_size", int) // max(settings.get("num_attention_heads", int), 1)
-    return {"query_pre_attn_scalar": size if largest else head_size(settings)}
+    if settings.get("num_hidden_layers", int) != most_layers:
+        return head_size(settings)
+    size: int = settings.get("hidden_size", int) // max(settings.get("num_attention_heads", int), 1)
+    return size
+
+
+def _granite_header(settings: Settings) -> dict[str, Any]:
+    # Files of Granite 4 give what its recurrent models have, and values by layer.
+    heads, inner = settings.values.get("num_key_value_heads"), settings.values.get("shared_intermediate_size")
+    result = {} if inner is None else {"intermediate_size": inner, "shared_intermediate_size": None}
+    if isinstance(heads, list) and heads and heads == heads[:1] * len(heads):
+        result["num_key_value_heads"] = heads[0]
+    if settings.values.get("rope_finetuned") is False:
+        result |= _without_positions(settings)
+    return result
+
+
+def _granite4_folder(settings: Settings) -> dict[str, Any]:
+    kinds = settings.get("layer_types", list, [])
+    if not all(kind in ("attention", "full_attention") for kind in kinds):
+        hint = "take one whose layers are all attention, such as granite-4.0-micro"
+        raise ModelError(f"{settings.source}: recurrent layers are not supported", hint)
+    inner, positions = settings.get("shared_intermediate_size", int), settings.values.get("position_embedding_type")
+    result = {"layer_types": None, "intermediate_size": inner, "shared_intermediate_size": None}
+    return result | (_without_positions(settings) if positions != "rope" else {})
+
+
+def _without_positions(settings: Settings) -> dict[str, Any]:
+    return {"no_rope_layers": [0] * settings.get("num_hidden_layers", int)}
+
+
+def _olmo3_header(settings: Settings) -> dict[str, Any]:
+    pattern = settings.values.get("sliding_window_pattern")
+    return {"layer_types": gemma4.layer_types(settings), "sliding_window_pattern": None} if pattern else {}
 
 
 def _gemma2_header(settings: Settings) -> dict[str, Any]:
-    return {**_CAPS, **_gemma_header(settings, 46)}
+    return _unless_said(settings, {**_CAPS, "query_pre_attn_scalar": _gemma_scalar(settings, 46)})
 
 
 def _gemma3_header(settings: Settings) -> dict[str, Any]:
-    return {"rope_local_base_freq": 1e4, **_gemma_header(settings, 62)}
+    more = {"rope_local_base_freq": 1e4, "query_pre_attn_scalar": _gemma_scalar(settings, 62)}
+    return _unless_said(settings, more)
 
 
 _CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
@@ -139,10 +218,21 @@ _SWIGLU = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 
 
 def _gpt_oss_header(settings: Settings) -> dict[str, Any]:
-    return {**_SWIGLU, "truncate": False}  # of the ends of yarn's ramp, which llama.cpp rounds and the model does not
+    # What is not truncated: the ends of yarn's ramp, which llama.cpp rounds and the model does not.
+    return _unless_said(settings, {**_SWIGLU, "truncate": False})
 
 
 _QWEN = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+_OLMO: dict[str, Any] = {
+    "architecture": "olmo2",
+    "pre_norm": False,
+    "post_norm": True,
+    "qk_norm": "whole",
+    "slides": _all_but_every_fourth,
+    "reads": ("rope_local_base_freq",),
+    "gguf_settings": _olmo3_header,
+    "layer_names": _POST_NORMS,
+}
 _MULTIPLIERS = ("attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier")
 
 # By `model_type` of config.json.
@@ -165,7 +255,20 @@ MODEL_TYPES = {
         reads=("no_rope_layer_interval", "no_rope_layers"),
         defaults={"tie_word_embeddings": True, "rope_theta": 2e6},
     ),
-    "olmo2": Family("olmo2", pre_norm=False, post_norm=True, qk_norm="whole", layer_names=_POST_NORMS),
+    "ministral3": Family("mistral3", interleaved=True, slides=_every_layer, reads=("llama_4_scaling_beta",)),
+    "seed_oss": Family("seed_oss", defaults={"head_dim": 128}, gguf_layer_names=_MISNAMED),
+    "ernie4_5": Family("ernie4_5", interleaved="everywhere", defaults={"head_dim": 128, "tie_word_embeddings": True}),
+    "glm4": Family(
+        "glm4",
+        interleaved="everywhere",
+        post_norm=True,
+        reads=("partial_rotary_factor",),
+        defaults={"head_dim": 128, "partial_rotary_factor": 0.5},
+        layer_names=_GLM_NORMS | _FUSED_MLP,
+        gguf_layer_names=_FUSED_MLP_GGUF,
+    ),
+    "olmo2": Family(**_OLMO),
+    "olmo3": Family(**_OLMO, defaults={"sliding_window": 4096}),
     "gemma2": Family(
         "gemma2",
         post_norm=True,
@@ -176,7 +279,7 @@ MODEL_TYPES = {
         norm_offset=1.0,
         defaults={"tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096}
         | _CAPS,
-        gguf_defaults=_gemma2_header,
+        gguf_settings=_gemma2_header,
         layer_names=_FOUR_NORMS,
     ),
     "gemma3_text": Family(
@@ -190,10 +293,44 @@ MODEL_TYPES = {
         norm_offset=1.0,
         defaults={"tie_word_embeddings": True, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "head_dim": 256}
         | {"query_pre_attn_scalar": 256, "sliding_window": 4096},
-        gguf_defaults=_gemma3_header,
+        gguf_settings=_gemma3_header,
         layer_names=_FOUR_NORMS,
     ),
-    "granite": Family("granite", interleaved=True, reads=_MULTIPLIERS, defaults={"attention_multiplier": 1.0}),
+    "gemma4_text": Family(
+        "gemma4",
+        post_norm=True,
+        qk_norm="head",
+        slides=_all_but_every_sixth,
+        reads=(
+            *("attention_multiplier", "final_logit_softcapping", "global_head_dim", "hidden_size_per_layer_input"),
+            *("num_experts", "num_kv_shared_layers", "num_local_experts", "rope_local_base_freq"),
+        ),
+        activation="gelu_pytorch_tanh",
+        scales_embeddings=True,
+        defaults={"tie_word_embeddings": True, "head_dim": 256, "global_head_dim": 512, "attention_multiplier": 1.0}
+        | {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window": 512, "hidden_size_per_layer_input": 256},
+        folder_settings=gemma4.folder_settings,
+        gguf_settings=gemma4.gguf_settings,
+        layer_facts=gemma4.layer_facts,
+        layer_names=_FOUR_NORMS | _GEMMA4,
+        gguf_layer_names=_GEMMA4_GGUF,
+    ),
+    "granite": Family(
+        "granite",
+        interleaved=True,
+        reads=(*_MULTIPLIERS, "no_rope_layers"),
+        defaults={"attention_multiplier": 1.0},
+        gguf_settings=_granite_header,
+    ),
+    "granitemoehybrid": Family(  # those without experts and recurrent layers
+        "granite",
+        interleaved=True,
+        reads=(*_MULTIPLIERS, "no_rope_layers"),
+        defaults={"attention_multiplier": 1.0},
+        folder_settings=_granite4_folder,
+        layer_names=_PRE_NORMS
+        | {"shared_mlp.input_linear.weight": _GATE_UP, "shared_mlp.output_linear.weight": "down_proj"},
+    ),
     "granitemoe": Family(
         "granitemoe",
         interleaved=True,
@@ -227,10 +364,10 @@ MODEL_TYPES = {
         slides=_every_other,
         reads=("num_experts", "num_local_experts", *_SWIGLU),
         defaults={**_SWIGLU, "sliding_window": 128, "head_dim": 64, "rope_theta": 150000.0},
-        gguf_defaults=_gpt_oss_header,
+        gguf_settings=_gpt_oss_header,
         rearranged=rearranged,
         layer_names=_PRE_NORMS | _GPT_OSS_EXPERTS,
-        gguf_layer_names={"post_attention_norm.weight": "pre_mlp_norm"},  # its place and its name differ
+        gguf_layer_names=_MISNAMED,
     ),
 }
 # By `general.architecture` of GGUF files; where model types share one, the first of them.
@@ -251,14 +388,28 @@ def head_size(settings: Settings) -> int:
 
 
 # Names of tensors -> ours, in all families.
-_FOLDER_MODEL = {"model.embed_tokens.weight": "embed_tokens", "model.norm.weight": "norm", "lm_head.weight": "lm_head"}
+_FOLDER_MODEL = {
+    "model.embed_tokens.weight": "embed_tokens",
+    "model.embed_tokens_per_layer.weight": "layer_embeddings",
+    "model.per_layer_model_projection.weight": "layer_projection",
+    "model.per_layer_projection_norm.weight": "layer_projection_norm",
+    "model.norm.weight": "norm",
+    "lm_head.weight": "lm_head",
+}
 _FOLDER_LAYER = {
     **{f"self_attn.{name}_proj.weight": f"{name}_proj" for name in "qkvo"},
     **{f"self_attn.{name}_proj.bias": f"{name}_bias" for name in "qkvo"},
     **{f"self_attn.{name}_norm.weight": f"{name}_norm" for name in "qk"},
     **{f"mlp.{name}_proj.weight": f"{name}_proj" for name in ("gate", "up", "down")},
 }
-_GGUF_MODEL = {"token_embd.weight": "embed_tokens", "output_norm.weight": "norm", "output.weight": "lm_head"}
+_GGUF_MODEL = {
+    "token_embd.weight": "embed_tokens",
+    "per_layer_token_embd.weight": "layer_embeddings",
+    "per_layer_model_proj.weight": "layer_projection",
+    "per_layer_proj_norm.weight": "layer_projection_norm",
+    "output_norm.weight": "norm",
+    "output.weight": "lm_head",
+}
 _GGUF_LAYER = {
     **{f"attn_{name}.weight": f"{name}_proj" for name in "qkv"},
     **{f"attn_{name}.bias": f"{name}_bias" for name in "qkv"},
@@ -281,9 +432,11 @@ _GGUF_LAYER = {
 SWITCHES: dict[str, Any] = {
     **dict.fromkeys(("attention_chunk_size", "attention_multiplier", "attn_logit_softcapping", "clip_qkv")),
     **dict.fromkeys(("final_logit_softcapping", "logit_scale", "no_rope_layer_interval", "no_rope_layers")),
-    **dict.fromkeys(("query_pre_attn_scalar", "rope_local_base_freq", "swiglu_alpha", "swiglu_limit")),
+    **dict.fromkeys(("llama_4_scaling_beta", "query_pre_attn_scalar", "rope_local_base_freq")),
+    **dict.fromkeys(("swiglu_alpha", "swiglu_limit")),
     **dict.fromkeys(("mlp_bias", "use_bidirectional_attention", "use_qk_norm"), False),
-    **dict.fromkeys(("num_experts", "num_kv_shared_layers", "num_local_experts", "shared_intermediate_size"), 0),
+    **dict.fromkeys(("hidden_size_per_layer_input", "num_experts", "num_kv_shared_layers", "num_local_experts"), 0),
+    "shared_intermediate_size": 0,
     **dict.fromkeys(("embedding_multiplier", "logits_scaling", "residual_multiplier"), 1.0),
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from .tokenizer_files import tokenizer_from_folder
 
 _DTYPES = ("F32", "F16", "BF16")
 _BESIDE = ("adapter", "consolidated")  # safetensors files of something else, or of the same weights again
+_LANGUAGE_MODEL = re.compile(r"(?:model\.)?language_model\.(?:model\.)?")  # before names, in models that see or hear
 MAX_HEADER_BYTES = 16 << 20  # of a safetensors file; a thousand tensors need a hundredth of that
 
 
@@ -35,23 +37,39 @@ def load_folder(path: Path) -> LoadedModel:
         hint = "give a complete Hugging Face model folder, or a .gguf file"
         raise ModelError(f"{path} has no config.json", f"name a file, such as {files[0]}" if files else hint)
     settings = Settings(read_json(path / "config.json"), "config.json")
+    inner = settings.values.get("text_config")
+    if has_parts := isinstance(inner, dict) and inner.get("model_type") in MODEL_TYPES:
+        settings = Settings(inner or {}, "config.json")
     family = find_family(settings.get("model_type", str), MODEL_TYPES)
     settings = Settings({**family.defaults, **settings.values}, "config.json")
+    if family.folder_settings is not None:
+        settings = Settings({**settings.values, **family.folder_settings(settings)}, "config.json")
     quantised = settings.values.get("quantization_config")
     is_mxfp4 = isinstance(quantised, dict) and quantised.get("quant_method") == "mxfp4"
     if quantised and not (family.rearranged and is_mxfp4):
         raise ModelError("quantised safetensors are not supported", "use the original weights, or a GGUF file")
     names, tensors = family.folder_names, _read_weights(path)
+    tensors = _of_language_model(tensors) if has_parts else tensors
     tensors = family.rearranged(tensors) if family.rearranged else tensors
     for name, tensor in tensors.items():
         if tensor.dtype not in WEIGHT_TYPES:
             raise ModelError(f"tensor {name} is of type {tensor.dtype}", f"supported: {', '.join(_DTYPES)}")
     tensors = names.rename({name: t for name, t in tensors.items() if "rotary_emb" not in name})
-    config = read_config(family, settings, tensors)
+    config = read_config(family, settings, tensors, interleaved=family.interleaved == "everywhere")
     if family.norm_offset:
         tensors |= {name: _plus(t, family.norm_offset) for name, t in tensors.items() if name.endswith("norm")}
     tensors = fit_tensors(config, tensors, names)
     return LoadedModel(config, tensors, tokenizer_from_folder(path, config.vocab_size), _sampling(path))
+
+
+def _of_language_model(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Without those that see or hear, by the names of models that only read."""
+    kept = {name: tensor for name, tensor in tensors.items() if name == "lm_head.weight"}
+    for name, tensor in tensors.items():
+        if match := _LANGUAGE_MODEL.match(name):
+            rest = name[match.end() :]
+            kept[rest if rest.startswith("lm_head") else f"model.{rest}"] = tensor
+    return kept
 
 
 def _sampling(path: Path) -> dict[str, Any]:

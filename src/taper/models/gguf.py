@@ -27,21 +27,28 @@ _KEYS = {
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": "head_dim",
+    "attention.key_length_swa": "sliding_head_dim",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.scale": "attention_multiplier",
+    "attention.shared_kv_layers": "num_kv_shared_layers",
     "attention.sliding_window": "sliding_window",
     "attention.sliding_window_pattern": "sliding_window_pattern",
+    "attention.temperature_scale": "llama_4_scaling_beta",
     "attn_logit_softcapping": "attn_logit_softcapping",
+    "embedding_length_per_layer_input": "hidden_size_per_layer_input",
     "embedding_scale": "embedding_multiplier",
     "expert_count": "num_local_experts",
     "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_intermediate_size",
     "expert_used_count": "num_experts_per_tok",
     "final_logit_softcapping": "final_logit_softcapping",
     "logit_scale": "logits_scaling",
     "residual_scale": "residual_multiplier",
     "rope.dimension_count": "rotary_dim",
+    "rope.dimension_count_swa": "sliding_rotary_dim",
     "rope.freq_base": "rope_theta",
     "rope.freq_base_swa": "rope_local_base_freq",
+    "rope.scaling.finetuned": "rope_finetuned",
 }
 _ROPE_KEYS = {
     "rope.scaling.attn_factor": "attention_factor",
@@ -50,9 +57,18 @@ _ROPE_KEYS = {
     "rope.scaling.type": "rope_type",
     "rope.scaling.yarn_beta_fast": "beta_fast",
     "rope.scaling.yarn_beta_slow": "beta_slow",
+    "rope.scaling.yarn_log_multiplier": "mscale_all_dim",
 }
 # Keys that do not change the computation, or that have their own checks.
-_OTHER = {"attention.causal", "attention.value_length", "rope.scaling.finetuned", "tensor_data_layout", "vocab_size"}
+_OTHER = {
+    "attention.causal",
+    "attention.value_length",
+    "attention.value_length_swa",
+    "tensor_data_layout",
+    "vocab_size",
+}
+# Of recurrent layers, which files without any may have too.
+_OTHER |= {f"ssm.{name}" for name in ("conv_kernel", "group_count", "inner_size", "state_size", "time_step_rank")}
 # Keys of the sampling parameters that the model's authors recommend.
 _SAMPLING_KEYS = {f"general.sampling.{name}": name for name in ("top_k", "top_p", "min_p")} | {
     "general.sampling.temp": "temperature",
@@ -94,7 +110,7 @@ def load_gguf(path: Path) -> LoadedModel:
     tensors = names.rename({name: t for name, t in tensors.items() if not name.endswith(_UNUSED_SUFFIXES)})
     factors = _rope_table(path.name, tensors, "rope_freqs.weight")
     settings = _settings(metadata, architecture, family, tensors)
-    config = read_config(family, settings, tensors, family.interleaved, factors)
+    config = read_config(family, settings, tensors, bool(family.interleaved), factors)
     tensors = fit_tensors(config, tensors, names)
     sampling = {ours: header[key] for key, ours in _SAMPLING_KEYS.items() if key in header}
     license = metadata.get("general.license", str, "")
@@ -136,11 +152,15 @@ def _settings(metadata: Settings, architecture: str, family: Family, tensors: di
     settings = Settings(values, source, {ours: f"{prefix}{theirs}" for theirs, ours in _KEYS.items()})
     if header.get("attention.causal", True) is not True:
         raise ModelError(f"{source} holds a model without causal attention", "it does not generate text")
-    if header.get("attention.value_length", head_dim := head_size(settings)) != head_dim:
-        raise ModelError(f"{source}: keys and values must both have {head_dim} dimensions")
+    local = header.get("attention.key_length_swa")
+    for key, head_dim in (("attention.value_length", head_size(settings)), ("attention.value_length_swa", local)):
+        if header.get(key, head_dim) != head_dim:
+            raise ModelError(f"{source}: keys and values must both have {head_dim} dimensions")
     if "embed_tokens" not in tensors:
         raise ModelError("tensor token_embd.weight is missing", _DAMAGED)
     rope = {ours: header[theirs] for theirs, ours in _ROPE_KEYS.items() if theirs in header}
+    if "mscale_all_dim" in rope:
+        rope["mscale"] = 1.0
     if rope.get("rope_type") == "none":
         del rope["rope_type"]
     tables = {ours: table for name, ours in _ROPE_TABLES.items() if (table := _rope_table(source, tensors, name))}
@@ -152,8 +172,8 @@ def _settings(metadata: Settings, architecture: str, family: Family, tensors: di
         "use_sliding_window": bool(values["sliding_window"]),
         "vocab_size": tensors["embed_tokens"].shape[0],
     }
-    if family.gguf_defaults is not None:
-        values |= {key: value for key, value in family.gguf_defaults(settings).items() if values.get(key) is None}
+    if family.gguf_settings is not None:
+        values |= family.gguf_settings(settings)
     return settings
 
 

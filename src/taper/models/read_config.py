@@ -70,12 +70,13 @@ def _read(family: Family, settings: Settings, tensors: dict[str, Tensor], rope: 
     )
     windows, has_rope = _windows(family, settings, count), _has_rope(family, settings, count)
     ropes = [(rope if window is None else local_rope) for window in windows]
+    facts = family.layer_facts(settings, windows, tensors) if family.layer_facts else [{}] * count
     matrices = Counter(tensor.dtype for tensor in tensors.values() if len(tensor.shape) > 1)
     return ModelConfig(
         architecture=family.architecture,
         layers=tuple(
-            replace(spec, window=window, rope=layer_rope if positions else None)
-            for window, layer_rope, positions in zip(windows, ropes, has_rope, strict=True)
+            replace(spec, window=window, rope=layer_rope if positions else None, **own)
+            for window, layer_rope, positions, own in zip(windows, ropes, has_rope, facts, strict=True)
         ),
         hidden_size=hidden,
         intermediate_size=get("intermediate_size", int),
@@ -92,6 +93,7 @@ def _read(family: Family, settings: Settings, tensors: dict[str, Tensor], rope: 
         logit_scale=1.0 / get("logits_scaling", float, 1.0),
         logit_cap=_optional(settings, "final_logit_softcapping"),
         activation=family.activation,
+        layer_input_size=get("hidden_size_per_layer_input", int, 0),
     )
 
 
@@ -104,7 +106,10 @@ def _ropes(family: Family, settings: Settings, interleaved: bool, factors: Seque
     parameters = _rope_parameters(settings)
     if "rope_local_base_freq" in family.reads:
         outer, inner = parameters.get("full_attention", parameters), parameters.get("sliding_attention")
-        local = {"rope_theta": settings.get("rope_local_base_freq", float), **(inner or {})}
+        if "global_head_dim" in family.reads:
+            outer = {"head_dim": settings.get("global_head_dim", int), **outer}
+        theta = settings.get("rope_local_base_freq", float, settings.get("rope_theta", float, 10000.0))
+        local = {"rope_theta": theta, **(inner or {})}
     else:
         outer = local = parameters
     if any(isinstance(value, dict) for value in outer.values()):
@@ -112,7 +117,8 @@ def _ropes(family: Family, settings: Settings, interleaved: bool, factors: Seque
     ropes = [_rope(family, settings, scaling, interleaved) for scaling in (outer, local)]
     if factors is not None:
         scaled = ropes[0].factors or (1.0,) * len(factors)
-        ropes = [replace(rope, factors=tuple(map(operator.mul, scaled, factors))) for rope in ropes]
+        changed = replace(ropes[0], factors=tuple(map(operator.mul, scaled, factors)))
+        ropes = [changed, changed if local is outer else ropes[1]]
     return ropes[0], ropes[1]
 
 
@@ -128,7 +134,8 @@ def _context(settings: Settings) -> int:
 
     `max_position_embeddings` is the length before it is scaled for "linear" and "yarn", unless the original one is
     given, and the length after it for "llama3" and "longrope". "dynamic" scaling changes with the length of a text,
-    which a key-value cache cannot follow, so these models have their original length.
+    which a key-value cache cannot follow, so these models have their original length; so do those that sharpen
+    attention beyond it (Ministral 3).
     """
     limit: int = settings.get("max_position_embeddings", int)
     parameters = _rope_parameters(settings)
@@ -136,6 +143,8 @@ def _context(settings: Settings) -> int:
     kind, factor = parameters.get("rope_type", parameters.get("type")), parameters.get("factor", 0.0)
     original = settings.values.get("original_max_position_embeddings")
     original = parameters.get("original_max_position_embeddings", original)
+    if type(original) is int and (parameters.get(_SHARPENS) or settings.values.get(_SHARPENS)):
+        return min(limit, original)
     if kind not in ("linear", "yarn") or not _positive(factor):
         return limit
     return max(limit, int((original if type(original) is int else limit) * factor))
@@ -146,7 +155,8 @@ def _rope(family: Family, settings: Settings, parameters: dict[str, Any], interl
     # Old files have these values beside the object, new ones inside it. transformers prefers the length beside it.
     both = Settings({**settings.values, **parameters}, settings.source)
     theta, part = both.get("rope_theta", float, 10000.0), both.get("partial_rotary_factor", float, 1.0)
-    head_dim, max_positions = head_size(settings), settings.get("max_position_embeddings", int)
+    head_dim, max_positions = head_size(both), settings.get("max_position_embeddings", int)
+    part = 1.0 if parameters.get("rope_type") == "proportional" else part  # it rotates the others by nothing
     dim = settings.get("rotary_dim", int, int(head_dim * part))
     if dim != head_dim and "partial_rotary_factor" not in family.reads:
         raise ModelError(f"{settings.source}: {dim} of {head_dim} dimensions of a head are rotated; all must be")
@@ -204,9 +214,9 @@ def _windows(family: Family, settings: Settings, count: int) -> list[int | None]
 
 def _has_rope(family: Family, settings: Settings, count: int) -> list[bool]:
     """Whether each layer has rotary embeddings."""
-    if not family.no_rope_interval:
-        return [True] * count
     listed = settings.values.get("no_rope_layers")  # despite its name, 1 where a layer has them
+    if listed is None and not family.no_rope_interval:
+        return [True] * count
     if listed is None:
         interval = settings.get("no_rope_layer_interval", int, family.no_rope_interval)
         return [(layer + 1) % interval != 0 for layer in range(count)]
@@ -221,6 +231,12 @@ def _positive(number: Any) -> bool:
 
 def _linear(parameters: dict[str, Any], theta: float, dim: int) -> dict[str, Any]:
     return {"factors": (float(parameters["factor"]),) * (dim // 2)}
+
+
+def _proportional(parameters: dict[str, Any], theta: float, dim: int) -> dict[str, Any]:
+    """Rotate the first `partial_rotary_factor` of all pairs, at the frequencies that they have among all."""
+    rotated, pairs = int(parameters.get("partial_rotary_factor", 1.0) * dim // 2), dim // 2
+    return {"factors": (float(parameters.get("factor", 1.0)),) * rotated + (_NO_TURN,) * (pairs - rotated)}
 
 
 def _llama3(parameters: dict[str, Any], theta: float, dim: int) -> dict[str, Any]:
@@ -277,11 +293,14 @@ def _longrope(parameters: dict[str, Any], theta: float, dim: int) -> dict[str, A
     return {"factors": short, "long_factors": long, **more}
 
 
+_SHARPENS = "llama_4_scaling_beta"
+_NO_TURN = 1e30  # as files of llama.cpp write it
 _Scaled = Callable[[dict[str, Any], float, int], dict[str, Any]]
 # By kind: the numbers that it needs, and the fields of `Rope` that it makes of them.
 _KINDS: dict[str, tuple[tuple[str, ...], _Scaled | None]] = {
     "default": ((), None),
     "linear": (("factor",), _linear),
+    "proportional": ((), _proportional),
     "dynamic": (("factor",), None),  # the frequencies change beyond the trained length, which is not offered
     "llama3": (("factor", "low_freq_factor", "high_freq_factor"), _llama3),
     "yarn": (("factor",), _yarn),
@@ -297,18 +316,25 @@ def _check(config: ModelConfig) -> None:
     _check_count("head_dim", config.head_dim, most=1024)
     for name in ("rms_norm_eps", "embedding_scale", "residual_scale", "logit_scale", "logit_cap"):
         _check_positive(name, getattr(config, name))
-    if config.num_attention_heads % config.num_key_value_heads:
-        heads = f"{config.num_attention_heads} heads and {config.num_key_value_heads} key-value heads"
-        raise ModelError(f"{heads}: the first must be a multiple of the second")
+    for sizes in {config.sizes(layer) for layer in range(config.num_hidden_layers)}:
+        _check_count("head_dim", sizes.head_dim, most=1024)
+        _check_count("num_key_value_heads", sizes.num_key_value_heads)
+        if config.num_attention_heads % sizes.num_key_value_heads:
+            heads = f"{config.num_attention_heads} heads and {sizes.num_key_value_heads} key-value heads"
+            raise ModelError(f"{heads}: the first must be a multiple of the second")
+    if config.layer_input_size:
+        _check_count("hidden_size_per_layer_input", config.layer_input_size, most=1 << 16)
     for spec in set(config.layers):
         for name in ("attention_scale", "score_cap"):
             _check_positive(name, getattr(spec, name))
+        if not math.isfinite(spec.output_scale):
+            raise ModelError(f"a layer's output is multiplied by {spec.output_scale}", "the file is damaged")
         if spec.window is not None:
             _check_count("sliding_window", spec.window)
         if spec.experts is not None:
             _check_experts(spec.experts)
         if spec.rope is not None:
-            _check_rope(spec.rope, config.head_dim)
+            _check_rope(spec.rope, spec.head_dim or config.head_dim)
 
 
 def _check_experts(experts: Experts) -> None:

@@ -19,7 +19,17 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from ..errors import ModelError, RequestError, TaperError
 from .call_forms import OPEN
-from .channels import CHANNEL, THINK, THINK_END, ChannelText, with_channels
+from .channels import (
+    CHANNEL,
+    THINK,
+    THINK_END,
+    THOUGHT,
+    THOUGHT_END,
+    ChannelText,
+    ThoughtText,
+    with_channels,
+    without_thoughts,
+)
 from .chat_template import ChatTemplate
 from .tool_texts import as_texts
 
@@ -103,7 +113,9 @@ class Tokenizer:
         texts = texts_of([*messages, *tools])
         if self.has_channels:
             messages = with_channels(messages)
-        elif OPEN not in self.tool_template and (tools or any(map(_has_calls, messages))):
+        elif self.thought_tokens:
+            messages = without_thoughts(messages)
+        if not self.has_channels and OPEN not in self.tool_template and (tools or any(map(_has_calls, messages))):
             messages, tools = as_texts(messages, tools), ()
         spelled = any(token in text for token in self.special_tokens.values() for text in texts)
         if parse_special or not (spelled or self._normalises_special):
@@ -161,17 +173,26 @@ class Tokenizer:
     @property
     def thinks(self) -> bool:
         """Whether the chat template supports thoughts."""
-        tags = THINK in self.chat_template or self.has_channels
-        return tags or any(name in self._template.variables for name in _THINKING)
+        tags = THINK in self.chat_template or self.has_channels or self.thought_tokens
+        return bool(tags) or any(name in self._template.variables for name in _THINKING)
 
     @cached_property
     def has_channels(self) -> bool:
         """Whether outputs are messages in channels, as `channels` explains."""
         return CHANNEL in self.chat_template and CHANNEL in self.special_tokens.values()
 
+    @cached_property
+    def thought_tokens(self) -> dict[int, str]:
+        """The tokens around thoughts in outputs that are no messages in channels, as `channels` explains."""
+        tokens = {
+            i: token.content for i, token in self._added_tokens.items() if token.content in (THOUGHT, THOUGHT_END)
+        }
+        return tokens if len(tokens) == 2 and THOUGHT in self.chat_template else {}
+
     def text_stream(self, before: Sequence[int] | None) -> TextStream | ChannelStream:
         """What makes the text of an output; `before` are ids that it continues, None if it is a message of its own."""
-        return ChannelStream(self) if before is None and self.has_channels else TextStream(self, before or ())
+        in_parts = before is None and (self.has_channels or self.thought_tokens)
+        return ChannelStream(self) if in_parts else TextStream(self, before or ())
 
     def ends_in_thought(self, prompt_ids: Sequence[int]) -> bool:
         """Whether a prompt ends with the beginning of a thought, as some chat templates make it."""
@@ -374,14 +395,16 @@ class TextStream:
 
 
 class ChannelStream:
-    """The same for an output that is messages in channels."""
+    """The same for an output that is messages in channels, or has thoughts in one."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer, self._text, self._channels = tokenizer, TextStream(tokenizer), ChannelText()
+        self._tokenizer, self._text = tokenizer, TextStream(tokenizer)
+        self._channels = ChannelText() if tokenizer.has_channels else ThoughtText()
+        self._controls = tokenizer.special_tokens if tokenizer.has_channels else tokenizer.thought_tokens
 
     def push(self, token_id: int) -> str:
         """The text that this token completes; may be empty."""
-        control = self._tokenizer.special_tokens.get(token_id)
+        control = self._controls.get(token_id)
         if control is None:
             return self._channels.push(self._text.push(token_id))
         text = self._channels.push(self._text.flush())

@@ -68,7 +68,7 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 # Tokens that end a turn, which some files do not list among their stop ids.
 _END_OF_TURN = (
     *("<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end_of_text|>"),
-    *("<|end|>", "<end_of_turn>"),  # Phi, Gemma
+    *("<|end|>", "<end_of_turn>", "<turn|>"),  # Phi, Gemma, Gemma 4
     *("<|eom_id|>", "<end_of_utterance>", "<EOT>"),  # Llama's calls of tools, SmolVLM, and files of llama.cpp
 )
 _ENDS = ("eos", "eot", "eom")  # tokens that end an output, by GGUF's names: of text, of a turn, of a message
@@ -167,8 +167,10 @@ def _rebuild(settings: Settings, vocab_size: int) -> Tokenizer:
         fast, leads = _byte_level_bpe(settings, pre, vocab), pre in _BOS_LEADS
     elif model == "llama":
         fast, leads = _sentencepiece_bpe(settings, vocab, types), True
+    elif model == "gemma4":
+        fast, leads = _gemma_bpe(settings, vocab, types), True
     else:
-        raise ModelError(f"tokenizer model {model!r} is not supported", "supported: gpt2, llama")
+        raise ModelError(f"tokenizer model {model!r} is not supported", "supported: gemma4, gpt2, llama")
     for kind in (_CONTROL, _UNKNOWN, _USER_DEFINED):
         of_kind = [piece for piece, token_type in zip(pieces, types, strict=True) if token_type == kind and piece]
         fast.add_tokens([AddedToken(piece, special=kind != _USER_DEFINED, normalized=False) for piece in of_kind])
@@ -207,17 +209,29 @@ def _byte_level_bpe(settings: Settings, pre: str, vocab: dict[str, int]) -> Fast
         pipelines[name] = [pre_tokenizers.Split(Regex(pattern), "isolated"), byte_level]
     if pre not in pipelines:
         raise ModelError(f"pre-tokenizer {pre!r} is not supported", f"supported: {', '.join(pipelines)}")
-    pairs: list[tuple[str, str]] = []
+    fast = FastTokenizer(models.BPE(vocab, _merges(settings), ignore_merges=pre in _WHOLE_WORDS))
+    if pre in _COMPOSED:
+        fast.normalizer = normalizers.NFC()
+    fast.pre_tokenizer = pre_tokenizers.Sequence(pipelines[pre])
+    fast.decoder = decoders.ByteLevel()
+    return fast
+
+
+def _merges(settings: Settings) -> list[tuple[str, str]]:
+    pairs = []
     for merge in settings.get("tokenizer.ggml.merges", list):
         left, space, right = merge.partition(" ") if isinstance(merge, str) else ("", "", "")
         if not space or " " in right:
             raise ModelError(f"{settings.source}: tokenizer merge {merge!r} is not a pair of tokens")
         pairs.append((left, right))
-    fast = FastTokenizer(models.BPE(vocab, pairs, ignore_merges=pre in _WHOLE_WORDS))
-    if pre in _COMPOSED:
-        fast.normalizer = normalizers.NFC()
-    fast.pre_tokenizer = pre_tokenizers.Sequence(pipelines[pre])
-    fast.decoder = decoders.ByteLevel()
+    return pairs
+
+
+def _gemma_bpe(settings: Settings, vocab: dict[str, int], types: list[Any]) -> FastTokenizer:
+    unknown = next((piece for piece, kind in zip(vocab, types, strict=True) if kind == _UNKNOWN), None)
+    fast = FastTokenizer(models.BPE(vocab, _merges(settings), unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    fast.normalizer = normalizers.Replace(" ", "▁")
+    fast.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     return fast
 
 

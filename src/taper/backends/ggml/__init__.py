@@ -41,7 +41,7 @@ from ...models.preview import (
     shipped_factors,
 )
 from ...models.tensors import LoadedModel, Tensor, row_bytes
-from .. import ForwardOutput, TokenBatch, available_threads, runs_by_slot
+from .. import ForwardOutput, TokenBatch, available_threads, needed, runs_by_slot
 from ..passing import PassingStates
 from .cache import KeyValueCache
 from .graph import Graph, GraphKey, Model
@@ -194,6 +194,7 @@ class GgmlBackend:
 
     def forward(self, batch: TokenBatch) -> ForwardOutput:
         """Run the batch and write its keys and values."""
+        batch = needed(batch, self.config)
         if self._passing is not None:
             self._passing.fill(batch, self._model.cache.states, self._write_cells)
         skips = min(batch.num_active) < len(batch.tokens)
@@ -278,7 +279,7 @@ class GgmlBackend:
                 row[0 if window is None else max(0, end - window) : end] = 0
         if batch.first_layer:
             inputs["hidden_states"][:] = batch.hidden_states
-        else:
+        if "tokens" in inputs:
             inputs["tokens"][:] = batch.tokens
         if key.num_outputs + key.num_previews:  # those of the whole head come first
             inputs["rows"][:] = (*batch.logits_rows, *batch.preview_rows, *batch.greedy_rows)
@@ -288,7 +289,8 @@ class GgmlBackend:
         cache, inputs = self._model.cache, graph.inputs
         inputs["positions"][:] = positions
         inputs["cells"][:] = cache.cells(slots, positions)
-        inputs["elements"][:] = cache.elements(slots, positions)
+        for width, name in graph.elements.items():
+            inputs[name][:] = cache.elements(slots, positions, width)
 
     def _write_cells(self, layer: int, slot: int, positions: np.ndarray, states: np.ndarray) -> None:
         """Write the keys and values of a layer for the inputs of its attention, float32 [n, hidden_size]."""

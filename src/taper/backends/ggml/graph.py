@@ -23,7 +23,7 @@ from .shortlist import PreviewTensors
 from .tensors import TensorContext, capped, new_input, view
 from .weights import Weights
 
-_NODES_PER_LAYER, _NODES_PER_RUN, _NODES_PER_EXPERT, _OTHER_NODES = 72, 20, 2, 32
+_NODES_PER_LAYER, _NODES_PER_RUN, _NODES_PER_EXPERT, _OTHER_NODES = 96, 20, 2, 48
 _TILE = 64  # tokens of a slot from which on flash attention works in tiles, and is faster than products
 _ROPE_NEIGHBOURS, _ROPE_HALVES = 0, 2
 _GELU_A = 2 * math.sqrt(2 / math.pi)
@@ -64,7 +64,8 @@ class Graph:
     `logits`, and for previewed rows `previews`, the approximations, and `states`, what the head is multiplied with;
     `hidden_states` by layer.
 
-    `windows`: the windows of its layers, and the names of their masks among the inputs.
+    `windows`: the windows of its layers, and the names of their masks among the inputs. `elements`: the same for the
+    widths of cells, and for where the numbers of values go.
 
     Raises:
         ModelError: there is not enough memory for its intermediate results.
@@ -72,15 +73,18 @@ class Graph:
 
     def __init__(self, model: Model, key: GraphKey, adapters: Mapping[int, tuple[Any, Any]], allocator: Any) -> None:
         self._model, self._key, self._adapters = model, key, adapters
+        self._layer_inputs: Any = None
         config, count = model.config, key.runs[-1][2]
         shapes: dict[str, tuple[tuple[int, ...], type]] = {
             "positions": ((count,), np.int32),
             "cells": ((count,), np.int64),
-            "elements": ((count, config.num_key_value_heads * config.head_dim), np.int64),
         }
+        widths = {config.sizes(layer).cell_width for layer in range(config.num_hidden_layers)}
+        self.elements = {width: f"elements of {width}" for width in widths}
+        shapes |= {name: ((count, width), np.int64) for width, name in self.elements.items()}
         if key.first_layer:
             shapes["hidden_states"] = ((count, config.hidden_size), np.float32)
-        else:
+        if not key.first_layer or config.layer_input_size:
             shapes["tokens"] = ((count,), np.int32)
         active = zip(config.layers, key.num_active, strict=True)
         self.windows = {spec.window: f"mask of {spec.window}" for spec, n in active if n}
@@ -121,11 +125,12 @@ class Graph:
             None if there are none; and the hidden states that were asked for, by layer.
         """
         key, context, weights = self._key, self._context.pointer, self._model.weights
-        if key.first_layer:
-            x = self._inputs["hidden_states"]  # [hidden_size, tokens]
-        else:
+        if "tokens" in self._inputs:
             x = ggml.get_rows(context, weights["embed_tokens"], self._inputs["tokens"])
-            x = self._scaled(x, self._model.config.embedding_scale)
+            x = self._scaled(x, self._model.config.embedding_scale)  # [hidden_size, tokens]
+            self._layer_inputs = self._inputs_of_layers(x)
+        if key.first_layer:
+            x = self._inputs["hidden_states"]
         hidden_states: dict[int, Any] = {}
         if key.only_cells:
             self._write_cells(x, key.first_layer)
@@ -135,7 +140,7 @@ class Graph:
             if layer in key.output_hidden_states:
                 # A copy, made before a later layer updates x in place.
                 hidden_states[layer] = self._output(ggml.dup(context, x))
-            if layer < layers and (key.fill or key.num_active[layer]):
+            if layer < layers and (self._fills(layer) or key.num_active[layer]):
                 x = self._layer(x, layer, key.num_active[layer])
             if layer in self._adapters and key.num_active[layer] < key.runs[-1][2]:
                 x = self._adapter(x, layer, key.num_active[layer])
@@ -172,15 +177,22 @@ class Graph:
             return x
         return ggml.mul(context, ggml.rms_norm(context, x, self._model.config.rms_norm_eps), weight)
 
+    def _fills(self, layer: int) -> bool:
+        """Whether tokens that skip a layer write their keys and values there."""
+        config = self._model.config
+        return config.layers[layer].cells_of is None and (self._key.fill or layer in config.lenders)
+
     def _layer(self, x: Any, layer: int, active: int) -> Any:
         """Run a layer on the first `active` tokens of x [hidden_size, tokens]; to fill, the rest write their cells."""
-        context, count = self._context.pointer, self._key.runs[-1][2]
-        h = self._norm(x if self._key.fill else _rows(context, x, 0, active), f"layers.{layer}.pre_attention_norm")
-        written = active if self._model.keeps_states else h.contents.ne[1]
-        if written:
-            self._write_cells(_rows(context, h, 0, written), layer)
-        if written < h.contents.ne[1]:
-            self._write_states(_rows(context, h, written, count), layer, written)
+        context, count, spec = self._context.pointer, self._key.runs[-1][2], self._model.config.layers[layer]
+        fills = self._fills(layer)
+        h = self._norm(x if fills else _rows(context, x, 0, active), f"layers.{layer}.pre_attention_norm")
+        if spec.cells_of is None:
+            written = active if self._model.keeps_states else h.contents.ne[1]
+            if written:
+                self._write_cells(_rows(context, h, 0, written), layer)
+            if written < h.contents.ne[1]:
+                self._write_states(_rows(context, h, written, count), layer, written)
         if not active:
             return x
         prefix = _rows(context, x, 0, active)
@@ -188,10 +200,37 @@ class Graph:
         add = ggml.add if active == count else ggml.add_inplace
         attended = self._attention(_rows(context, h, 0, active), layer)
         prefix = add(context, prefix, self._added(attended, f"layers.{layer}.post_attention_norm"))
-        h = self._mlp(self._norm(prefix, f"layers.{layer}.pre_mlp_norm"), layer)
-        prefix = add(context, prefix, self._added(h, f"layers.{layer}.post_mlp_norm"))
+        prefix = add(context, prefix, self._added(self._mlp(prefix, layer), f"layers.{layer}.post_mlp_norm"))
+        if self._layer_inputs is not None:
+            h = self._norm(self._of_layer_input(prefix, layer), f"layers.{layer}.post_input_norm")
+            prefix = add(context, prefix, h)
+        if spec.output_scale != 1.0:
+            scale = ggml.scale if active == count else ggml.scale_inplace
+            prefix = scale(context, prefix, spec.output_scale)
         self._run(prefix)
         return prefix if active == count else x
+
+    def _inputs_of_layers(self, embeddings: Any) -> Any:
+        """What layers get besides hidden states: [layer_input_size, layers, tokens]; None if they get nothing."""
+        context, config, weights = self._context.pointer, self._model.config, self._model.weights
+        size, tokens = config.layer_input_size, embeddings.contents.ne[1]
+        if not size:
+            return None
+        own = ggml.get_rows(context, weights["layer_embeddings"], self._inputs["tokens"])
+        projection = weights.matrix("layer_projection", tokens)
+        projected = ggml.scale(context, ggml.mul_mat(context, projection, embeddings), config.hidden_size**-0.5)
+        own, projected = (
+            ggml.reshape_3d(context, part, size, config.num_hidden_layers, tokens) for part in (own, projected)
+        )
+        projected = self._norm(projected, "layer_projection_norm")
+        return ggml.scale(context, ggml.add(context, projected, ggml.scale(context, own, size**0.5)), 0.5**0.5)
+
+    def _of_layer_input(self, x: Any, layer: int) -> Any:
+        """What a layer makes of its own input for the first tokens, x [hidden_size, active]."""
+        inputs = self._layer_inputs
+        (_, row, token), size = inputs.contents.nb[:3], inputs.contents.ne[0]
+        own = ggml.view_2d(self._context.pointer, inputs, size, x.contents.ne[1], token, layer * row)
+        return self._times(self._gated(self._times(x, layer, "input_gate"), own), layer, "input_proj")
 
     def _adapter(self, x: Any, layer: int, active: int) -> Any:
         """Let the tokens of x [hidden_size, tokens] that skip a layer pass through its adapter."""
@@ -219,23 +258,39 @@ class Graph:
         bias = self._model.weights.get(f"layers.{layer}.{name}_bias")
         return x if bias is None else ggml.add(self._context.pointer, x, bias)
 
-    def _mlp(self, h: Any, layer: int) -> Any:
-        if (experts := self._model.config.layers[layer].experts) is not None:
-            return self._mixture(h, layer, experts)
+    def _mlp(self, x: Any, layer: int) -> Any:
+        """The MLP, or what takes its place or stands beside it, on hidden states x [hidden_size, active]."""
+        experts, name = self._model.config.layers[layer].experts, f"layers.{layer}"
+        h = self._norm(x, f"{name}.pre_mlp_norm")
+        if experts is not None and not experts.beside_mlp:
+            return self._mixture(h, h, layer, experts)
         gate, up = self._times(h, layer, "gate_proj"), self._times(h, layer, "up_proj")
-        return self._times(self._gated(gate, up), layer, "down_proj")
+        dense = self._times(self._gated(gate, up), layer, "down_proj")
+        if experts is None:
+            return dense
+        context, config = self._context.pointer, self._model.config
+        routed = ggml.scale(context, self._norm(x, f"{name}.router_scale"), config.hidden_size**-0.5)
+        mixed = self._mixture(self._norm(x, f"{name}.pre_experts_norm"), routed, layer, experts)
+        dense, mixed = self._norm(dense, f"{name}.post_dense_norm"), self._norm(mixed, f"{name}.post_experts_norm")
+        return ggml.add(context, dense, mixed)
 
-    def _mixture(self, h: Any, layer: int, experts: Experts) -> Any:
+    def _mixture(self, h: Any, routed: Any, layer: int, experts: Experts) -> Any:
         """The MLPs of the experts that the router chooses for each row of h, weighted: [hidden_size, active]."""
         context, weights = self._context.pointer, self._model.weights
         chosen, (size, active) = experts.num_experts_per_tok, h.contents.ne[:2]
-        shares = ggml.soft_max(context, self._plus_bias(self._times(h, layer, "router"), layer, "router"))
+        shares = ggml.soft_max(context, self._plus_bias(self._times(routed, layer, "router"), layer, "router"))
         ids = ggml.argsort_top_k(context, shares, chosen)  # [chosen, active]
-        shares = ggml.get_rows(context, ggml.reshape_3d(context, shares, 1, experts.num_experts, active), ids)
-        if experts.norm_topk_prob:
-            shares = ggml.reshape_2d(context, shares, chosen, active)
-            shares = ggml.div(context, shares, ggml.sum_rows(context, shares))
-            shares = ggml.reshape_3d(context, shares, 1, chosen, active)
+
+        def of_chosen(values: Any) -> Any:
+            rows = ggml.get_rows(context, ggml.reshape_3d(context, values, 1, experts.num_experts, active), ids)
+            return ggml.reshape_2d(context, rows, chosen, active)
+
+        total = ggml.sum_rows(context, of_chosen(shares)) if experts.norm_topk_prob else None
+        if (scale := weights.get(f"layers.{layer}.experts_scale")) is not None:
+            shares = ggml.mul(context, shares, scale)
+        shares = of_chosen(shares)
+        shares = shares if total is None else ggml.div(context, shares, total)
+        shares = ggml.reshape_3d(context, shares, 1, chosen, active)
 
         def times(rows: Any, name: str) -> Any:
             out = ggml.mul_mat_id(context, weights[f"layers.{layer}.{name}"], rows, ids)
@@ -265,13 +320,16 @@ class Graph:
     def _write_cells(self, h: Any, layer: int) -> None:
         """Write keys and values of h [hidden_size, n], the first n tokens."""
         context, config = self._context.pointer, self._model.config
-        keys, values = self._model.cache[layer]
-        k = self._rotated(self._project(h, layer, "k", config.num_key_value_heads), layer)
-        v = self._project(h, layer, "v", config.num_key_value_heads)
-        count, width = h.contents.ne[1], config.num_key_value_heads * config.head_dim
+        (keys, values), spec, sizes = self._model.cache[layer], config.layers[layer], config.sizes(layer)
+        heads, width, count = sizes.num_key_value_heads, sizes.cell_width, h.contents.ne[1]
+        k = self._projected(h, layer, "k")
+        v = k if spec.keys_are_values else self._projected(h, layer, "v")
+        v = self._in_heads(v, layer, "v", heads)
+        v = ggml.rms_norm(context, v, config.rms_norm_eps) if spec.v_norm else v
+        k = self._rotated(self._in_heads(k, layer, "k", heads), layer)
         cells = ggml.view_1d(context, self._inputs["cells"], count, 0)
         self._run(ggml.set_rows(context, keys, ggml.reshape_2d(context, k, width, count), cells))
-        elements = ggml.view_1d(context, self._inputs["elements"], count * width, 0)
+        elements = ggml.view_1d(context, self._inputs[self.elements[width]], count * width, 0)
         self._run(ggml.set_rows(context, values, ggml.reshape_2d(context, v, 1, count * width), elements))
 
     def _write_states(self, h: Any, layer: int, first: int) -> None:
@@ -283,21 +341,22 @@ class Graph:
     def _attention(self, h: Any, layer: int) -> Any:
         """Let the first tokens, h [hidden_size, active], attend; returns [hidden_size, active]."""
         context, config, active = self._context.pointer, self._model.config, h.contents.ne[1]
-        q = self._rotated(self._project(h, layer, "q", config.num_attention_heads), layer)
-        mask, (_, head, token) = self._inputs[self.windows[config.layers[layer].window]], q.contents.nb[:3]
+        q = self._in_heads(self._projected(h, layer, "q"), layer, "q", config.num_attention_heads)
+        q, spec = self._rotated(q, layer), config.layers[layer]
+        source = layer if spec.cells_of is None else spec.cells_of
+        mask, (_, head, token) = self._inputs[self.windows[spec.window]], q.contents.nb[:3]
         outputs, sinks = None, self._model.weights.get(f"layers.{layer}.sinks")
         for slot, count, first, end in _side_by_side(self._key.runs, active):
             rows = (end - first) // count  # of each slot
             sizes, strides = (*q.contents.ne[:2], rows, count), (head, token, rows * token)
             queries = ggml.permute(context, ggml.view_4d(context, q, *sizes, *strides, first * token), 0, 2, 1, 3)
             visible = ggml.reshape_4d(context, _rows(context, mask, first, end), self._key.kv_length, rows, 1, count)
-            cached = self._model.cache.slots(context, layer, slot, count, self._key.kv_length)
+            cached = self._model.cache.slots(context, source, slot, count, self._key.kv_length)
             attend = self._attend_in_tiles if rows >= _TILE else self._attend
-            spec = config.layers[layer]
             out = attend(queries, *cached, visible, spec.attention_scale, spec.score_cap, sinks)
             out = ggml.reshape_3d(context, out, *q.contents.ne[:2], end - first)
             outputs = out if outputs is None else ggml.concat(context, outputs, out, 2)
-        outputs = ggml.reshape_2d(context, outputs, config.num_attention_heads * config.head_dim, active)
+        outputs = ggml.reshape_2d(context, outputs, math.prod(q.contents.ne[:2]), active)
         return self._plus_bias(self._times(outputs, layer, "o_proj"), layer, "o")
 
     def _attend(
@@ -345,14 +404,17 @@ class Graph:
     def _contiguous(self, x: Any) -> Any:
         return x if ggml.is_contiguous(x) else ggml.cont(self._context.pointer, x)
 
-    def _project(self, h: Any, layer: int, name: str, heads: int) -> Any:
-        """One of q, k, v of h [hidden_size, n] as [head_dim, heads, n]."""
-        context = self._context.pointer
+    def _projected(self, h: Any, layer: int, name: str) -> Any:
+        """One of q, k, v of h [hidden_size, n], before norms."""
+        return self._plus_bias(self._times(h, layer, f"{name}_proj"), layer, name)
+
+    def _in_heads(self, x: Any, layer: int, name: str, heads: int) -> Any:
+        """One of q, k, v, normed, as [head_dim, heads, n]."""
         whole, norm = self._model.config.layers[layer].qk_norm == "whole", f"layers.{layer}.{name}_norm"
-        out = self._plus_bias(self._times(h, layer, f"{name}_proj"), layer, name)
-        out = self._norm(out, norm) if whole else out
-        out = ggml.reshape_3d(context, out, self._model.config.head_dim, heads, h.contents.ne[1])
-        return out if whole else self._norm(out, norm)
+        x = self._norm(x, norm) if whole else x
+        head_dim, count = self._model.config.sizes(layer).head_dim, x.contents.ne[1]
+        x = ggml.reshape_3d(self._context.pointer, x, head_dim, heads, count)
+        return x if whole else self._norm(x, norm)
 
     def _rotated(self, x: Any, layer: int) -> Any:
         """Heads of the first tokens, x [head_dim, heads, n], rotated by their positions."""

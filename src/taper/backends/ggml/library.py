@@ -128,7 +128,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("mul_mat_id", "set_rows", "add_id"), _OF_THREE),
     **dict.fromkeys(("soft_max_add_sinks", "flash_attn_ext_add_sinks"), (None, _T, _T)),
     "swiglu_oai": (*_OF_TWO, c_float, c_float),
-    "scale": (*_OF_ONE, c_float),
+    **dict.fromkeys(("scale", "scale_inplace"), (*_OF_ONE, c_float)),
     "scale_bias": (*_OF_ONE, c_float, c_float),
     "rms_norm": (*_OF_ONE, c_float),
     "argsort_top_k": (*_OF_ONE, c_int),

@@ -141,7 +141,8 @@ class HeadProducts:
         graph = self._graphs[room]
         graph.state[:] = state
         self._compute(graph.pointer)
-        return graph.logits.copy()
+        logits: np.ndarray = graph.logits.copy()
+        return logits
 
 
 class _Product:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ...adapters import Adapters
-from ...backends.torch import DTYPES, Rotations, TorchBackend, adapt, capped, shares, visible_cells
+from ...backends.torch import DTYPES, TorchBackend, adapt, capped, shares, visible_cells
 from ...models.tensors import LoadedModel
 from ...policy import DepthPolicy, active_prefixes
 from ..calibration.replay import Reference
@@ -25,6 +25,7 @@ TOGETHER = 512  # steps of lessons in one forward, or a few more, as lessons are
 _ROWS = 16  # whose probabilities are computed together: they fit into a processor's cache
 _TINY = 1e-6  # least probability of the bucket, which rounding may leave empty
 
+Cells = tuple[torch.Tensor, torch.Tensor]  # keys and values, each [n, heads, head_dim]
 AdapterParameters = Mapping[int, tuple[torch.Tensor, torch.Tensor]]  # `down` and `up` by layer, f32
 
 
@@ -33,9 +34,11 @@ class Lesson:
     """A completion that adapters learn from; T = its tokens after the first, which are predicted at tapered steps."""
 
     prompt_length: int
+    token_ids: torch.Tensor  # int64 [T], what each step reads
     hidden_states: torch.Tensor  # f32 [T, hidden_size], what enters the first layer that may be skipped
-    # By layer, keys and values [prompt, heads, head_dim], f16 or bf16.
-    prompt_cache: dict[int, tuple[torch.Tensor, torch.Tensor]]
+    # By layer, keys and values [prompt, heads, head_dim], f16 or bf16; of layers below the first one that may be
+    # skipped, those that later layers share, of prompt and steps.
+    cache: dict[int, Cells]
     top_ids: torch.Tensor  # int64 [T, TOP], full depth's likeliest tokens, the argmax first
     top_logprobs: torch.Tensor  # f32 [T, TOP]
 
@@ -71,7 +74,6 @@ class Student:
         self._product_dtype = DTYPES[product_dtype]
         self._products = partial(torch.autocast, device, torch.bfloat16, enabled=product_dtype == "bf16")
         self.config, self.skip_order, self.first_layer = model.config, tuple(skip_order), min(skip_order)
-        self._group = model.config.num_attention_heads // model.config.num_key_value_heads
 
     def lesson(self, reference: Reference) -> Lesson:
         """Run full depth once over a prompt and a completion of at least two tokens."""
@@ -81,17 +83,28 @@ class Student:
         kept = torch.float16 if self._product_dtype == torch.float32 else self._product_dtype
         with torch.no_grad(), self._products():
             rotations = self._backend.rotations(positions)
-            x = self._backend.embed(self._put(np.array(token_ids))).float()
-            for layer in range(self.config.num_hidden_layers):
+            given_ids = self._put(np.array(token_ids))
+            x, given = self._backend.embed(given_ids).float(), self._backend.inputs_of_layers(given_ids)
+            shared: dict[int, Cells] = {}
+            for layer, spec in enumerate(self.config.layers):
                 if layer == self.first_layer:
                     hidden_states = x[prompt:]
-                q, k, v = self._project(x, layer, rotations)
-                if layer >= self.first_layer:
-                    cache[layer] = (k[:prompt].to(kept).cpu(), v[:prompt].to(kept).cpu())
-                x = self._backend.finish_layer(x, self._attend(q, k, v, layer), layer)
+                h = self._attention_input(x, layer)
+                if spec.cells_of is None:
+                    k, v = self._backend.keys_values(h, layer, rotations)
+                else:
+                    k, v = shared[spec.cells_of]
+                if layer in self.config.lenders:
+                    shared[layer] = k, v
+                if layer >= self.first_layer or layer in self.config.lenders:
+                    end = prompt if layer >= self.first_layer else len(k)
+                    cache[layer] = (k[:end].to(kept).cpu(), v[:end].to(kept).cpu())
+                attended = self._attend(self._backend.queries(h, layer, rotations), k, v, layer)
+                x = self._backend.finish_layer(x, attended, layer, given and given[layer])
             logits = self._backend.logits(x[prompt:]).float()
             top, ids = logits.topk(min(TOP, self.config.vocab_size), -1)
-        return Lesson(prompt, hidden_states.cpu(), cache, ids.cpu(), (top - logits.logsumexp(-1, keepdim=True)).cpu())
+        logprobs = top - logits.logsumexp(-1, keepdim=True)
+        return Lesson(prompt, given_ids[prompt:].cpu(), hidden_states.cpu(), cache, ids.cpu(), logprobs.cpu())
 
     def losses(
         self, lessons: Sequence[Lesson], depths: Sequence[Sequence[int]], adapters: AdapterParameters
@@ -102,15 +115,26 @@ class Student:
         apart. The depths of a lesson's steps never rise. Gradients flow to the adapters of skipped layers.
         """
         rows = [self._put(lesson.hidden_states) for lesson in lessons]
-        layers = self.config.num_hidden_layers
+        layers, lenders = self.config.num_hidden_layers, self.config.lenders
         active = [active_prefixes(self.skip_order, layers, own) for own in depths]
         with self._products():
+            given = self._backend.inputs_of_layers(self._put(torch.cat([lesson.token_ids for lesson in lessons])))
+            shared = {
+                layer: [self._cells_of(lesson, layer) for lesson in lessons]
+                for layer in lenders
+                if layer < self.first_layer
+            }
             for layer in range(self.first_layer, layers):
                 counts = [prefixes[layer] for prefixes in active]
+                if layer in lenders:  # written for every step
+                    shared[layer] = self._cells(rows, layer, lessons)
+                own = given and torch.cat(
+                    [x[:n] for x, n in zip(given[layer].split([len(x) for x in rows]), counts, strict=True)]
+                )
                 run = torch.cat([x[:n] for x, n in zip(rows, counts, strict=True)])
                 skip = torch.cat([x[n:] for x, n in zip(rows, counts, strict=True)])
                 if len(run):
-                    run = self._run_layer(run, layer, lessons, counts)
+                    run = self._run_layer(run, layer, lessons, counts, shared, own)
                 if len(skip) and layer in adapters:
                     skip = adapt(skip, *adapters[layer])
                 skipped = skip.split([len(x) - n for x, n in zip(rows, counts, strict=True)])
@@ -120,17 +144,56 @@ class Student:
         kl, agrees = _Divergence.apply(logits, ids, self._put(torch.cat([lesson.top_logprobs for lesson in lessons])))
         return kl, agrees
 
-    def _run_layer(self, x: torch.Tensor, layer: int, lessons: Sequence[Lesson], counts: Sequence[int]) -> torch.Tensor:
-        """A layer on rows x: the first `counts` steps of each lesson, one lesson after the other."""
-        starts = [lesson.prompt_length for lesson in lessons]
-        positions = [torch.arange(start, start + n, device=x.device) for start, n in zip(starts, counts, strict=True)]
-        projected = self._project(x, layer, self._backend.rotations(torch.cat(positions)))
+    def _run_layer(
+        self,
+        x: torch.Tensor,
+        layer: int,
+        lessons: Sequence[Lesson],
+        counts: Sequence[int],
+        shared: Mapping[int, Sequence[Cells]],
+        given: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """A layer on rows x: the first `counts` steps of each lesson, one lesson after the other.
+
+        `shared` has the keys and values of lenders, by lesson; `given` is what the layer gets besides, for each row.
+        """
+        source, rows = self.config.layers[layer].cells_of, x.split(list(counts))
+        source = layer if source is None else source
+        cells = shared[source] if source in shared else self._cells(rows, layer, lessons)
+        rotations = self._backend.rotations(self._positions(rows, lessons))
+        queries = self._backend.queries(self._attention_input(x, layer), layer, rotations).split(list(counts))
         attended = []
-        for lesson, q, k, v in zip(lessons, *(part.split(list(counts)) for part in projected), strict=True):
+        for lesson, q, (k, v) in zip(lessons, queries, cells, strict=True):
             if len(q):
-                past_k, past_v = (self._put(past).to(k.dtype) for past in lesson.prompt_cache[layer])
-                attended.append(self._attend(q, torch.cat((past_k, k)), torch.cat((past_v, v)), layer))
-        return self._backend.finish_layer(x, torch.cat(attended), layer)
+                end = lesson.prompt_length + len(q)
+                attended.append(self._attend(q, k[:end], v[:end], layer))
+        return self._backend.finish_layer(x, torch.cat(attended), layer, given)
+
+    def _cells(self, rows: Sequence[torch.Tensor], layer: int, lessons: Sequence[Lesson]) -> list[Cells]:
+        """A layer's keys and values of each prompt and of the first steps, whose hidden states are `rows`."""
+        h, rotations = (
+            self._attention_input(torch.cat(rows), layer),
+            self._backend.rotations(self._positions(rows, lessons)),
+        )
+        projected = self._backend.keys_values(h, layer, rotations)
+        cells = []
+        for lesson, *own in zip(lessons, *(part.split([len(x) for x in rows]) for part in projected), strict=True):
+            k, v = (
+                torch.cat((past.to(x.dtype), x)) for past, x in zip(self._cells_of(lesson, layer), own, strict=True)
+            )
+            cells.append((k, v))
+        return cells
+
+    def _cells_of(self, lesson: Lesson, layer: int) -> Cells:
+        keys, values = lesson.cache[layer]
+        return self._put(keys).to(self._product_dtype), self._put(values).to(self._product_dtype)
+
+    def _positions(self, rows: Sequence[torch.Tensor], lessons: Sequence[Lesson]) -> torch.Tensor:
+        starts = [lesson.prompt_length for lesson in lessons]
+        device = self._backend.device
+        return torch.cat(
+            [torch.arange(start, start + len(x), device=device) for start, x in zip(starts, rows, strict=True)]
+        )
 
     def new_adapters(
         self, layers: Sequence[int], rank: int, seed: int, trained: Adapters | None = None
@@ -146,28 +209,27 @@ class Student:
             adapters[layer] = (down, up)
         return adapters
 
-    def _project(self, x: torch.Tensor, layer: int, rotations: Rotations) -> tuple[torch.Tensor, ...]:
-        """Queries, keys and values of hidden states x [n, hidden_size] before a layer: each [n, heads, head_dim]."""
-        h = self._backend.attention_input(x, layer).to(self._product_dtype)  # once for all three
-        return self._backend.queries(h, layer, rotations), *self._backend.keys_values(h, layer, rotations)
+    def _attention_input(self, x: torch.Tensor, layer: int) -> torch.Tensor:
+        """What queries, keys and values of hidden states x [n, hidden_size] before a layer are made of."""
+        return self._backend.attention_input(x, layer).to(self._product_dtype)
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
         """Attention of the last tokens, q [n, heads, head_dim], over all: k, v [cells, key-value heads, head_dim]."""
-        spec = self.config.layers[layer]
+        spec, group = self.config.layers[layer], q.shape[1] // k.shape[1]
         positions = torch.arange(len(k) - len(q), len(k), device=q.device)
         visible = visible_cells(positions, len(k), spec.window)
         # On a CPU, faster with gradients than PyTorch's own attention, most of all in bf16. The heads of a group share
         # keys and values, so their queries are the rows of one product: [key-value heads, group * n, head_dim].
-        mask = torch.zeros(visible.shape, device=q.device).masked_fill_(~visible, -torch.inf).repeat(self._group, 1)
-        queries = q.unflatten(1, (-1, self._group)).permute(1, 2, 0, 3).flatten(1, 2)
+        mask = torch.zeros(visible.shape, device=q.device).masked_fill_(~visible, -torch.inf).repeat(group, 1)
+        queries = q.unflatten(1, (-1, group)).permute(1, 2, 0, 3).flatten(1, 2)
         if spec.score_cap is None:
             scores = torch.baddbmm(mask, queries, k.permute(1, 2, 0), alpha=spec.attention_scale)
         else:
             scores = capped(spec.attention_scale * torch.bmm(queries, k.permute(1, 2, 0)), spec.score_cap) + mask
         if (sinks := self._backend.sinks(layer)) is not None:
-            sinks = sinks.view(-1, self._group).repeat_interleave(len(q), 1)[..., None]
+            sinks = sinks.view(-1, group).repeat_interleave(len(q), 1)[..., None]
         out = torch.bmm(shares(scores, sinks), v.transpose(0, 1))
-        return out.unflatten(1, (self._group, -1)).permute(2, 0, 1, 3).flatten(1)
+        return out.unflatten(1, (group, -1)).permute(2, 0, 1, 3).flatten(1)
 
     def _put(self, values: torch.Tensor | np.ndarray) -> torch.Tensor:
         return torch.as_tensor(values).to(self._backend.device)
