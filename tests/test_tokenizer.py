@@ -70,7 +70,7 @@ CASED = (
     r"|[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]+[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]*{0}"
     r"|\p{{N}}{1}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-WHOLE_WORDS = ("llama-bpe", "falcon3", "smaug-bpe", "tekken")
+WHOLE_WORDS = ("llama-bpe", "falcon3", "smaug-bpe", "tekken", "glm4")
 COMPOSED = ("qwen2", "deepseek-r1-qwen")
 PATTERNS = {
     "smollm": GPT2,
@@ -80,6 +80,9 @@ PATTERNS = {
     "qwen2": LLAMA3.replace("{1,3}", ""),
     "deepseek-r1-qwen": LLAMA3.replace("{1,3}", ""),
     "dbrx": LLAMA3,
+    "glm4": LLAMA3,
+    "chatglm-bpe": LLAMA3,
+    "seed-coder": LLAMA3.replace("{1,3}", "").replace(r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}\r\n]+"),
     "refact": GPT2,
     "gpt-2": GPT2,
     "olmo": GPT2,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import ModelError
+from ..policy import MAX_LAYERS
 from . import gemma4
 from .files import Settings
 from .gpt_oss import rearranged
@@ -196,7 +197,7 @@ def _granite4_folder(settings: Settings) -> dict[str, Any]:
 
 
 def _without_positions(settings: Settings) -> dict[str, Any]:
-    return {"no_rope_layers": [0] * settings.get("num_hidden_layers", int)}
+    return {"no_rope_layers": [0] * min(settings.get("num_hidden_layers", int), MAX_LAYERS)}
 
 
 def _olmo3_header(settings: Settings) -> dict[str, Any]:

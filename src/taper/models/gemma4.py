@@ -17,6 +17,7 @@ from .files import Settings
 from .tensors import Tensor
 
 SLIDING, FULL = "sliding_attention", "full_attention"
+_HEADS = ("head_dim", "num_key_value_heads")
 _FLOATS = {"F32": np.float32, "F16": np.float16}
 
 
@@ -58,25 +59,22 @@ def folder_settings(settings: Settings) -> dict[str, Any]:
     """The sizes of heads in layers with full attention, which newer folders give for each layer."""
     given = settings.values.get("per_layer_config")
     if given is None:
-        heads = (
-            settings.values.get("num_global_key_value_heads") if settings.get("attention_k_eq_v", bool, False) else None
-        )
-        return {"num_global_key_value_heads": heads}
+        counts = settings.values if settings.get("attention_k_eq_v", bool, False) else {}
+        return {"num_global_key_value_heads": counts.get("num_global_key_value_heads")}
     kinds = settings.get("layer_types", list)
     full = {str(layer) for layer, kind in enumerate(kinds) if kind == FULL}
     sizes = list(given.values()) if isinstance(given, dict) else []
-    known = {"head_dim", "num_key_value_heads"}
-    if (
-        not sizes
-        or full != set(given)
-        or any(size != sizes[0] or not isinstance(size, dict) or size.keys() - known for size in sizes)
-    ):
-        raise settings.error("per_layer_config", f"it must give all layers of {FULL} the same {' and '.join(known)}")
+    if not sizes or full != set(given) or not all(_gives_heads(size) and size == sizes[0] for size in sizes):
+        raise settings.error("per_layer_config", f"it must give all layers of {FULL} the same {' and '.join(_HEADS)}")
     heads = Settings(sizes[0], settings.source)
     return {
         "global_head_dim": heads.get("head_dim", int, settings.get("head_dim", int)),
         "num_global_key_value_heads": heads.values.get("num_key_value_heads"),
     }
+
+
+def _gives_heads(size: Any) -> bool:
+    return isinstance(size, dict) and not size.keys() - set(_HEADS)
 
 
 def _by_layer(settings: Settings, key: str) -> list[int]:

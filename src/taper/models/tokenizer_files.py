@@ -39,6 +39,7 @@ _SAMPLE = 1000  # token ids to decode
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPLIT_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3_SPLIT = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _SPLIT_TAIL
+_SEED_SPLIT = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 _QWEN2_SPLIT = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _SPLIT_TAIL
 # Lowercase words that may begin with capitals, then words in capitals that may end in lowercase letters.
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -53,6 +54,9 @@ _SPLITS = {
     "falcon3": _LLAMA3_SPLIT,
     "smaug-bpe": _LLAMA3_SPLIT,  # SmolLM3
     "dbrx": _LLAMA3_SPLIT,  # Phi 4, OLMo 2
+    "glm4": _LLAMA3_SPLIT,
+    "chatglm-bpe": _LLAMA3_SPLIT,
+    "seed-coder": _SEED_SPLIT,
     "qwen2": _QWEN2_SPLIT,
     "deepseek-r1-qwen": _QWEN2_SPLIT,
     "gpt-4o": _GPT4O_SPLIT,  # Phi 4 mini
@@ -61,7 +65,7 @@ _SPLITS = {
 _DIGITS_APART = ("smollm", "refact")  # then GPT-2's splits; refact: Granite
 _COMPOSED = ("qwen2", "deepseek-r1-qwen")  # normalise to NFC
 # A word of the vocabulary is one token, whatever the merges say.
-_WHOLE_WORDS = ("llama-bpe", "falcon3", "smaug-bpe", "tekken")
+_WHOLE_WORDS = ("llama-bpe", "falcon3", "smaug-bpe", "tekken", "glm4")
 _BOS_LEADS = ("llama-bpe", "tekken")  # BOS leads, unless the file says otherwise
 # Token types of GGUF's tokenizer.ggml.token_type.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
