@@ -183,9 +183,12 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def _layer_shapes(c: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
     spec, (head_dim, _, inner_size) = c.layers[layer], c.sizes(layer)
     q_size, kv_size = c.num_attention_heads * head_dim, c.sizes(layer).cell_width
-    shapes: dict[str, tuple[int, ...]] = {"q_proj": (q_size, c.hidden_size), "o_proj": (c.hidden_size, q_size)}
     cells = [] if spec.cells_of is not None else ["k"] if spec.keys_are_values else ["k", "v"]
-    shapes |= {f"{name}_proj": (kv_size, c.hidden_size) for name in cells}
+    shapes: dict[str, tuple[int, ...]] = {
+        "q_proj": (q_size, c.hidden_size),
+        **{f"{name}_proj": (kv_size, c.hidden_size) for name in cells},
+        "o_proj": (c.hidden_size, q_size),
+    }
     if spec.experts is None or spec.experts.beside_mlp:
         inner: tuple[int, ...] = (inner_size, c.hidden_size)
         shapes |= {"gate_proj": inner, "up_proj": inner, "down_proj": inner[::-1]}
