@@ -76,14 +76,14 @@ def test_every_policy_equals_transformers(family, kind):
         assert tapered != full, f"{name} changes nothing, so this proves nothing"
 
 
-@BACKENDS
-def test_gguf_equals_transformers(family, kind, tmp_path):
+def test_gguf_equals_transformers(family, tmp_path):
+    """On one backend, since both get the same tensors from either kind of file."""
     if family.name in NOT_IN_GGUF:
         pytest.skip("GGUF files of this architecture cannot say this")
     write_gguf(tmp_path / "tiny.gguf", family.tiny)
     loaded = load_model(tmp_path / "tiny.gguf")
     for name in ("full", "d3 late"):
-        assert completed(family, kind, loaded, name) == family.expected(name)
+        assert completed(family, "ggml", loaded, name) == family.expected(name)
 
 
 @pytest.mark.ci

@@ -87,14 +87,15 @@ def same_model(one: LoadedModel, other: LoadedModel) -> bool:
     )
 
 
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
 @pytest.mark.parametrize("name", ["gemma4", "gemma4, values from keys", "gemma4 with experts"])
-def test_official_folders_hold_the_same_model_in_other_words(tmp_path, name):
+def test_official_folders_hold_the_same_model_in_other_words(tmp_path, name, prefix):
     """Their text model is one of several parts, and sizes of heads are given by kind of layer."""
     folder = make(tmp_path, name).folder
     plain, tensors, text = load_model(folder), load_file(folder / "model.safetensors"), official_gemma4(folder)
     whole = {"model_type": "gemma4", "text_config": text, "vision_config": {"model_type": "gemma4_vision"}}
     (folder / "config.json").write_text(json.dumps(whole))
-    renamed = {key.replace("model.", "model.language_model.", 1): tensor for key, tensor in tensors.items()}
+    renamed = {key.replace("model.", prefix, 1): tensor for key, tensor in tensors.items()}
     seen = {"model.vision_tower.weight": tensors["model.norm.weight"].clone()}
     save_file(renamed | seen, folder / "model.safetensors", metadata={"format": "pt"})
     assert same_model(load_model(folder), plain)
@@ -116,7 +117,7 @@ def test_settings_that_make_no_sense_are_refused(tmp_path, changed, says):
     folder = make(tmp_path, "gemma4").folder
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changed))
-    with pytest.raises(ModelError, match="") as error:
+    with pytest.raises(ModelError) as error:
         load_model(folder)
     assert says in error.value.message
 

@@ -115,6 +115,7 @@ def test_sinks_and_windows_hold_in_prompts_that_are_computed_in_tiles(tmp_path, 
     assert complete(engine, [prompt[:100]], [LATE]) == [reference_ids(tiny, prompt[:100], LATE)]
 
 
+@pytest.mark.ci
 def test_llama_cpp_gives_the_same_tokens(tmp_path):
     llama_cpp = pytest.importorskip("llama_cpp")
     # It rounds the ends of yarn's ramp, which gpt-oss does not; without scaling there is nothing to round.
