@@ -97,6 +97,7 @@ def naive_after(model, policy: DepthPolicy, said: list[int]) -> list[int]:
     return decode(model, policy, [*TURNS[0], *said, *TURNS[1]], depths)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("adapters", [False, True])
 def test_the_reference_implementation_equals_a_loop_without_any_cache(tiny, adapters):
     for name, policy in chosen(adapters).items():

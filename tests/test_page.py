@@ -17,7 +17,10 @@ from taper.models.download import DEFAULT_MODEL
 from taper.models.policies import shipped_policies
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
+pytestmark = [
+    pytest.mark.ci,
+    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium"),
+]
 SLOW = 20_000  # milliseconds; a busy machine must not fail a test
 SIZES = {"desktop": {"width": 1280, "height": 720}, "phone": {"width": 360, "height": 700}}
 
@@ -160,7 +163,6 @@ def test_exact_mode_says_how_many_drafted_tokens_were_accepted(page, server, mon
     assert re.search(r", \d+ of \d+ drafted tokens accepted", page.text_content(".figures"))
 
 
-@pytest.mark.ci
 def test_a_chat_survives_a_reload_and_its_last_answer_can_be_written_again(page, server):
     page.fill("#system", "be kind")
     for text in ("one", "two"):
@@ -197,7 +199,6 @@ def test_a_system_message_reaches_the_model(page, server):
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.ci
 def test_a_setting_that_cannot_be_is_said_at_its_field_before_anything_is_sent(browser, server, size):
     page = new_page(browser, server, size)
     for field, value, rule in (
@@ -249,7 +250,6 @@ def test_a_policy_can_be_chosen_and_says_what_it_costs(page, server):
     assert titles[-1].endswith(f": {least} of 6 layers")
 
 
-@pytest.mark.ci
 def test_full_depth_has_no_tint(page):
     page.check("[name=mode][value=full]", force=True)
     assert page.is_hidden("#policies")
@@ -346,7 +346,7 @@ def test_a_prompt_that_is_refused_goes_back_into_the_box(page):
     assert page.query_selector_all("[role=alert]") == []
 
 
-@pytest.mark.parametrize("size", ["phone", pytest.param("desktop", marks=pytest.mark.ci)])
+@pytest.mark.parametrize("size", ["phone", "desktop"])
 def test_the_end_of_an_answer_stays_in_view_over_three_turns(browser, server, monkeypatch, size):
     before_each_forward(server, monkeypatch, lambda: time.sleep(0.004))
     script(server, "a long text\n\n" * 14, monkeypatch)
@@ -376,7 +376,6 @@ def test_the_end_of_an_answer_stays_in_view_over_three_turns(browser, server, mo
     page.close()
 
 
-@pytest.mark.ci
 def test_a_reader_who_scrolls_up_is_left_there(page, server, monkeypatch):
     before_each_forward(server, monkeypatch, lambda: time.sleep(0.01))
     script(server, "a long text\n\n" * 25, monkeypatch)
@@ -507,7 +506,6 @@ def test_the_end_of_an_answer_is_announced(page):
     assert "The answer is complete: 4 tokens" in status.text_content()
 
 
-@pytest.mark.ci
 def test_settings_of_a_phone_are_a_dialog(browser, server):
     page = new_page(browser, server, "phone")
     page.focus("#open-settings")
@@ -528,8 +526,8 @@ def test_settings_of_a_phone_are_a_dialog(browser, server):
     page.close()
 
 
-@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.ci)])
-@pytest.mark.parametrize("size", ["desktop", pytest.param("phone", marks=pytest.mark.ci)])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", ["desktop", "phone"])
 def test_axe_finds_nothing(browser, server, monkeypatch, size, scheme):
     script(server, MARKDOWN, monkeypatch)
     page = new_page(browser, server, size, scheme)
@@ -624,7 +622,6 @@ def test_it_fits_on_a_phone(browser, server):
     page.close()
 
 
-@pytest.mark.ci
 def test_dark_and_light_differ_and_can_be_switched(browser, server):
     seen = set()
     for scheme in ("dark", "light"):
@@ -641,7 +638,6 @@ def test_dark_and_light_differ_and_can_be_switched(browser, server):
     assert (a, b) == (d, c)
 
 
-@pytest.mark.ci
 def test_a_key_is_asked_for_and_used_and_a_server_that_is_gone_is_said_in_words(browser, tiny_llama):
     with serving(tiny_llama, api_key="secret") as server:
         page = browser.new_page()
