@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from tiny import (
     BACKENDS,
     FAMILIES,
+    assert_llama_cpp_agrees,
     complete,
     make_backend,
     make_tiny,
@@ -125,14 +126,5 @@ def test_settings_that_make_no_sense_are_refused(tmp_path, changed, says):
 @pytest.mark.ci
 @pytest.mark.parametrize("name", ["gemma2", "gemma4", "gemma4, values from keys", "gemma4 with experts"])
 def test_llama_cpp_gives_the_same_tokens(tmp_path, name):
-    llama_cpp = pytest.importorskip("llama_cpp")
-    tiny = make(tmp_path, name)
-    layers = tiny.hf.config.num_hidden_layers
-    write_gguf(tmp_path / "tiny.gguf", tiny)
-    f32 = {"type_k": 0, "type_v": 0}
-    theirs = llama_cpp.Llama(str(tmp_path / "tiny.gguf"), n_ctx=256, n_threads=1, verbose=False, **f32)
-    engine = Engine(make_backend("ggml", load_model(tmp_path / "tiny.gguf")))
-    for seed in range(4):
-        prompt = random_prompt(seed)
-        steps = zip(theirs.generate(prompt, temp=0.0, repeat_penalty=1.0), range(32), strict=False)
-        assert complete(engine, [prompt], [DepthPolicy.full(layers)], 32) == [[token for token, _ in steps]]
+    write_gguf(tmp_path / "tiny.gguf", make(tmp_path, name))
+    assert_llama_cpp_agrees(tmp_path / "tiny.gguf")

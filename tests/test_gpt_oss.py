@@ -14,6 +14,7 @@ from tiny import (
     BACKENDS,
     FAMILIES,
     TinyModel,
+    assert_llama_cpp_agrees,
     complete,
     make_backend,
     make_tiny,
@@ -117,19 +118,10 @@ def test_sinks_and_windows_hold_in_prompts_that_are_computed_in_tiles(tmp_path, 
 
 @pytest.mark.ci
 def test_llama_cpp_gives_the_same_tokens(tmp_path):
-    llama_cpp = pytest.importorskip("llama_cpp")
     # It rounds the ends of yarn's ramp, which gpt-oss does not; without scaling there is nothing to round.
     tiny = tiny_gpt_oss(tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
     write_gguf(tmp_path / "tiny.gguf", tiny)
-    f32 = {"type_k": 0, "type_v": 0}
-    theirs = llama_cpp.Llama(str(tmp_path / "tiny.gguf"), n_ctx=256, n_threads=1, verbose=False, **f32)
-    engine = Engine(make_backend("ggml", load_model(tmp_path / "tiny.gguf")))
-    for seed in range(4):
-        prompt = random_prompt(seed)
-        ids = [
-            token for token, _ in zip(theirs.generate(prompt, temp=0.0, repeat_penalty=1.0), range(32), strict=False)
-        ]
-        assert complete(engine, [prompt], [FULL], 32) == [ids]
+    assert_llama_cpp_agrees(tmp_path / "tiny.gguf")
 
 
 @pytest.mark.parametrize(

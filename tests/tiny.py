@@ -260,7 +260,6 @@ def write_gguf(
     writer.add_embedding_length(config.hidden_size)
     inner = config.intermediate_size
     if architecture == "gemma4":
-        add_gemma4_facts(writer, config)
         kv_heads = [config.per_layer_config[i].num_key_value_heads for i in range(config.num_hidden_layers)]
         kv_heads = kv_heads if config.attention_k_eq_v else kv_heads[0]
         if config.use_double_wide_mlp:
@@ -368,6 +367,7 @@ def add_vocabulary(writer, vocabulary: str = "byte-level") -> None:
 def add_facts(writer, config) -> None:
     """What llama.cpp's converter writes of one architecture and not of another."""
     if config.model_type == "gemma4_text":
+        add_gemma4_facts(writer, config)
         return
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     writer.add_rope_freq_base(rope["rope_theta"])
@@ -461,6 +461,18 @@ def make_backend(kind: str, loaded, **options):
 
         return GgmlBackend(loaded.config, loaded.tensors, dtype="f32", kv_dtype="f32", threads=1, **options)
     return TorchBackend(loaded.config, loaded.tensors, dtype="f32", device="cpu", **options)
+
+
+def assert_llama_cpp_agrees(path: Path) -> None:
+    """Full depth gives the greedy tokens of llama.cpp, all in f32; skips the test where it is not installed."""
+    llama_cpp = pytest.importorskip("llama_cpp")
+    theirs = llama_cpp.Llama(str(path), n_ctx=256, n_threads=1, verbose=False, type_k=0, type_v=0)
+    loaded = load_model(path)
+    engine, full = Engine(make_backend("ggml", loaded)), DepthPolicy.full(loaded.config.num_hidden_layers)
+    for seed in range(4):
+        prompt = random_prompt(seed)
+        steps = zip(theirs.generate(prompt, temp=0.0, repeat_penalty=1.0), range(32), strict=False)
+        assert complete(engine, [prompt], [full], 32) == [[token for token, _ in steps]]
 
 
 def random_prompt(seed: int, length: int = 23) -> list[int]:

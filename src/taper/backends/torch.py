@@ -290,17 +290,16 @@ class TorchBackend:
             if not batch.first_layer <= layer < len(batch.num_active):
                 continue
             spec = self.config.layers[layer]
-            source = layer if spec.cells_of is None else spec.cells_of
+            source = self.config.source(layer)
             keys, values = self._cache[source]  # [num_slots, key-value heads, context_length, head_dim]
-            fills = source == layer and (batch.fill or layer in self.config.lenders)
-            filled = len(x) if fills else n
-            written = 0 if source != layer else n if self._passing is not None else filled
+            filled = len(x) if self.config.fills(layer, batch.fill) else n
+            written = n if self._passing is not None else filled
             if filled:
                 h = self.attention_input(x[:filled], layer)
-            if written:
+            if written and source == layer:
                 k, v = self.keys_values(h[:written], layer, rotations)
                 keys[slots[:written], :, positions[:written]], values[slots[:written], :, positions[:written]] = k, v
-            if written < filled and source == layer:
+            if written < filled:  # not where layers lend: there no states wait
                 states = h[written:].unflatten(1, (-1, self.config.head_dim))
                 keys[slots[written:], :, positions[written:]] = states
             if n < len(x) and layer in adapters:
@@ -309,8 +308,8 @@ class TorchBackend:
                 continue
             q = self.queries(h[:n], layer, rotations)
             cached = keys[:, :, :kv_length], values[:, :, :kv_length]
-            options = {"cap": spec.score_cap, "sinks": self.sinks(layer)}
-            attended = attend(q, *cached, visible[spec.window][:n], slots[:n], runs, spec.attention_scale, **options)
+            seen, scale = visible[spec.window][:n], spec.attention_scale
+            attended = attend(q, *cached, seen, slots[:n], runs, scale, spec.score_cap, self.sinks(layer))
             x[:n] = self.finish_layer(x[:n], attended, layer, layer_inputs and layer_inputs[layer][:n])
         return hidden_states
 

@@ -149,6 +149,15 @@ class ModelConfig:
             spec.intermediate_size or self.intermediate_size,
         )
 
+    def source(self, layer: int) -> int:
+        """The layer to whose keys and values a layer attends: itself, or one that lends it its own."""
+        lender = self.layers[layer].cells_of
+        return layer if lender is None else lender
+
+    def fills(self, layer: int, fill: bool) -> bool:
+        """Whether tokens that skip a layer write keys and values there, if all layers that have some `fill`."""
+        return self.source(layer) == layer and (fill or layer in self.lenders)
+
     @cached_property
     def lenders(self) -> frozenset[int]:
         """The layers to whose keys and values other layers attend. Tokens that skip one write them nevertheless."""

@@ -15,7 +15,7 @@ from .families import MODEL_TYPES, find_family
 from .files import Settings, open_file, parts_of, read_json
 from .gguf import load_gguf
 from .read_config import read_config
-from .tensors import RECOMMENDED, WEIGHT_TYPES, LoadedModel, Tensor, fit_tensors
+from .tensors import RECOMMENDED, WEIGHT_TYPES, LoadedModel, Tensor, as_f32, fit_tensors
 from .tokenizer_files import tokenizer_from_folder
 
 _DTYPES = ("F32", "F16", "BF16")
@@ -63,7 +63,7 @@ def load_folder(path: Path) -> LoadedModel:
 
 
 def _of_language_model(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Without those that see or hear, by the names of models that only read."""
+    """Those of a multimodal model's language model, by the names that text-only models have."""
     kept = {name: tensor for name, tensor in tensors.items() if name == "lm_head.weight"}
     for name, tensor in tensors.items():
         if match := _LANGUAGE_MODEL.match(name):
@@ -137,8 +137,4 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 
 def _plus(tensor: Tensor, offset: float) -> Tensor:
     """A tensor with a number added to its weights, as f32."""
-    stored = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}[tensor.dtype]
-    values = np.frombuffer(tensor.data.tobytes(), stored)
-    # A bf16 number is the upper half of an f32 one.
-    floats = (values.astype(np.uint32) << 16).view(np.float32) if tensor.dtype == "BF16" else values.astype(np.float32)
-    return Tensor("F32", tensor.shape, (floats + np.float32(offset)).view(np.uint8))
+    return Tensor("F32", tensor.shape, (as_f32(tensor) + np.float32(offset)).view(np.uint8))

@@ -9,16 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from ..errors import ModelError
 from .config import Experts
 from .files import Settings
-from .tensors import Tensor
+from .tensors import Tensor, as_f32
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 _HEADS = ("head_dim", "num_key_value_heads")
-_FLOATS = {"F32": np.float32, "F16": np.float16}
 
 
 def gguf_settings(settings: Settings) -> dict[str, Any]:
@@ -128,8 +125,6 @@ def _experts(settings: Settings) -> Experts:
 def _scale(tensor: Tensor | None) -> float:
     if tensor is None:
         return 1.0
-    if tensor.shape != (1,) or tensor.dtype not in (*_FLOATS, "BF16"):
+    if tensor.shape != (1,) or tensor.dtype not in ("F32", "F16", "BF16"):
         raise ModelError("the scale of a layer's output is not a single number", "the file is damaged")
-    if tensor.dtype == "BF16":  # the upper half of an f32
-        return float((tensor.data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)[0])
-    return float(tensor.data.view(_FLOATS[tensor.dtype])[0])
+    return float(as_f32(tensor)[0])

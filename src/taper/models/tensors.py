@@ -60,6 +60,14 @@ class Tensor:
     data: np.ndarray  # uint8 [bytes], usually a read-only view of the mapped file
 
 
+def as_f32(tensor: Tensor) -> np.ndarray:
+    """The weights of a tensor in F32, F16 or BF16: float32 [weights]. A KeyError for any other type."""
+    stored = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}[tensor.dtype]
+    values = np.frombuffer(tensor.data.tobytes(), stored)
+    # A bf16 number is the upper half of an f32 one.
+    return (values.astype(np.uint32) << 16).view(np.float32) if tensor.dtype == "BF16" else values.astype(np.float32)
+
+
 @dataclass(frozen=True)
 class LoadedModel:
     """Everything read from a model's files, checked. Tensor names are those of `expected_shapes`.

@@ -140,7 +140,7 @@ class Graph:
             if layer in key.output_hidden_states:
                 # A copy, made before a later layer updates x in place.
                 hidden_states[layer] = self._output(ggml.dup(context, x))
-            if layer < layers and (self._fills(layer) or key.num_active[layer]):
+            if layer < layers and (self._model.config.fills(layer, key.fill) or key.num_active[layer]):
                 x = self._layer(x, layer, key.num_active[layer])
             if layer in self._adapters and key.num_active[layer] < key.runs[-1][2]:
                 x = self._adapter(x, layer, key.num_active[layer])
@@ -177,17 +177,12 @@ class Graph:
             return x
         return ggml.mul(context, ggml.rms_norm(context, x, self._model.config.rms_norm_eps), weight)
 
-    def _fills(self, layer: int) -> bool:
-        """Whether tokens that skip a layer write their keys and values there."""
-        config = self._model.config
-        return config.layers[layer].cells_of is None and (self._key.fill or layer in config.lenders)
-
     def _layer(self, x: Any, layer: int, active: int) -> Any:
         """Run a layer on the first `active` tokens of x [hidden_size, tokens]; to fill, the rest write their cells."""
-        context, count, spec = self._context.pointer, self._key.runs[-1][2], self._model.config.layers[layer]
-        fills = self._fills(layer)
+        context, count, config = self._context.pointer, self._key.runs[-1][2], self._model.config
+        spec, fills = config.layers[layer], config.fills(layer, self._key.fill)
         h = self._norm(x if fills else _rows(context, x, 0, active), f"layers.{layer}.pre_attention_norm")
-        if spec.cells_of is None:
+        if config.source(layer) == layer:
             written = active if self._model.keeps_states else h.contents.ne[1]
             if written:
                 self._write_cells(_rows(context, h, 0, written), layer)
@@ -343,7 +338,6 @@ class Graph:
         context, config, active = self._context.pointer, self._model.config, h.contents.ne[1]
         q = self._in_heads(self._projected(h, layer, "q"), layer, "q", config.num_attention_heads)
         q, spec = self._rotated(q, layer), config.layers[layer]
-        source = layer if spec.cells_of is None else spec.cells_of
         mask, (_, head, token) = self._inputs[self.windows[spec.window]], q.contents.nb[:3]
         outputs, sinks = None, self._model.weights.get(f"layers.{layer}.sinks")
         for slot, count, first, end in _side_by_side(self._key.runs, active):
@@ -351,7 +345,7 @@ class Graph:
             sizes, strides = (*q.contents.ne[:2], rows, count), (head, token, rows * token)
             queries = ggml.permute(context, ggml.view_4d(context, q, *sizes, *strides, first * token), 0, 2, 1, 3)
             visible = ggml.reshape_4d(context, _rows(context, mask, first, end), self._key.kv_length, rows, 1, count)
-            cached = self._model.cache.slots(context, source, slot, count, self._key.kv_length)
+            cached = self._model.cache.slots(context, config.source(layer), slot, count, self._key.kv_length)
             attend = self._attend_in_tiles if rows >= _TILE else self._attend
             out = attend(queries, *cached, visible, spec.attention_scale, spec.score_cap, sinks)
             out = ggml.reshape_3d(context, out, *q.contents.ne[:2], end - first)

@@ -157,8 +157,7 @@ class Student:
 
         `shared` has the keys and values of lenders, by lesson; `given` is what the layer gets besides, for each row.
         """
-        source, rows = self.config.layers[layer].cells_of, x.split(list(counts))
-        source = layer if source is None else source
+        source, rows = self.config.source(layer), x.split(list(counts))
         cells = shared[source] if source in shared else self._cells(rows, layer, lessons)
         rotations = self._backend.rotations(self._positions(rows, lessons))
         queries = self._backend.queries(self._attention_input(x, layer), layer, rotations).split(list(counts))
