@@ -3,9 +3,9 @@
     python research/gates.py --model MODEL --out research/results/gates-MODEL.json
 
 Both have the order and the adapters of a shipped policy. At each speed, the most promising curves and gates by a
-forecast from constant depths, the one that `taper calibrate` makes, are replayed on full depth's outputs to twenty
-questions; the best of each kind are then timed in turn, in outputs as users get them and as long as full depth's. If
-the gate is slower, it skips one layer more. Ratios of losses are with the gate over without it; intervals resample
+forecast from constant depths are replayed on full depth's outputs to twenty questions; gates may start at the first
+step, or later. The best of each kind are then timed in turn, in outputs as users get them and as long as full depth's.
+If the gate is slower, it skips one layer more. Ratios of losses are with the gate over without it; intervals resample
 questions. Each speed is written as it comes; measurements are kept in the cache, so that the command goes on where it
 was interrupted. Leave the machine alone while it runs (25 minutes for the larger model on two cores).
 """
@@ -16,7 +16,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from long_outputs import QUESTIONS, ROWS
 
 from taper import LLM, DepthPolicy
 from taper.lab.calibration.clock import CostModel, step_times
-from taper.lab.calibration.gates import ATTEMPTS, Forecasts, candidates, mean_depth, speedup, with_gate
+from taper.lab.calibration.gates import ATTEMPTS, SPARE, THRESHOLDS, Forecasts, mean_depth, speedup, with_gate
 from taper.lab.calibration.long_outputs import BOUNDS, MAX_TOKENS
 from taper.lab.calibration.measured_model import MeasuredModel, measured_model
 from taper.lab.calibration.progress import Progress
@@ -37,7 +37,7 @@ from taper.lab.calibration.store import numbers
 from taper.lab.calibration.summary import interval, to_plain
 from taper.models.download import DEFAULT_MODEL
 
-UNGATED, GATED = 3, 2  # candidates that are replayed at each speed
+UNGATED, GATED = 3, 3  # candidates that are replayed at each speed
 TIMED = 5  # questions
 CONTEXT = 2048
 
@@ -63,20 +63,29 @@ class Study:
 
     def ungated(self, speed: float) -> DepthPolicy:
         """The policy of lowest KL without gates that is predicted to be so fast."""
-        most = len(self.order.searched)
-        curves = power_curves(self.order, most, self.tokens)
-        curves += [power_curve(self.order, skipped, 0, 1) for skipped in range(1, most + 1)]  # from the first step on
-        fast = [one for one in curves if self.cost.speedup(one, self.forecasts.mean_depth(one)) >= speed]
+        fast = self._as_fast(self.curves(), speed)
         if not fast:
             raise SystemExit(f"no policy of this order is predicted to be {speed} times as fast")
-        best = sorted(fast, key=self.forecasts.kl)
-        first_of_depth = {one.min_depth: one for one in reversed(best)}.values()  # they differ most
-        return self._lowest_kl(sorted(first_of_depth, key=self.forecasts.kl)[:UNGATED])
+        return self._lowest_kl(fast[:UNGATED])
 
     def gated(self, ungated: DepthPolicy) -> DepthPolicy | None:
         """The gated policy of lowest KL that is predicted to be as fast; None if there is none."""
-        found = sorted(candidates(ungated, self.order, self.forecasts, self.cost), key=self.forecasts.kl)
-        return self._lowest_kl(found[:GATED]) if found else None
+        least = self.cost.speedup(ungated, self.forecasts.mean_depth(ungated)) * SPARE
+        found = [with_gate(one, level, one.min_depth) for one, level in product(self.curves(), THRESHOLDS)]
+        fast = self._as_fast(found, least)
+        return self._lowest_kl(fast[:GATED]) if fast else None
+
+    def curves(self) -> list[DepthPolicy]:
+        """Policies without gates: power curves, and constant depths from the first step on."""
+        most = len(self.order.searched)
+        constant = [power_curve(self.order, skipped, 0, 1) for skipped in range(1, most + 1)]
+        return power_curves(self.order, most, self.tokens) + constant
+
+    def _as_fast(self, policies: Iterable[DepthPolicy], speed: float) -> list[DepthPolicy]:
+        """Of those that are predicted to be so fast the best of each depth, since they differ most; the best first."""
+        fast = [one for one in policies if self.cost.speedup(one, self.forecasts.mean_depth(one)) >= speed]
+        worst_first = sorted(fast, key=self.forecasts.kl, reverse=True)
+        return sorted({one.min_depth: one for one in worst_first}.values(), key=self.forecasts.kl)
 
     def _lowest_kl(self, policies: Iterable[DepthPolicy]) -> DepthPolicy:
         return min(policies, key=lambda policy: float(self.replayed(policy).kl.mean()))
