@@ -33,14 +33,14 @@ def opened(path, head="shortlist", margin=None, **options):
     options = {"context_length": CONTEXT, "num_slots": 4, "threads": 1} | options
     backend = open_backend(load_model(path), device="cpu", head=head, **options)
     if margin is not None:
-        backend.use_preview(replace(_preview_of(path, options), margin=margin))
+        use_margin(backend, path, margin, options.get("dtype", "auto"))
     return backend
 
 
-def _preview_of(path, options):
-    model = load_model(path)
-    key = f"{preview.fingerprint(model)}-{options.get('dtype', 'auto')}"
-    return preview.find_preview(key, (model.config.vocab_size, model.config.hidden_size))
+def use_margin(backend, path, margin, dtype="auto"):
+    """Let a backend have the preview that is kept, with another margin."""
+    found = preview.find_preview(load_model(path), dtype)
+    backend.use_preview(shortlist.PreviewTensors(replace(found, margin=margin), 1))
 
 
 def completions(backend, policy=None, n=3, token_filter=None, **params):
@@ -164,7 +164,7 @@ def test_banned_tokens_do_not_hide_allowed_ones(tiny_file, sampling, monkeypatch
         options = {"token_filter": lambda ids=ids: Allowing(ids), **SAMPLINGS[sampling]}
         assert completions(listed, **options) == completions(whole, **options)
     banned = dict.fromkeys(range(50, 300), -100.0)
-    listed.use_preview(replace(_preview_of(tiny_file, {}), margin=30.0))
+    use_margin(listed, tiny_file, 30.0)
     assert completions(listed, logit_bias=banned) == completions(whole, logit_bias=banned)
 
 
@@ -209,7 +209,7 @@ def test_with_bits_that_do_not_depend_on_the_batch_the_whole_head_is_computed(ti
 def test_exact_mode_gives_the_text_of_the_same_head(tiny_file, sampling):
     prompts = [PROMPT * 2, PROMPT]
     with LLM(tiny_file, head="shortlist", dtype="f32", threads=1, context=CONTEXT) as llm:
-        llm.engine.backend.use_preview(replace(_preview_of(tiny_file, {"dtype": "f32"}), margin=3.0))
+        use_margin(llm.engine.backend, tiny_file, 3.0, "f32")
         for prompt in prompts:
             given = {"max_tokens": 40, "ignore_eos": True, "seed": 1} | SAMPLINGS[sampling]
             plain = llm.generate(prompt, mode="full", **given)

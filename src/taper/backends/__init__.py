@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -143,19 +144,22 @@ def open_backend(
     one_of("head", head, HEADS)
     if choose_device(device) == "cpu":
         from .ggml import GgmlBackend
+        from .ggml.shortlist import kept_preview
 
-        backend = GgmlBackend(
-            model.config,
-            model.tensors,
-            num_slots=num_slots,
-            context_length=context_length,
-            dtype=None if dtype == "auto" else dtype,
-            kv_dtype="f32" if dtype in ("f32", "bf16") else "f16",  # f16 does not have the range of bf16
-            threads=threads,
-            repack=repack,
-            progress=progress,
-        )
-        backend.set_head(head, model, dtype, progress)
+        with ThreadPoolExecutor(1) as pool:  # beside the weights
+            kept = pool.submit(kept_preview, head, model, dtype, threads)
+            backend = GgmlBackend(
+                model.config,
+                model.tensors,
+                num_slots=num_slots,
+                context_length=context_length,
+                dtype=None if dtype == "auto" else dtype,
+                kv_dtype="f32" if dtype in ("f32", "bf16") else "f16",  # f16 does not have the range of bf16
+                threads=threads,
+                repack=repack,
+                progress=progress,
+            )
+        backend.set_head(head, model, dtype, kept.result(), progress)
         return backend
     if repack != REPACK[0]:
         raise RequestError("repack is for CPUs; it does nothing on cuda", "leave it out")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from pathlib import Path
@@ -10,18 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ModelError, unique_keys
+from ..errors import ModelError
 from .families import MODEL_TYPES, find_family
-from .files import Settings, open_file, parts_of, read_json
+from .files import Settings, parts_of, read_json
 from .gguf import load_gguf
 from .read_config import read_config
+from .safetensors_files import read_safetensors
 from .tensors import RECOMMENDED, WEIGHT_TYPES, LoadedModel, Tensor, as_f32, fit_tensors
 from .tokenizer_files import tokenizer_from_folder
 
 _DTYPES = ("F32", "F16", "BF16")
 _BESIDE = ("adapter", "consolidated")  # safetensors files of something else, or of the same weights again
 _LANGUAGE_MODEL = re.compile(r"(?:model\.)?language_model\.(?:model\.)?")  # before names, in models that see or hear
-MAX_HEADER_BYTES = 16 << 20  # of a safetensors file; a thousand tensors need a hundredth of that
 
 
 def load_folder(path: Path) -> LoadedModel:
@@ -105,33 +104,10 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
         raise ModelError(f"{path} has no *.safetensors file", "give a complete Hugging Face model folder")
     tensors: dict[str, Tensor] = {}
     for name in names:
-        shard = _read_safetensors(path / name)
+        shard, _ = read_safetensors(path / name)
         if repeated := sorted(tensors.keys() & shard.keys()):
             raise ModelError(f"tensor {repeated[0]} is in {name} and in another file too", "keep one model in a folder")
         tensors |= shard
-    return tensors
-
-
-def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    """Map a file. The library checks its header; the bytes come from the map, because numpy has no bfloat16."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with open_file(path) as file:
-            header_bytes = int.from_bytes(file.read(8), "little")
-        if header_bytes > MAX_HEADER_BYTES:
-            raise ModelError(f"{path} has a header of {header_bytes} bytes; at most {MAX_HEADER_BYTES} are read")
-        with safe_open(path, framework="numpy"):
-            data = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
-        start = 8 + header_bytes
-        header = json.loads(data[8:start].tobytes(), object_pairs_hook=unique_keys)
-    except (OSError, ValueError, RecursionError, SafetensorError) as error:
-        raise ModelError(f"cannot read {path}: {error}", "download it again") from None
-    header.pop("__metadata__", None)
-    tensors = {}
-    for name, entry in header.items():
-        first, last = entry["data_offsets"]
-        tensors[name] = Tensor(entry["dtype"], tuple(entry["shape"]), data[start + first : start + last])
     return tensors
 
 

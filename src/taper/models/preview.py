@@ -25,13 +25,14 @@ from importlib import resources
 from pathlib import Path
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.numpy import save
 
 from ..errors import ModelError, TaperWarning
 from .download import cache_folder
 from .files import write_whole
-from .tensors import LoadedModel, row_bytes
+from .safetensors_files import read_safetensors
+from .tensors import LoadedModel, Tensor, row_bytes
 
 VERSION = 1  # of how previews are made; others in the cache are not used
 TABLE_TYPE = "Q4_0"
@@ -42,6 +43,7 @@ _SAMPLED_ROWS = 1 << 15  # of W, for its second moments
 _CHUNK = 1 << 12  # rows of W at a time
 _BLOCK = 1 << 10  # bytes of a tensor that tell models apart
 _METADATA = "taper_preview"
+_STORED = {"F32": np.float32, "F16": np.float16, "U8": np.uint8}
 # The tensors of a file, and their types.
 _PARTS = dict.fromkeys(("shift", "bias", "mean_row"), np.float32) | {"rotation": np.float16, "table": np.uint8}
 
@@ -169,38 +171,38 @@ def save_factors(path: Path, known: str, factors: Factors, margin: float) -> Non
     write_whole(path, save(parts, metadata))
 
 
-def find_preview(key: str, shape: tuple[int, int]) -> Preview | None:
-    """The preview that the cache has for a model of this fingerprint, whose head has this shape; None if it has none.
+def find_preview(model: LoadedModel, dtype: str) -> Preview | None:
+    """The preview that the cache has for a model and the type that its weights are used in; None if it has none.
 
     Warns if there is one, but damaged.
     """
-    path = _path(key)
+    path = _path(fingerprint(model), dtype)
     if not path.exists():
         return None
     try:
-        with safe_open(path, framework="numpy") as file:
-            metadata = json.loads((file.metadata() or {})[_METADATA])
-            parts = {name: file.get_tensor(name) for name in _PARTS}
-        preview = Preview(**parts, margin=float(metadata["margin"]), saves_time=bool(metadata["saves_time"]))
-        rank, (vocab_size, hidden_size) = preview.rank, shape
+        tensors, metadata = read_safetensors(path)
+        about = json.loads(metadata[_METADATA])
+        parts = {name: _array(tensors[name], dtype) for name, dtype in _PARTS.items()}
+        preview = Preview(**parts, margin=float(about["margin"]), saves_time=bool(about["saves_time"]))
+        rank, vocab_size, hidden_size = preview.rank, model.config.vocab_size, model.config.hidden_size
         shapes = {"rotation": (rank, hidden_size), "shift": (rank,), "bias": (vocab_size,), "mean_row": (hidden_size,)}
         shapes["table"] = (vocab_size * row_bytes(TABLE_TYPE, rank),)
-        fits = all((parts[name].shape, parts[name].dtype) == (shapes[name], _PARTS[name]) for name in _PARTS)
-        if fits and math.isfinite(preview.margin) and metadata["crc32"] == _checksum(preview):
+        fits = all(parts[name].shape == shapes[name] for name in _PARTS)
+        if fits and math.isfinite(preview.margin) and about["crc32"] == _checksum(preview):
             return preview
         reason = "it does not fit the model, or has changed"
-    except (OSError, ValueError, TypeError, KeyError, ModelError, SafetensorError) as error:
+    except (ValueError, TypeError, KeyError, ModelError) as error:
         reason = str(error)
     warnings.warn(f"the preview in {path} is damaged, so it is made again: {reason}", TaperWarning, stacklevel=2)
     return None
 
 
-def keep_preview(key: str, preview: Preview) -> None:
-    """Keep a preview in the cache, if it can be written to."""
+def keep_preview(known: str, dtype: str, preview: Preview) -> None:
+    """Keep the preview of a model of this fingerprint in the cache, if it can be written to."""
     about = {"margin": preview.margin, "saves_time": preview.saves_time, "crc32": _checksum(preview)}
     metadata = {_METADATA: json.dumps(about)}
     with suppress(OSError):
-        write_whole(_path(key), save({name: getattr(preview, name) for name in _PARTS}, metadata))
+        write_whole(_path(known, dtype), save({name: getattr(preview, name) for name in _PARTS}, metadata))
 
 
 def previews_folder() -> Path:
@@ -213,8 +215,16 @@ def kept_previews() -> list[Path]:
     return sorted(previews_folder().glob("*.safetensors"))
 
 
-def _path(key: str) -> Path:
-    return previews_folder() / f"{key}.safetensors"
+def _array(tensor: Tensor, dtype: type) -> np.ndarray:
+    """A part of a preview: bytes stay in the file, numbers are copied to where ggml can read them."""
+    if _STORED[tensor.dtype] is not dtype:
+        raise ModelError(f"a part is in {tensor.dtype}")
+    values = tensor.data.view(dtype).reshape(tensor.shape)
+    return values if dtype is np.uint8 else values.copy()
+
+
+def _path(known: str, dtype: str) -> Path:
+    return previews_folder() / f"{known}-{dtype}.safetensors"
 
 
 def _checksum(preview: Preview) -> int:

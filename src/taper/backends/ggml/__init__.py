@@ -32,8 +32,6 @@ from ...models.config import LayerSpec, ModelConfig
 from ...models.preview import (
     TABLE_TYPE,
     UNUSUAL_TOKENS,
-    Preview,
-    find_preview,
     fingerprint,
     keep_preview,
     preview_rank,
@@ -110,46 +108,50 @@ class GgmlBackend:
         tables = {row: None if row is None else over(np.array(row, np.float32)) for row in set(factors)}
         return tuple(tables[row] for row in factors)
 
-    def set_head(self, head: str, model: LoadedModel, dtype: str, progress: LoadProgress | None) -> None:
+    def set_head(
+        self,
+        head: str,
+        model: LoadedModel,
+        dtype: str,
+        kept: PreviewTensors | None,
+        progress: LoadProgress | None,
+    ) -> None:
         """Compute logits in two steps if `head`, one of `HEADS`, says so, with the preview of a model as it was loaded.
 
-        A preview comes from the cache, is made of shipped factors, or is made from the model's states on a text. What
-        is in the cache is not timed again.
+        A preview comes from the cache (`kept_preview`), is made of shipped factors, or is made from the model's states
+        on a text. What is in the cache is not timed again.
         """
-        weights, shape = self._model.weights, (self.config.vocab_size, self.config.hidden_size)
-        if head == "full" or (head == "auto" and weights.quantization == "F32"):
+        if head == "full" or (head == "auto" and self._model.weights.quantization == "F32"):
             return
-        known = fingerprint(model)
-        key = f"{known}-{dtype}"
-        preview = find_preview(key, shape)
-        if preview is None:
-            saves_time = self._gains_by_preview()
+        if kept is None:
+            saves_time, known = self._gains_by_preview(), fingerprint(model)
             if head == "auto" and not saves_time:
                 return
-            advance = progress or (lambda _: None)
+            advance, vocab_size = progress or (lambda _: None), self.config.vocab_size
             if dtype == "auto" and (shipped := shipped_factors(known)) is not None:
-                preview = quantised(*shipped, self.head_rows, shape[0], advance)
+                preview = quantised(*shipped, self.head_rows, vocab_size, advance)
             else:
                 states = self._sample_states(model, advance)
                 if not all(np.isfinite(part).all() for part in states):
                     message = "hidden states are not finite, so the head gets no preview"
                     warnings.warn(message, TaperWarning, stacklevel=2)
                     return
-                preview = make_preview(states, self.head_rows, shape[0], self._preview_rank(), advance)
+                preview = make_preview(states, self.head_rows, vocab_size, self._preview_rank(), advance)
             preview = replace(preview, saves_time=saves_time)
-            keep_preview(key, preview)
-        if head == "shortlist" or preview.saves_time:
-            self.use_preview(preview)
+            keep_preview(known, dtype, preview)
+            kept = PreviewTensors(preview, self._threads)
+        if head == "shortlist" or kept.saves_time:
+            self.use_preview(kept)
 
-    def use_preview(self, preview: Preview) -> None:
+    def use_preview(self, preview: PreviewTensors) -> None:
         """Compute logits in two steps where forwards ask for it."""
-        tensors, weights = PreviewTensors(preview, self._threads), self._model.weights
-        self._model, self.has_preview = replace(self._model, preview=tensors), True
+        weights = self._model.weights
+        self._model, self.has_preview = replace(self._model, preview=preview), True
         compute = partial(self._compute.compute, interruptible=False)
         scaling = self.config.logit_scale, self.config.logit_cap
         whole = weights.matrix(weights.head, 1)
         self._products = HeadProducts(whole, weights.head_rows, weights.head_type, *scaling, compute)
-        self.weight_bytes = self.weight_bytes | {weights.head: preview.table.nbytes}  # read instead of the whole
+        self.weight_bytes = self.weight_bytes | {weights.head: preview.num_bytes}  # read instead of the whole
         bits = f"{preview.rank} of {self.config.hidden_size} dimensions in {TABLE_TYPE.lower()}"
         self.head = f"shortlist: preview of {bits}, margin {preview.margin:.1f}"
 

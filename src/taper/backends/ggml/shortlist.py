@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from ...models.preview import TABLE_TYPE, Factors, Preview, Rows, fit_factors, head_parts
-from ...models.tensors import WEIGHT_TYPES, Tensor
+from ...models.preview import TABLE_TYPE, Factors, Preview, Rows, find_preview, fit_factors, head_parts
+from ...models.tensors import WEIGHT_TYPES, LoadedModel, Tensor
+from .. import available_threads
 from .library import ggml
 from .repack import RepackedMatrices
 from .tensors import TensorContext, aligned, capped
@@ -29,7 +30,8 @@ class PreviewTensors:
     """A preview's `rotation` [hidden_size, rank], `shift` [rank], `table` [rank, vocab_size] and `bias` as tensors."""
 
     def __init__(self, preview: Preview, threads: int) -> None:
-        self.margin, self.mean_row = preview.margin, preview.mean_row
+        self.margin, self.mean_row, self.saves_time = preview.margin, preview.mean_row, preview.saves_time
+        self.rank, self.num_bytes = preview.rank, preview.table.nbytes  # of the table
         self._context = TensorContext(4)
         parts = preview.rotation, preview.shift, preview.bias
         self.rotation, self.shift, self.bias = map(self._context.over, parts)
@@ -41,6 +43,12 @@ class PreviewTensors:
         self.table = self._repacked.tensors.get("table")
         if self.table is None:
             self.table = self._context.over(preview.table, WEIGHT_TYPES[TABLE_TYPE][0], tensor.shape)
+
+
+def kept_preview(head: str, model: LoadedModel, dtype: str, threads: int | None) -> PreviewTensors | None:
+    """The preview that the cache has for a model and a type of its weights; None if it has none, or none is used."""
+    preview = None if head == "full" else find_preview(model, dtype)
+    return None if preview is None else PreviewTensors(preview, threads or available_threads())
 
 
 def make_preview(
