@@ -133,10 +133,10 @@ def earlier_curves(cache: Path, model: str) -> dict[str, Any]:
             validated = to_plain(validate(measured, held_out, policy, ANSWER_TOKENS, problems)[0])
             cost = measured.cost(middle, ANSWER_TOKENS, policy)
             timed = {
-                kind: to_plain(measured.speedup([middle], one, ANSWER_TOKENS))
+                kind: to_plain(measured.speedup(middle, one, ANSWER_TOKENS))
                 for kind, one in (("measured", policy), ("plain", plain))
             }
-            speedup = {"predicted": round(cost.speedup(policy, policy.mean_depth(ANSWER_TOKENS)), 4), **timed}
+            speedup = {"predicted": round(cost.speedup(policy, ANSWER_TOKENS), 4), **timed}
             found = {**validated, "mean_depth": plain.provenance["mean_depth"], "speedup": speedup}
             found |= {"conditions": to_plain(measured.conditions), "answer_tokens": ANSWER_TOKENS}
             healing = {key: trained.provenance[key] for key in ("healing",) if key in trained.provenance}

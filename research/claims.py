@@ -156,7 +156,7 @@ class Claims:
                 "tokens": tokens,
                 "by_layers": layers / policy.mean_depth(tokens),
                 "by_bytes": mean_step_bytes(sizes, full, tokens) / mean_step_bytes(sizes, policy, tokens),
-                "by_clock": measure_speedup(engine, [prompt], policy, tokens),
+                "by_clock": measure_speedup(engine, prompt, policy, tokens),
             }
             for tokens in LENGTHS
         ]

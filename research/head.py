@@ -88,7 +88,7 @@ def batches(ids: list[int], first: int, policy: DepthPolicy, **asked: Any) -> It
     layers = policy.num_hidden_layers
     cuts = [*range(0, first, 256), *range(first, len(ids), ROWS), len(ids)]
     for start, end in pairwise(cuts):
-        depths = [policy.depth(max(0, place - first), 1.0) for place in range(start, end)]  # gates let all through
+        depths = [policy.depth(max(0, place - first)) for place in range(start, end)]
         count = end - start
         wanted = tuple(range(count)) if start >= first else ()
         yield (

@@ -81,7 +81,7 @@ def speed(study: Study, prompt_ids: Sequence[int], cell: Mapping[str, Any]) -> d
     policies = {name: restored(row["numbers"], study) for name, row in cell["methods"].items() if name != FULL}
     return {
         name: {
-            "speedup": measure_speedup(engine, [prompt_ids], policy, tokens),
+            "speedup": measure_speedup(engine, prompt_ids, policy, tokens),
             "mean_depth": round(policy.mean_depth(tokens), 3),
         }
         for name, policy in policies.items()

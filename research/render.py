@@ -33,6 +33,7 @@ SECTIONS = (
 _BY_MODEL = (
     *("bench", "calibration", "claims", "cpu_bench", "exact", "gaps", "gpu_bench", "harness", "healing", "methods"),
     *(
+        "depth_signals",
         "gates",
         "head",
         "head_frontier",
@@ -144,6 +145,7 @@ def rendered(folder: Path = RESULTS) -> dict[Path, str]:
         "tasks": "task_calibration",
         "head": "head",
         "long": "long_outputs",
+        "gates": "gates",
     }.items():
         if results[kind]:
             pages[PAGES / f"{name}.md"] = text(f"{name}.md.j2")

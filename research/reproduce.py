@@ -218,7 +218,7 @@ def _speeds(task: TaskStudy, policy: DepthPolicy | None, length: int) -> list[Sp
     timed = {} if policy is None else {CALIBRATED: policy}
     timed |= {f"{name} at depth {headline:g}": own for name, own in _named(tuned, [MEASURED_ORDER]).items()}
     return [
-        Speed(length, name, own.mean_depth(length), measure_speedup(study.llm.engine, [task.prompts[0]], own, length))
+        Speed(length, name, own.mean_depth(length), measure_speedup(study.llm.engine, task.prompts[0], own, length))
         for name, own in timed.items()
     ]
 

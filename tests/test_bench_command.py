@@ -22,14 +22,14 @@ from taper.backends import TokenBatch
 from taper.backends.torch import TorchBackend, to_torch
 from taper.cli import bench as command
 from taper.cli import cli
-from taper.errors import PolicyError, RequestError, TaperError
+from taper.errors import RequestError, TaperError
 from taper.lab.bench import measure as bandwidth
 from taper.lab.bench import peers, run, target, torch_device
 from taper.lab.bench.measure import Clock, OutOfTimeError, Speeds
 from taper.lab.bench.shapes import SHAPES, TINY
 from taper.lab.bench.target import BenchOptions
 from taper.models.config import expected_shapes
-from taper.policy import DepthPolicy, Gate, Schedule
+from taper.policy import DepthPolicy
 
 SHORT = {"lengths": (3, 6), "prompts": (3, 6), "rounds": 2, "minutes": 5.0}
 LIKE_A_GPU = {"device": "cuda", "shape": "tiny", **SHORT}
@@ -180,14 +180,6 @@ def test_policies_are_those_given(tmp_path):
         Path(file).write_text(replace(policy, name=name).to_json())
     rows = measured(**LIKE_A_GPU, policies=tuple(files), no_peers=True)["phases"]["outputs of 6"]["rows"]
     assert [(row["policy"], row["mean_depth"]) for row in rows] == [("full", 6), (files[0], 3), (files[1], 3)]
-
-
-def test_policies_with_gates_are_left_out_and_refused_by_name(tmp_path):
-    """Their depth depends on the text, and prompts are random here."""
-    file = tmp_path / "gated.json"
-    file.write_text(DepthPolicy(Schedule(6, "constant", 3, gates=(Gate(0.9, 3),)), (1, 2, 3)).to_json())
-    with pytest.raises(PolicyError, match="has gates: its speed depends on the text"):
-        measured(**LIKE_A_GPU, policies=(str(file),), no_peers=True)
 
 
 def test_tables_fit_a_terminal_of_80_columns_and_are_whole_without_one(monkeypatch):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import sqlite3
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -22,26 +21,18 @@ from taper import LLM, SamplingParams, calibrate
 from taper.backends.ggml.library import ggml
 from taper.engine import Engine
 from taper.errors import RequestError, TaperWarning
-from taper.lab.calibration import clock, run, search
-from taper.lab.calibration.clock import CostModel, measure_cost
-from taper.lab.calibration.gates import ATTEMPTS, compare, find_gate, mean_depth, speedup, with_gate
+from taper.lab.calibration import search
+from taper.lab.calibration.clock import CostModel
 from taper.lab.calibration.measured_model import MeasuredModel
 from taper.lab.calibration.problems import MAX_TOKENS, Attempt, WordProblemSet, builtin_problems, word_problems
 from taper.lab.calibration.progress import Progress
 from taper.lab.calibration.prompts import FOLLOW_UP, builtin_prompts, encode_prompts, next_prompts, read_prompts
 from taper.lab.calibration.replay import Reference, Replay, Scores
-from taper.lab.calibration.search import (
-    LossTable,
-    fit_quality,
-    fit_speed,
-    power_curve,
-    power_curves,
-    power_curves_of_speed,
-)
+from taper.lab.calibration.search import LossTable, fit_quality, fit_speed, power_curves, power_curves_of_speed
 from taper.lab.calibration.statistics import Estimate, LossEstimate, free_running, over_steps, ratio_estimate
 from taper.lab.calibration.store import Measurements, Store, current_conditions, open_store, skipping
-from taper.lab.calibration.summary import Budget, GateComparison, gate_in_words
-from taper.policy import DepthPolicy, Gate, Schedule
+from taper.lab.calibration.summary import Budget
+from taper.policy import DepthPolicy, Schedule
 
 LAYERS = 10
 
@@ -249,7 +240,7 @@ def test_below_five_outputs_with_tapered_steps_there_is_no_interval(outputs, is_
 @given(st.floats(1.02, 1.5))
 def test_policies_of_a_speed_are_just_as_fast_as_asked(speedup):
     candidates = power_curves_of_speed(ORDER, 64, speedup, COST)
-    assert speedup <= min(COST.speedup(policy, policy.mean_depth(64)) for policy in candidates) < speedup * 1.02
+    assert speedup <= min(COST.speedup(policy, 64) for policy in candidates) < speedup * 1.02
     assert len({policy.schedule.start for policy in candidates}) > 1
 
 
@@ -257,7 +248,7 @@ def test_policies_of_a_speed_are_just_as_fast_as_asked(speedup):
 @given(st.floats(1.02, 1.5), st.integers(0, 6))
 def test_a_speed_skips_no_more_than_it_needs_beyond_the_harmless_layers(speedup, harmless):
     static = [DepthPolicy.static(LAYERS, LAYERS - n, range(n)) for n in range(1, 7)]
-    needed = next(n for n, policy in enumerate(static, 1) if COST.speedup(policy, policy.mean_depth(64)) >= speedup)
+    needed = next(n for n, policy in enumerate(static, 1) if COST.speedup(policy, 64) >= speedup)
     candidates = power_curves_of_speed(ORDER, 64, speedup, COST)
     policy = fit_speed(candidates, harmless, made_up_table(), made_up, lambda policy: LAYERS - policy.min_depth)
     assert LAYERS - policy.min_depth <= max(needed, harmless)
@@ -304,162 +295,11 @@ def test_a_speed_out_of_reach_is_rejected_with_what_can_be_had():
 
 
 def test_cost_model_is_a_straight_line_in_depth():
-    cost = CostModel(fixed_ms=2.0, layer_ms=0.5, gate_ms=0.25)
+    cost = CostModel(fixed_ms=2.0, layer_ms=0.5)
     policy = DepthPolicy.static(8, 4, range(4))
     assert cost.step_ms(4) == pytest.approx(4.0)
-    assert cost.speedup(policy, policy.mean_depth(11)) == pytest.approx(6.0 / 4.0)
-    assert cost.speedup(policy, policy.mean_depth(1)) == 1.0
-    gated = replace(policy, schedule=replace(policy.schedule, gates=(Gate(0.9, 4),)))
-    assert cost.speedup(gated, 6.5) == pytest.approx(6.0 / (5.25 + 0.25))  # the depth that a text gave it
-
-
-# Gates
-
-UNGATED = power_curve(ORDER, 2, 0, 8)
-SPEED = Budget(speedup=1.1)
-GATE_COST = replace(COST, gate_ms=0.02)
-STEPS, OUTPUTS = 80, 24
-SURE, UNSURE = 0.995, 0.4
-
-
-class MadeUpModel:
-    """Replays of a model that is sure of half of its tokens; each layer that is skipped after them costs `sure`, and
-    after others `unsure`. While it tapers, it is as sure only of a part of them."""
-
-    def __init__(self, sure: float, unsure: float, as_sure: float = 1.0, seed: int = 0) -> None:
-        self.costs, self.as_sure, self.rng = (sure, unsure), as_sure, np.random.default_rng(seed)
-        self.is_sure = self.rng.random((OUTPUTS, STEPS)) < 0.5
-        self.stays = self.rng.random((OUTPUTS, STEPS)) < as_sure
-        self.spread = np.repeat(self.rng.uniform(0.8, 1.2, OUTPUTS), STEPS)
-        self.replayed: list[DepthPolicy] = []
-
-    def __len__(self) -> int:
-        return OUTPUTS
-
-    def scores(self, policy: DepthPolicy, stage: object, completions: range | None = None) -> Scores:
-        self.replayed += [policy] if policy.is_gated else []
-        before = np.roll(self.is_sure, 1, 1)
-        is_open = before & np.roll(self.stays, 1, 1)
-        reference, step = np.indices(self.is_sure.shape).reshape(2, -1)
-        probability = np.where(is_open, SURE, UNSURE).ravel()
-        depth = np.array([policy.depth(int(i), p) for i, p in zip(step, probability, strict=True)])
-        kl = (LAYERS - depth) * np.where(before.ravel(), *self.costs) * self.spread
-        nll_full = -np.log(np.where(self.is_sure, SURE, UNSURE)).ravel()
-        scores = Scores(reference, step, depth, kl, 1 - kl / 4, nll_full + kl, nll_full)
-        return scores.where(np.isin(reference, completions or range(OUTPUTS)))
-
-
-TELLS, TELLS_NOTHING = (0.01, 0.2), (0.1, 0.1)
-
-
-def found(
-    model: MadeUpModel, score: Callable[[DepthPolicy], float] = lambda policy: 0.0, order: search.LayerOrder = ORDER
-):
-    gated = find_gate(UNGATED, order, model, GATE_COST, score, Progress())
-    return None if gated is None else gated[0]
-
-
-def compared(
-    model: MadeUpModel, gated: DepthPolicy, cost: CostModel = GATE_COST, budget: Budget = SPEED
-) -> GateComparison:
-    scores, own = (model.scores(policy, None) for policy in (gated, UNGATED))
-    return compare(gated, scores, UNGATED, own, cost, budget)
-
-
-def test_a_gate_is_found_and_taken_where_the_probability_tells():
-    gated = found(MadeUpModel(*TELLS))
-    assert gated.is_gated
-    assert gated.skip_order == UNGATED.skip_order
-    gate = compared(MadeUpModel(*TELLS, seed=1), gated)
-    assert gate.taken
-    assert gate.speedup[0] >= gate.speedup[1]
-    kl = gate.all_steps.kl
-    assert kl.gated.value < kl.ungated.value / 2
-    assert kl.difference.low < kl.gated.value - kl.ungated.value < kl.difference.high < 0
-    assert [(part.first, part.end) for part in gate.ranges] == [(0, 64), (64, 80)]
-    assert gate_in_words(gate).endswith("; taken")
-
-
-def test_no_gate_is_even_replayed_where_the_probability_tells_nothing():
-    model = MadeUpModel(*TELLS_NOTHING)
-    assert found(model) is None
-    assert not model.replayed
-
-
-def test_a_gate_is_not_taken_where_it_is_better_only_by_chance():
-    """The interval of the difference includes zero."""
-    rng, gated = np.random.default_rng(0), with_gate(UNGATED, 0.9, 8)
-    own = MadeUpModel(*TELLS_NOTHING).scores(UNGATED, None)
-    scores = replace(own, depth=own.depth - 1, kl=own.kl + np.repeat(rng.normal(-0.005, 0.1, OUTPUTS), STEPS))
-    gate = compare(gated, scores, UNGATED, own, GATE_COST, SPEED)
-    assert gate.all_steps.kl.difference.low < 0 < gate.all_steps.kl.difference.high
-    assert not gate.taken
-
-
-def test_a_gate_is_not_taken_where_it_is_slower():
-    gate = compared(MadeUpModel(*TELLS), found(MadeUpModel(*TELLS)), replace(COST, gate_ms=1.0))
-    assert gate.all_steps.kl.difference.high < 0
-    assert not gate.taken
-
-
-@pytest.mark.parametrize("metric", ["kl", "agreement"])
-def test_a_gate_is_not_taken_where_a_range_of_steps_gets_worse(metric):
-    model, gated = MadeUpModel(*TELLS), found(MadeUpModel(*TELLS))
-    scores, own = (model.scores(policy, None) for policy in (gated, UNGATED))
-    late = scores.step >= 64
-    worse = replace(
-        scores,
-        **{metric: np.where(late, getattr(own, metric) * (1.1 if metric == "kl" else 0.9), getattr(scores, metric))},
-    )
-    gate = compare(gated, worse, UNGATED, own, GATE_COST, SPEED)
-    assert gate.all_steps.kl.difference.high < 0
-    assert not gate.taken
-
-
-def test_a_gate_is_not_taken_where_it_alone_breaks_the_budget():
-    """The budget is over tapered steps, of which a gate leaves fewer, each with fewer layers."""
-    model, gated = MadeUpModel(0.08, 0.2), with_gate(UNGATED, 0.9, 5)
-    assert compared(model, gated).taken
-    assert compared(model, gated, budget=Budget(max_kl=1.0)).taken
-    assert not compared(model, gated, budget=Budget(max_kl=0.35)).taken
-
-
-def test_a_gate_is_not_taken_on_few_outputs():
-    model, gated = MadeUpModel(*TELLS), found(MadeUpModel(*TELLS))
-    few = [model.scores(policy, None, range(4)) for policy in (gated, UNGATED)]
-    gate = compare(gated, few[0], UNGATED, few[1], GATE_COST, SPEED)
-    assert (gate.taken, gate.all_steps, gate.ranges) == (False, None, [])
-    assert gate_in_words(gate).endswith("; not taken")
-
-
-def test_a_gate_that_opens_less_than_forecast_goes_deeper():
-    model = MadeUpModel(*TELLS, as_sure=0.88)
-    gated = found(model)
-    assert 1 < len(model.replayed) <= ATTEMPTS
-    assert gated == model.replayed[-1]
-    scores, own = (model.scores(policy, None) for policy in (gated, UNGATED))
-    assert speedup(GATE_COST, gated, scores) >= speedup(GATE_COST, UNGATED, own)
-    assert found(MadeUpModel(*TELLS, as_sure=0.3)) is None  # it never becomes as fast
-
-
-def test_a_gate_is_not_compared_where_clearly_fewer_problems_are_solved_with_it():
-    assert found(MadeUpModel(*TELLS), lambda policy: 2.0 * policy.is_gated) is None
-    assert found(MadeUpModel(*TELLS), lambda policy: 0.5 * policy.is_gated) is not None
-
-
-def test_an_order_without_room_has_no_gate():
-    assert found(MadeUpModel(*TELLS), order=ORDER._replace(searched=ORDER.searched[:2])) is None
-
-
-def test_a_gate_costs_what_a_step_takes_longer_where_it_is_always_open(monkeypatch, tiny_llama):
-    with LLM(str(tiny_llama.folder), device="cpu", dtype="f32", context=64, threads=1, max_batch_size=4) as llm:
-
-        def alternate(engine, prompt, policies, tokens):
-            return [[2.0 + policy.mean_depth(tokens) + 0.5 * policy.is_gated] * (tokens - 1) for policy in policies]
-
-        monkeypatch.setattr(clock, "step_times", alternate)
-        cost = measure_cost(llm.engine, [1, 2], 9)
-    assert (cost.fixed_ms, cost.layer_ms, cost.gate_ms) == pytest.approx((2.0, 1.0, 0.5))
+    assert cost.speedup(policy, 11) == pytest.approx(6.0 / 4.0)
+    assert cost.speedup(policy, 1) == 1.0
 
 
 # Statistics
@@ -790,33 +630,6 @@ def test_calibrate_finds_validates_and_resumes(llm_of_each_backend):
         llm.engine.backend.forward = forward
     assert comparable(again.policy.to_json()) == comparable(policy.to_json())
     assert max(ran) <= 20  # only the clock runs: prompts and single steps
-
-
-def test_calibration_gives_a_gated_policy_with_what_was_measured_of_it(monkeypatch, tiny_llama, tmp_path):
-    """On a random model no gate is worth it, so the verdict is made up; all else is measured."""
-    seen = {}
-
-    def find(ungated, order, measurements, cost, score, progress):
-        gated = with_gate(ungated, 0.15, ungated.min_depth)
-        return gated, over_steps(measurements.scores(gated, progress.stage("gates", len(measurements))))
-
-    def take(gated, scores, *others):
-        seen["depth"] = mean_depth(scores)
-        return replace(compare(gated, scores, *others), taken=True)
-
-    monkeypatch.setenv("TAPER_CACHE", str(tmp_path))
-    monkeypatch.setattr(run, "find_gate", find)
-    monkeypatch.setattr(run, "compare", take)
-    with LLM(str(tiny_llama.folder), device="cpu", dtype="f32", context=320, threads=1, max_batch_size=6) as llm:
-        result = calibrate(llm, prompts_of(10), max_kl=50.0, answer_tokens=24)
-    summary, policy = result.summary, result.policy
-    assert policy.schedule.gates == (Gate(0.15, policy.min_depth),)
-    assert DepthPolicy.from_json(policy.to_json()) == policy
-    assert summary.mean_depth == pytest.approx(seen["depth"], abs=1e-3)
-    assert policy.min_depth < summary.mean_depth < 6, "the gate is always or never open, so this proves nothing"
-    assert summary.speedup.predicted == pytest.approx(summary.gate.speedup[0], abs=1e-3)
-    assert policy.provenance["gate"]["taken"]
-    assert policy.provenance["mean_depth"] == summary.mean_depth
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from taper import Chunk, DepthPolicy, __version__
 from taper.cli import cli
 from taper.cli.terminal import DepthColours, SideBySide, Thoughts, depth_chart, policy_picture, styled
 from taper.errors import RequestError
-from taper.policy import Gate, Schedule
 
 KEYS = ["text", "finish_reason", "prompt_tokens", "completion_tokens", "num_hidden_layers", "mean_depth", "depths"]
 KEYS += ["ttft_s", "tokens_per_second", "drafted_tokens", "accepted_tokens", "mode", "policy", "model", "sampling"]
@@ -325,21 +324,6 @@ def test_policy_list_and_show(policy_file):
         assert "skipped in this order" in shown.stdout
     as_json = CliRunner().invoke(cli, ["policy", "show", policy_file, "--json"])
     assert DepthPolicy.from_json(as_json.stdout).skip_order == (4, 1, 2)
-
-
-@pytest.mark.parametrize(
-    ("provenance", "shown"),
-    [
-        ({"mean_depth": 5.23}, "5.2 as measured (at least 4.0)"),
-        ({}, "at least 4.0"),
-        ({"mean_depth": []}, "at least 4.0"),
-    ],
-)
-def test_the_mean_depth_of_a_gated_policy_is_the_one_that_was_measured(tmp_path, provenance, shown):
-    gated = Schedule(6, "constant", 4, gates=(Gate(0.9, 4),))
-    (tmp_path / "own.json").write_text(DepthPolicy(gated, (4, 1), provenance=provenance).to_json())
-    output = CliRunner().invoke(cli, ["policy", "show", str(tmp_path / "own.json")]).stdout
-    assert output.splitlines()[0] == f"constant start=0 min_depth=4 gate=0.9:4: mean depth {shown} of 6 layers"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 import torch
-from tiny import BACKENDS, gated, make_backend, make_tiny, policies, random_prompt, reference_turns, with_adapters
+from tiny import BACKENDS, make_backend, make_tiny, policies, random_prompt, reference_turns, with_adapters
 
 import taper.hf
 from taper.backends.torch import adapt
@@ -30,9 +30,9 @@ def tiny(request, tiny_llama, tmp_path_factory):
 
 
 def chosen(adapters: bool) -> dict[str, DepthPolicy]:
-    """Every kind of policy, or with adapters one of each: along a curve, from step 1 on, and with gates."""
-    every = policies(6) | gated(6)
-    return {name: with_adapters(every[name], 64) for name in ("d3", "early exit", "gates")} if adapters else every
+    """Every kind of policy, or with adapters one along a curve and one from step 1 on."""
+    every = policies(6)
+    return {name: with_adapters(every[name], 64) for name in ("d3", "early exit")} if adapters else every
 
 
 def request(prompt, policy: DepthPolicy, reuse: str = "filled", tokens: int = TOKENS) -> Request:
@@ -72,11 +72,8 @@ def decode(model, policy: DepthPolicy, ids: list[int], depths: list[int], tokens
             if index in adapters:
                 passed = adapt(x[0], *(torch.tensor(matrix).float() for matrix in adapters[index]))[None]
             x = torch.where(runs, layer(x, attention_mask=mask, position_embeddings=embeddings), passed)
-        probability, token_id = model.lm_head(inner.norm(x[:, -1])).softmax(-1).max(-1)
-        for gate in policy.schedule.gates:
-            assert abs(float(probability) - gate.threshold) > 1e-4, "rounding decides"
-        ids.append(int(token_id))
-        depths.append(policy.depth(step + 1, float(probability)))
+        ids.append(int(model.lm_head(inner.norm(x[:, -1])).argmax(-1)))
+        depths.append(policy.depth(step + 1))
     return ids[-tokens:]
 
 
@@ -115,7 +112,7 @@ def test_later_turns_equal_a_loop_without_any_cache(tiny, kind, adapters):
 @BACKENDS
 def test_filled_cells_change_later_turns(tiny, kind):
     """Else all that is said of them here would prove nothing."""
-    for name, policy in (policies(6) | gated(6)).items():
+    for name, policy in policies(6).items():
         filled, exact = (
             converse(Engine(make_backend(kind, tiny.load())), policy, reuse=reuse) for reuse in ("filled", "exact")
         )
@@ -126,7 +123,7 @@ def test_filled_cells_change_later_turns(tiny, kind):
 @BACKENDS
 def test_conversations_side_by_side_equal_each_alone(tiny, kind):
     """Other policies, full depth and exact reuse among them, in one batch, each in its slot."""
-    chosen = [*policies(6).values(), *gated(6).values(), FULL, policies(6)["d3"], gated(6)["gate"]]
+    chosen = [*policies(6).values(), FULL, policies(6)["d3"], policies(6)["static"]]
     kinds = ["filled"] * (len(chosen) - 2) + ["exact"] * 2
     turns = [[random_prompt(100 * i + turn, 7 + 3 * i) for turn in range(3)] for i in range(len(chosen))]
     together, ids = [[] for _ in chosen], [[] for _ in chosen]

@@ -15,7 +15,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from reasoning_prompts import reasoning_prompts
-from tiny import FAMILIES, gated, make_backend, make_tiny, policies, random_prompt, with_adapters
+from tiny import FAMILIES, make_backend, make_tiny, policies, random_prompt, with_adapters
 
 import taper
 from taper import LLM, DepthPolicy
@@ -336,7 +336,6 @@ def test_what_does_not_help_is_not_written(tiny_gguf, tmp_path, monkeypatch, sho
         (DepthPolicy.d3(6, 1.0, skip_order=[3, 2]), {}, RequestError),
         (DepthPolicy.d3(7, 0.9, skip_order=[1]), {}, PolicyError),
         (with_adapters(POLICY, 64), {"rank": 8}, RequestError),
-        (gated(6)["gate"], {}, RequestError),
     ],
 )
 def test_mistakes_are_told_before_training(llm, policy, options, error):

@@ -21,13 +21,11 @@ from taper import LLM, DepthPolicy, SamplingParams
 from taper.engine import Engine, Request, Sequence, Slots
 from taper.engine.drafting import Drafting, NgramDrafter, Planner, SuffixIndex
 from taper.errors import ModelError
-from taper.policy import Gate, Schedule
 from taper.server.engine_loop import EngineLoop
 from taper.server.metrics import Metrics
 from taper.stream import OutputBuilder, Stream
 
 TAPERED = DepthPolicy.d3(6, 0.9, skip_order=[4, 1, 2])
-GATED = DepthPolicy(Schedule(6, "constant", 4, gates=(Gate(0.15, 4),)), (4, 1))
 PROMPTS = ["one", "a longer prompt, number two", "three"]  # for two slots: one has to wait
 SAMPLED = SamplingParams(max_tokens=4, ignore_eos=True, temperature=1.0, seed=7)
 
@@ -117,7 +115,7 @@ def ends(llm) -> None:
 
 # A stop string ends an output before its sequence; the first word of this one is found when the tests are run.
 @pytest.mark.parametrize(
-    "kind", ["sampled", *(pytest.param(k, marks=pytest.mark.ci) for k in ("stop string", "drafted", "exact", "gated"))]
+    "kind", ["sampled", *(pytest.param(k, marks=pytest.mark.ci) for k in ("stop string", "drafted", "exact"))]
 )
 def test_an_interrupt_at_any_line_loses_nothing(llm, kind):
     params = SAMPLED
@@ -126,7 +124,7 @@ def test_an_interrupt_at_any_line_loses_nothing(llm, kind):
         text = llm.generate(PROMPTS[1], params, policy=TAPERED).text
         params = SamplingParams(max_tokens=4, ignore_eos=True, stop=[text[len(text) // 2 :][:2]])
     draft = {"drafted": DRAFTING, "exact": EXACT}.get(kind)
-    policy = {"gated": GATED, "exact": DepthPolicy.full(6)}.get(kind, TAPERED)
+    policy = DepthPolicy.full(6) if kind == "exact" else TAPERED
     whole = llm.generate(PROMPTS, params, policy=policy)
     assert kind != "stop string" or "stop" in [output.finish_reason for output in whole]
     *_, none = interrupted(llm, 0, params, draft, policy)

@@ -18,7 +18,7 @@ from taper.adapters import Adapters
 from taper.errors import PolicyError
 from taper.models.download import DEFAULT_MODEL
 from taper.models.policies import LONG_OUTPUT, find_policy, load_policy, save_policy, shipped_policies
-from taper.policy import DepthPolicy, Gate, ModelIdentity, Schedule, active_prefixes, least_depths, middle_first_order
+from taper.policy import DepthPolicy, ModelIdentity, Schedule, active_prefixes, least_depths, middle_first_order
 
 MODEL = ModelIdentity("llama", 64, 300, "Q4_1")
 
@@ -255,9 +255,6 @@ def test_another_quantisation_of_the_same_model_warns_in_one_line():
 def test_alpha_means_d3s_curve_over_any_policys_skip_order():
     for policy in (DepthPolicy.d3(8, 0.9, min_depth=7, skip_order=[3, 0]), DepthPolicy.static(8, 7, [3, 0])):
         assert policy.with_alpha(0.5) == DepthPolicy.d3(8, 0.5, skip_order=[3, 0])
-    gates = (Gate(0.9, 7),)
-    gated = DepthPolicy(Schedule(8, "constant", 7, gates=gates), (3, 0)).with_alpha(0.5)
-    assert (gated.schedule.alpha, gated.schedule.gates) == (0.5, gates)  # unsure tokens still run every layer
     with pytest.raises(PolicyError, match="does nothing"):
         DepthPolicy.full(8).with_alpha(0.5)
 

@@ -9,7 +9,6 @@ import pytest
 from tiny import (
     BACKENDS,
     FAMILIES,
-    VOCAB_SIZE,
     make_backend,
     make_tiny,
     one_slot,
@@ -22,7 +21,7 @@ from taper.engine import Engine, Request
 from taper.errors import RequestError
 from taper.lab.calibration import replay as replay_module
 from taper.lab.calibration.replay import Reference, Replay, Scores
-from taper.policy import DepthPolicy, Gate
+from taper.policy import DepthPolicy
 from taper.sampling import SamplingParams
 
 
@@ -196,12 +195,6 @@ def test_completions_that_do_not_fit_are_rejected(tiny_llama):
             Replay(engine, [Reference((1, 2), completion)])
 
 
-def with_gate(policy: DepthPolicy) -> DepthPolicy:
-    """The policy with a gate that is open after about every second of random tokens."""
-    gate = Gate(1 / VOCAB_SIZE, policy.min_depth)
-    return replace(policy, schedule=replace(policy.schedule, gates=(gate,)))
-
-
 @BACKENDS
 @pytest.mark.parametrize("adapters", [False, True])
 def test_a_completion_after_a_tapered_output_equals_one_token_at_a_time(tiny_llama, kind, adapters, monkeypatch):
@@ -211,20 +204,16 @@ def test_a_completion_after_a_tapered_output_equals_one_token_at_a_time(tiny_lla
     second = Reference(prompt_ids, tuple(random_prompt(93, 12)))
     engine = Engine(make_backend(kind, tiny_llama.load(), num_slots=2))
     replay, by_hand = Replay(engine, [second]), make_backend(kind, tiny_llama.load())
-    gates = {f"{name}, gated": with_gate(policy) for name, policy in policies(6).items()}
     exact = log_softmax(step_by_step(Engine(make_backend(kind, tiny_llama.load())), second, DepthPolicy.full(6)))
     after = [Request(prompt_ids, SamplingParams(max_tokens=4), DepthPolicy.full(6))]
     cold = Engine(make_backend(kind, tiny_llama.load())).complete(after)
-    for policy in (policies(6) | gates).values():
+    for policy in policies(6).values():
         policy = with_adapters(policy, 64, scale=0.5) if adapters else policy
-        logits = by_hand.forward(one_slot(by_hand, first.prompt_ids, (len(first.prompt_ids) - 1,))).logits[0]
+        by_hand.forward(one_slot(by_hand, first.prompt_ids, ()))
         for step, token in enumerate(first.completion_ids[:-1], 1):
-            batch = one_slot(by_hand, [token], (0,), start=len(first.prompt_ids) + step - 1)
-            depth = policy.depth(step, float(np.exp(log_softmax(logits)[token])))
-            num_active = tuple(int(layer in policy.retained_at(depth)) for layer in range(6))
-            logits = by_hand.forward(replace(batch, num_active=num_active, adapters=policy.adapters, fill=True)).logits[
-                0
-            ]
+            batch = one_slot(by_hand, [token], (), start=len(first.prompt_ids) + step - 1)
+            num_active = tuple(int(layer in policy.retained_layers(step)) for layer in range(6))
+            by_hand.forward(replace(batch, num_active=num_active, adapters=policy.adapters, fill=True))
         begin = len(first.prompt_ids) + len(first.completion_ids) - 1
         rest = [*second.prompt_ids, *second.completion_ids][begin:-1]
         rows = tuple(range(len(rest) - len(second.completion_ids), len(rest)))
@@ -239,35 +228,3 @@ def test_a_completion_after_a_tapered_output_equals_one_token_at_a_time(tiny_lla
         assert kl.max() > 1e-3
         assert engine.num_free_slots == 2
         assert engine.complete(after) == cold
-
-
-@BACKENDS
-@pytest.mark.parametrize("architecture", ["llama", "gemma3", "wide"])
-@pytest.mark.parametrize("adapters", [False, True])
-def test_depths_that_rise_again_equal_one_token_at_a_time(tiny_llama, tmp_path, kind, architecture, adapters):
-    """Also where skipped layers keep states ("wide": as many heads of keys as of queries)."""
-    if architecture == "llama":
-        loaded = tiny_llama.load()
-    elif architecture == "wide":
-        loaded = make_tiny(tmp_path, "llama", num_key_value_heads=4).load()
-    else:
-        loaded = make_tiny(tmp_path, *FAMILIES[architecture][:1], **FAMILIES[architecture][1]).load()
-    layers, size = loaded.config.num_hidden_layers, loaded.config.hidden_size
-    policy = DepthPolicy.static(layers, layers - 2, [3, 1])
-    policy = with_adapters(policy, size, scale=0.5) if adapters else policy
-    (known,), by_hand = references(1), make_backend(kind, loaded)
-    depths = np.random.default_rng(5).integers(layers - 2, layers + 1, len(known.completion_ids) - 1).tolist()
-    replay = Replay(Engine(make_backend(kind, loaded, num_slots=2)), [known])
-    (scores,) = replay.stepped([0], policy, lambda index, step, probability: depths[step - 1])
-    logits = [by_hand.forward(one_slot(by_hand, known.prompt_ids, (len(known.prompt_ids) - 1,))).logits[0]]
-    for step, (token, depth) in enumerate(zip(known.completion_ids, depths, strict=False), 1):
-        batch = one_slot(by_hand, [token], (0,), start=len(known.prompt_ids) + step - 1)
-        num_active = tuple(int(layer in policy.retained_at(depth)) for layer in range(layers))
-        batch = replace(batch, num_active=num_active, adapters=policy.adapters, fill=True)
-        logits += list(by_hand.forward(batch).logits)
-    tapered, steps = log_softmax(np.stack(logits)), np.arange(len(known.completion_ids))
-    np.testing.assert_allclose(scores.nll, -tapered[steps, list(known.completion_ids)], atol=1e-3)
-    assert scores.depth.tolist() == [layers, *depths]
-    assert scores.kl.max() > 1e-3
-    (full,) = replay.stepped([0], policy, lambda index, step, probability: layers)
-    np.testing.assert_allclose(full.kl, 0, atol=1e-4)

@@ -22,15 +22,11 @@ from taper.lab.calibration.summary import (
     Budget,
     CalibrationSummary,
     Frontier,
-    GateComparison,
-    GateEffect,
-    GateRange,
     Speedup,
     interval,
     verdict,
 )
 from taper.models import files
-from taper.policy import Gate
 
 PICTURES = ["depth_by_step", "frontier", "importance", "loss_by_step", "speed"]
 PAPER = "https://arxiv.org/abs/2503.08524"
@@ -155,23 +151,6 @@ def test_the_first_screen_is_the_verdict_what_it_costs_and_one_answer_with_its_d
     assert re.findall("<mark>(.*?)</mark>", source) == [" light", " colour"]
     assert source.count("It mirrors the sky.") == 2
     assert "not a choice" not in words(replace(summary(), examples=[]))
-
-
-def test_the_page_says_what_a_gate_did():
-    effect = GateEffect(around(0.03), around(0.04), around(-0.01))
-    whole = GateRange(0, 50, effect, GateEffect(around(0.05), around(0.1), around(-0.05)))
-    gate = GateComparison(Gate(0.97, 4), "constant", True, (4.6, 4.7), (1.31, 1.29), whole, [whole])
-    line = (
-        "4 layers or more after a token of probability 0.97, otherwise all, at 1.31x predicted instead of 1.29x: KL "
-        "0.030 (0.027 to 0.033) instead of 0.040 (0.036 to 0.044) nats, another token at 5.0 (4.5 to 5.5) instead of "
-        "10 (9 to 11) % of the steps; "
-    )
-    taken, not_taken = (replace(summary(), gate=replace(gate, taken=taken)) for taken in (True, False))
-    assert f"{line}taken" in words(taken)
-    assert "4.4 on average on held-out outputs" in words(taken)
-    assert f"{line}not taken" in words(not_taken)
-    assert "4.4 on average over 40 tokens" in words(not_taken)
-    assert_complete(taken, json.loads(json.dumps(taken.to_json())))
 
 
 def test_a_policy_that_is_slower_is_not_to_be_used():

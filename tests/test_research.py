@@ -17,10 +17,11 @@ from typing import Any
 import calibration
 import claims
 import comparison
+import depth_signals
 import fill_cost
 import gaps
-import gates
 import harness
+import long_outputs
 import methods
 import numpy as np
 import pictures
@@ -43,7 +44,6 @@ from taper.backends import TokenBatch
 from taper.backends.ggml import GgmlBackend
 from taper.errors import RequestError
 from taper.lab.bench.shapes import TINY
-from taper.lab.calibration import clock
 from taper.lab.calibration.problems import builtin_problems
 from taper.lab.calibration.replay import Reference, Replay
 from taper.lab.evals.records import RecordFile
@@ -173,32 +173,28 @@ def test_the_harness_own_class_gives_the_same_strings_in_f32(arguments, tmp_path
     assert "harness.py" not in template.render(harness={"tiny": {"model": {}}})
 
 
-def test_the_best_policies_with_and_without_a_gate_are_compared_at_a_speed(arguments, tmp_path, monkeypatch):
-    def step_times(engine, prompt, policies, tokens, sampling=None):
-        return [[1.0 + policy.mean_depth(tokens)] * (tokens - 1) for policy in policies]
-
-    for module in (clock, gates):
-        monkeypatch.setattr(module, "step_times", step_times)
-    monkeypatch.setattr(gates, "CONTEXT", 256)
-    monkeypatch.setattr("taper.lab.calibration.gates.THRESHOLDS", (0.01,))  # a random model is never surer
-    given = [argument for argument in arguments if argument.startswith(("--model", "--policy"))]
-    out = tmp_path / "gates.json"
-    gates.main([*given, "--speeds=1.05", "--questions=6", "--max-tokens=20", "--threads=1", f"--out={out}"])
-    row = json.loads(out.read_text())["speeds"]["1.05"]
-    assert row["as_fast"]
-    assert "gates" not in row["ungated"]
-    (gate,) = row["gated"]["gates"]
-    assert 2 <= gate[1] == row["gated"]["min_depth"] <= row["gated"]["mean_depth"] < 6
-    assert row["ungated"]["predicted"] >= 1.05
-    assert row["ranges"][0] == {"first": 0, "end": 20} | row["all steps"]
-    for name, worse in (("kl", lambda loss: loss), ("disagreement", lambda loss: 1 - loss)):
-        value, low, high = row["all steps"][name]
-        assert low <= value <= high
-        key = "kl" if name == "kl" else "agreement"
-        assert value == pytest.approx(worse(row["gated"][key][0]) / worse(row["ungated"][key][0]), rel=1e-4)
-
-
 # Signals
+
+
+def test_signals_before_a_step_are_those_of_the_forward_before_it(arguments, tmp_path, monkeypatch):
+    monkeypatch.setattr(long_outputs, "MAX_TOKENS", 20)
+    monkeypatch.setattr(depth_signals, "CONTEXT", 256)
+    given = [argument for argument in arguments if argument.startswith(("--model", "--policy", "--threads"))]
+    out = tmp_path / "depth_signals.json"
+    depth_signals.main([*given, "--questions=6", f"--out={out}"])
+    result = json.loads(out.read_text())
+    rows = result["signals"]
+    assert len(rows) == 7
+    *others, best = (row["kl"] for row in rows.values())
+    assert all(0 < low <= value <= high < 1 for value, low, high in others)
+    assert best[0] < min(value for value, _, _ in others), "half of the steps carry least if the loss itself is known"
+    model = next(argument for argument in given if argument.startswith("--model")).partition("=")[2]
+    with LLM(model, threads=1, context=256, max_batch_size=2, head="shortlist") as llm:
+        output = Reference(tuple(range(5, 40)), tuple(range(50, 81)))
+        known = depth_signals.known_before(llm, output)
+        (scores,) = Replay(llm.engine, [output]).at(0, [DepthPolicy.early_exit(6, 5)])
+    np.testing.assert_allclose(known["probability"], -scores.nll_full[:-1], atol=1e-3)
+    assert known["certainty"].shape == known["entropy"].shape == known["later"].shape == (30,)
 
 
 def test_signals_are_measured_on_some_problems_and_the_accuracy_on_others(tiny_llama, tmp_path, monkeypatch):

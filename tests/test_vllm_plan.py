@@ -18,9 +18,9 @@ from prometheus_client import generate_latest
 from taper import DepthPolicy
 from taper.adapters import Adapters
 from taper.errors import PolicyError, RequestError
-from taper.policy import Gate, ModelIdentity, Schedule
+from taper.policy import ModelIdentity, Schedule
 from taper.vllm_plugin.metrics import counters, watch
-from taper.vllm_plugin.options import PluginOptions, RequestOptions, vllm_args
+from taper.vllm_plugin.options import PluginOptions, RequestOptions
 from taper.vllm_plugin.plan import Planner, RequestTokens
 
 LAYERS = 7
@@ -137,14 +137,6 @@ def test_one_request_under_one_policy_never_gathers():
         (range(3, 4), True),
         (range(6, 7), True),
     ]
-
-
-def test_policies_with_gates_are_refused():
-    gated = DepthPolicy(Schedule(LAYERS, "constant", LAYERS - 2, gates=(Gate(0.9, LAYERS - 2),)), (3, 4), name="sure")
-    with pytest.raises(PolicyError, match="policy sure has gates"):
-        PluginOptions.read({"policies": {"sure": data(gated)}}, MODEL)
-    with pytest.raises(PolicyError, match="policy sure has gates"):
-        vllm_args(gated, architecture="llama")
 
 
 def test_options_know_default_names_and_alpha(tmp_path):

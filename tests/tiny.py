@@ -25,7 +25,7 @@ from taper.engine import Engine, Request
 from taper.models import load_model
 from taper.models.download import DEFAULT_MODEL, PACKAGED_MODELS
 from taper.models.tensors import LoadedModel
-from taper.policy import DepthPolicy, Gate, Schedule
+from taper.policy import DepthPolicy
 from taper.sampling import SamplingParams
 
 torch.set_num_threads(1)
@@ -538,16 +538,6 @@ def policies(layers: int) -> dict[str, DepthPolicy]:
         "skipdecode": DepthPolicy.skipdecode(layers, min_depth=2, span=20, start=3),
         "early exit": DepthPolicy.early_exit(layers, 3),
         "static": DepthPolicy.static(layers, layers - 2, [last, 1]),
-    }
-
-
-def gated(layers: int) -> dict[str, DepthPolicy]:
-    """Policies whose depth rises again; tiny models are seldom surer of a token than these thresholds."""
-    last, least = layers - 1, layers - 3
-    gates = Gate(0.2, least), Gate(0.115, layers - 1)
-    return {
-        "gate": DepthPolicy(Schedule(layers, "constant", least, gates=(Gate(0.15, least),)), (last, 1, 2)),
-        "gates": DepthPolicy(Schedule(layers, "power", least, alpha=0.9, start=2, gates=gates), (2, last, 1)),
     }
 
 

@@ -9,8 +9,8 @@ engine, and nothing else.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -31,8 +31,7 @@ def custom_generate(
     """The argument of this name for `model.generate`: greedy or sampled decoding under a policy.
 
     Token i of every row runs `policy.retained_layers(i)`; the prompt runs all layers. Streamers, logits processors,
-    stopping criteria and left-padded batches work as usual, and `generate` returns what it always does. A policy with
-    gates takes one row, since the depth of a token depends on the one before.
+    stopping criteria and left-padded batches work as usual, and `generate` returns what it always does.
 
     Args:
         policy: the depth of each step, and the layers to skip.
@@ -47,9 +46,9 @@ def custom_generate(
         RequestError: `reuse` is neither of these, or `max_drafted` is below 1.
 
     Raises (from `generate`):
-        RequestError: attention that is neither full nor of a sliding window, beams, assistants, several rows with
-            gates, a static cache or none, one that has dropped tokens, `inputs_embeds`; `stop_strings`, whose tokenizer
-            transformers loses on the way: `StopStringCriteria` among the `stopping_criteria` does what they would.
+        RequestError: attention that is neither full nor of a sliding window, beams, assistants, a static
+            cache or none, one that has dropped tokens, `inputs_embeds`; `stop_strings`, whose tokenizer transformers
+            loses on the way: `StopStringCriteria` among the `stopping_criteria` does what they would.
         PolicyError: the policy was made for another model, or skips layer 0, from which transformers reads lengths.
     """
     one_of("reuse", reuse, REUSE)
@@ -85,14 +84,8 @@ def custom_generate(
             choose = _chooser(logits_processor, generation_config.do_sample)
             streamer = caller.get("streamer")
             return _exact(model, policy, input_ids, cache, choose, stopping_criteria, streamer, max_drafted)
-        if policy.is_gated and len(input_ids) != 1:
-            raise RequestError("a policy with gates takes one row", "give one prompt at a time")
-        fill = reuse == "filled" or policy.is_gated
         try:
-            with (
-                _last_probability(model) if policy.is_gated else nullcontext([1.0]) as probability,
-                _layers_by_step(model.get_decoder().layers, policy, fill, input_ids.shape[1], probability),
-            ):
+            with _layers_by_step(model.get_decoder().layers, policy, reuse == "filled", input_ids.shape[1]):
                 return model._sample(
                     input_ids,
                     logits_processor=logits_processor,
@@ -172,38 +165,12 @@ def _exact(
 
 
 @contextmanager
-def _last_probability(model: Any) -> Iterator[list[float]]:
-    """A list of one number: what the model gave the token that it gets, while it runs."""
-    logits: list[torch.Tensor] = []
-    probability = [1.0]
-
-    def before(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        if logits:
-            probability[0] = logits.pop()[kwargs["input_ids"][0, -1]].item()
-
-    def after(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        logits.append(output.logits[0, -1].float().softmax(-1))
-
-    handles = [
-        model.register_forward_pre_hook(before, with_kwargs=True),
-        model.register_forward_hook(after, with_kwargs=True),
-    ]
-    try:
-        yield probability
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
-def _layers_by_step(
-    layers: Any, policy: DepthPolicy, fill: bool, prompt_length: int, probability: Sequence[float] = (1.0,)
-) -> Iterator[None]:
+def _layers_by_step(layers: Any, policy: DepthPolicy, fill: bool, prompt_length: int) -> Iterator[None]:
     """Let each flex layer pass its input on at the steps that skip it; restored whatever happens."""
     own = {index: layers[index].__dict__.get("forward") for index in policy.skip_order}
     try:
         for index in policy.skip_order:
-            layers[index].forward = _forward_by_step(layers[index], index, policy, fill, prompt_length, probability)
+            layers[index].forward = _forward_by_step(layers[index], index, policy, fill, prompt_length)
         yield
     finally:
         for index, forward in own.items():
@@ -213,21 +180,14 @@ def _layers_by_step(
                 layers[index].forward = forward
 
 
-def _forward_by_step(
-    layer: Any,
-    index: int,
-    policy: DepthPolicy,
-    fill: bool,
-    prompt_length: int,
-    probability: Sequence[float],
-) -> Callable[..., Any]:
+def _forward_by_step(layer: Any, index: int, policy: DepthPolicy, fill: bool, prompt_length: int) -> Callable[..., Any]:
     adapter, run = _adapter(policy, index), layer.forward
     lends = getattr(getattr(layer, "self_attn", None), "store_full_length_kv", False)  # to layers that share them
 
     def forward(hidden_states: Any, *args: Any, past_key_values: Any, **kwargs: Any) -> Any:
         # Layer 0 has run, so its cache holds this forward's tokens too: the prompt and one for each step.
         step = past_key_values.get_seq_length() - prompt_length
-        if step > 0 and index not in policy.retained_layers(step, probability[0]):
+        if step > 0 and index not in policy.retained_layers(step):
             if lends:
                 run(hidden_states, *args, past_key_values=past_key_values, **kwargs)
             elif fill:

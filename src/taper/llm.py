@@ -453,8 +453,7 @@ class LLM:
             message = "these kernels round two tokens differently from one, so nothing is drafted"
             warnings.warn(message, TaperWarning, stacklevel=2)
         if mode != EXACT or policy is None:
-            ungated = (shipped for shipped in self.shipped_policies().values() if not shipped.is_gated)
-            drafter = min(ungated, key=lambda shipped: shipped.mean_depth(128), default=None)
+            drafter = min(self.shipped_policies().values(), key=lambda shipped: shipped.mean_depth(128), default=None)
         else:
             drafter = self.resolve_policy(policy)
             if not drafter.tapers:

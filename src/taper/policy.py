@@ -3,9 +3,8 @@
 A policy is a schedule (the depth of each step) and a skip order (which layers run at a depth): plain data with a
 versioned JSON form that every engine reads alike. Knows nothing of models, tensors or sampling; standard library only.
 
-Nesting, on which every key-value cache relies, is guaranteed here: without gates depth never rises with the step, and
-`skip_order` is fixed, so the layers retained at a step are a subset of those retained at any earlier step. Gates let
-depth rise again, so engines fill the keys and values of layers that a token skips.
+Nesting, on which every key-value cache relies, is guaranteed here: depth never rises with the step, and `skip_order`
+is fixed, so the layers retained at a step are a subset of those retained at any earlier step.
 """
 
 from __future__ import annotations
@@ -17,23 +16,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from itertools import pairwise, takewhile
-from typing import Any, NamedTuple
+from typing import Any
 
 from .adapters import Adapters
 from .errors import PolicyError, as_tuple, number, one_of, shown, unique_keys, whole_number
 
-FORMAT_VERSION = 2  # 1 has no gates; policies without gates are written as 1
+FORMAT_VERSION = 1
 MAX_LAYERS = 4096
 
 # The parameters of each curve besides `min_depth`; others are rejected.
 CURVES = {"power": ("alpha", "start"), "linear": ("start", "span"), "constant": ("start",)}
-
-
-class Gate(NamedTuple):
-    """Opens for a token after one that the model found at least so probable; then the token may skip layers."""
-
-    threshold: float  # 0 and more; 1 and less, or it never opens
-    depth: int  # layers that run at least
 
 
 @dataclass(frozen=True)
@@ -54,9 +46,6 @@ class Schedule:
         alpha: decay of the power curve, in (0, 1].
         start: the step up to which depth stays at L.
         span: steps over which the linear curve falls.
-        gates: none, or which tokens may run as few layers as the curve says. After a token of probability p, the first
-            gate with p >= threshold says how many run at least; if there is none, every layer runs. p is that of the
-            model as it ran, before temperature and penalties. Thresholds fall and depths rise from gate to gate.
 
     Raises:
         PolicyError: a number is out of range, or does not belong to the curve.
@@ -68,7 +57,6 @@ class Schedule:
     alpha: float | None = None
     start: int = 0
     span: int | None = None
-    gates: tuple[Gate, ...] = ()
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {
@@ -85,22 +73,11 @@ class Schedule:
             checked["alpha"] = number("alpha", self.alpha, 0, 1, PolicyError, above=True)
         if self.span is not None:
             checked["span"] = whole_number("span", self.span, 1, error=PolicyError)
-        checked["gates"] = _check_gates(self.gates, checked["min_depth"], checked["num_hidden_layers"])
         for name, value in checked.items():
             object.__setattr__(self, name, value)
 
-    def depth(self, step: int, probability: float = 1.0) -> int:
-        """Layers run by the forward that predicts the token of `step`; step 0 is the prefill, at full depth.
-
-        `probability`, of the token before, matters to gates; without it, this is the smallest depth that may be.
-        """
-        depth = self._on_the_curve(step)
-        if not self.gates or step == 0:
-            return depth
-        least = (gate.depth for gate in self.gates if probability >= gate.threshold)
-        return max(depth, next(least, self.num_hidden_layers))
-
-    def _on_the_curve(self, step: int) -> int:
+    def depth(self, step: int) -> int:
+        """Layers run by the forward that predicts the token of `step`; step 0 is the prefill, at full depth."""
         if step < 0:
             raise ValueError(f"step is {step}; steps count from 0")
         layers, after = self.num_hidden_layers, max(0, step - self.start)
@@ -227,13 +204,8 @@ class DepthPolicy:
         return self.min_depth < self.num_hidden_layers and self.schedule.alpha != 1
 
     @property
-    def is_gated(self) -> bool:
-        """Whether the depth of a step depends on the token before, so that it may rise again."""
-        return self.tapers and bool(self.schedule.gates)
-
-    @property
     def first_skip(self) -> int | None:
-        """The first step that skips a layer, with gates the first that may; None at full depth."""
+        """The first step that skips a layer; None at full depth."""
         if not self.tapers:
             return None
         return max(1, self.schedule.start) if self.schedule.curve == "constant" else self.schedule.start + 1
@@ -242,8 +214,7 @@ class DepthPolicy:
     def label(self) -> str:
         """What to call it in a line of text: its name, or else its numbers."""
         numbers = (f"{key}={getattr(self.schedule, key)}" for key in (*CURVES[self.schedule.curve], "min_depth"))
-        gates = (f"gate={threshold:g}:{depth}" for threshold, depth in self.schedule.gates)
-        return self.name or " ".join([self.schedule.curve, *numbers, *gates])
+        return self.name or " ".join([self.schedule.curve, *numbers])
 
     @property
     def core_layers(self) -> frozenset[int]:
@@ -255,12 +226,12 @@ class DepthPolicy:
         """The layers from the beginning of `skip_order` on that have adapters."""
         return tuple(takewhile(self.adapters.layers.__contains__, self.skip_order)) if self.adapters else ()
 
-    def depth(self, step: int, probability: float = 1.0) -> int:
-        """Layers run by the forward that predicts the token of `step`, after a token of such a probability."""
-        return self.schedule.depth(step, probability)
+    def depth(self, step: int) -> int:
+        """Layers run by the forward that predicts the token of `step`."""
+        return self.schedule.depth(step)
 
     def mean_depth(self, max_tokens: int) -> float:
-        """Mean depth over steps 1 to max_tokens - 1, with gates the smallest that it may be; L if there is no step."""
+        """Mean depth over steps 1 to max_tokens - 1; L if there is no step."""
         if max_tokens < 2:
             return float(self.num_hidden_layers)
         return sum(map(self.schedule.depth, range(1, max_tokens))) / (max_tokens - 1)
@@ -270,12 +241,12 @@ class DepthPolicy:
         least = least_depths(self.skip_order, self.num_hidden_layers)
         return tuple(layer for layer, needed in enumerate(least) if depth >= needed)
 
-    def retained_layers(self, step: int, probability: float = 1.0) -> tuple[int, ...]:
-        """Layers run for the token of `step`, after a token of such a probability, ascending."""
-        return self.retained_at(self.depth(step, probability))
+    def retained_layers(self, step: int) -> tuple[int, ...]:
+        """Layers run for the token of `step`, ascending."""
+        return self.retained_at(self.depth(step))
 
     def with_alpha(self, alpha: float) -> DepthPolicy:
-        """D3's power curve over this policy's skip order: from its `start` on, and as deep as the order and gates go.
+        """D3's power curve over this policy's skip order: from its `start` on, and as deep as the order goes.
 
         Raises:
             PolicyError: alpha is out of range, or there is no layer to skip, so that it would do nothing.
@@ -283,8 +254,7 @@ class DepthPolicy:
         if not self.skip_order:
             raise PolicyError(f"policy {self.label} skips no layer, so alpha does nothing", "choose another policy")
         decayed = DepthPolicy.d3(self.num_hidden_layers, alpha, self.schedule.start, skip_order=self.skip_order)
-        schedule = replace(decayed.schedule, gates=self.schedule.gates)
-        return replace(decayed, schedule=schedule, model=self.model, adapters=self.adapters)
+        return replace(decayed, model=self.model, adapters=self.adapters)
 
     def check_model(self, num_hidden_layers: int, model: ModelIdentity | None) -> str:
         """Reject a model that this policy was not made for; return a warning for another quantisation, else "".
@@ -322,12 +292,11 @@ class DepthPolicy:
         """
         if self.adapters is not None:
             raise PolicyError(f"policy {self.label} has adapters, which JSON cannot hold", "use taper.save_policy")
-        gates = [gate._asdict() for gate in self.schedule.gates]
-        data: dict[str, Any] = {"format_version": FORMAT_VERSION if gates else 1}
+        data: dict[str, Any] = {"format_version": FORMAT_VERSION}
         if self.name:
             data["name"] = self.name
         keys = ("num_hidden_layers", "curve", *CURVES[self.schedule.curve], "min_depth")
-        data |= {key: getattr(self.schedule, key) for key in keys} | ({"gates": gates} if gates else {})
+        data |= {key: getattr(self.schedule, key) for key in keys}
         data["skip_order"] = list(self.skip_order)
         if self.model is not None:
             data["model"] = dict(vars(self.model))
@@ -353,22 +322,15 @@ class DepthPolicy:
         curve = str(data.get("curve")) if isinstance(data, dict) else ""
         of_curve = set(CURVES.get(curve, ()))  # of an unknown curve, the schedule says so
         optional = {"name", "model", "provenance"} | (set() if of_curve else {"alpha", "start", "span"})
-        version = data.get("format_version") if isinstance(data, dict) else None
-        optional |= {"gates"} if version != 1 else set()
         data = _check_object("a policy", data, required | of_curve, optional)
-        if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
-            raise PolicyError(f"format_version is {version!r}; this Taper reads 1 to {FORMAT_VERSION}", "update Taper")
-        del data["format_version"]
-        kinds = {"skip_order": (list, "a list"), "gates": (list, "a list"), "name": (str, "text")}
-        kinds["provenance"] = (dict, "an object")
+        if (version := data.pop("format_version")) != FORMAT_VERSION or type(version) is not int:
+            raise PolicyError(f"format_version is {version!r}; this Taper reads {FORMAT_VERSION}", "update Taper")
+        kinds = {"skip_order": (list, "a list"), "name": (str, "text"), "provenance": (dict, "an object")}
         for key, (kind, rule) in kinds.items():
             if not isinstance(data.get(key, kind()), kind):
                 raise PolicyError(f"{key} is {shown(data[key])}; it must be {rule}")
         if "model" in data:
             data["model"] = _read_identity(data["model"])
-        names = set(Gate._fields)
-        if "gates" in data:
-            data["gates"] = tuple(Gate(**_check_object("a gate", gate, names, set())) for gate in data["gates"])
         of_schedule = {key.name: data.pop(key.name) for key in fields(Schedule) if key.name in data}
         return cls(Schedule(**of_schedule), **data)
 
@@ -423,19 +385,6 @@ def _check_object(name: str, data: object, required: set[str], optional: set[str
     if missing := sorted(required - set(data)):
         raise PolicyError(f"{name} lacks {missing[0]!r}")
     return data
-
-
-def _check_gates(gates: Any, least_depth: int, layers: int) -> tuple[Gate, ...]:
-    checked: list[Gate] = []
-    for gate in as_tuple("gates", gates, PolicyError):
-        if not isinstance(gate, Gate):
-            raise PolicyError(f"a gate is {shown(gate)}; it must be a Gate of a threshold and a depth")
-        threshold = number("threshold", gate.threshold, 0, 2, PolicyError)
-        depth = whole_number("the depth of a gate", gate.depth, least_depth, layers, PolicyError)
-        if checked and not (threshold < checked[-1].threshold and depth > checked[-1].depth):
-            raise PolicyError("gates must be in order: from one to the next, thresholds fall and depths rise")
-        checked.append(Gate(threshold, depth))
-    return tuple(checked)
 
 
 def _read_identity(data: object) -> ModelIdentity:

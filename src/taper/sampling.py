@@ -295,15 +295,10 @@ def check_token_ids(token_ids: Iterable[int], vocab_size: int) -> None:
             raise RequestError(f"token id {token_id} is outside the vocabulary of {vocab_size}")
 
 
-def log_total(logits: np.ndarray) -> float:
-    """log of the sum of exp of logits float32 [n]."""
-    highest = float(logits.max())
-    return highest + math.log(np.exp(logits - highest).sum(dtype=np.float64))
-
-
 def token_logprobs(logits: np.ndarray, token_id: int, top: int) -> TokenLogprobs:
     """Log-probabilities of a token and of the `top` most probable ones, from logits float32 [vocab_size]."""
-    total = log_total(logits)
+    highest = float(logits.max())
+    total = highest + math.log(np.exp(logits - highest).sum(dtype=np.float64))
     ids = _largest(logits, min(top, len(logits))) if top else np.empty(0, np.int64)
     best = ids[np.argsort(-logits[ids], kind="stable")].tolist()
     return TokenLogprobs(float(logits[token_id]) - total, {i: float(logits[i]) - total for i in best})

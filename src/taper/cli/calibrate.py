@@ -217,18 +217,17 @@ def _to_prompts(out: Path, as_json: bool, options: dict[str, Any]) -> DepthPolic
 
 def _print(result: Calibration) -> None:
     """The result in a few lines and two tables."""
-    from ..lab.calibration.summary import depth_in_words, gate_in_words, interval, limits, remarks, verdict
+    from ..lab.calibration.summary import interval, limits, remarks, verdict
     from .terminal import METRICS, print_table
 
     summary, held_out, own = result.summary, result.summary.held_out, result.summary.free_running
     measured = summary.speedup.measured
     click.echo(
         f"{'policy' if result.met else 'nearest policy'} {summary.policy}: mean depth {summary.mean_depth:.1f} of "
-        f"{summary.model.num_hidden_layers} {depth_in_words(summary)}\n"
+        f"{summary.model.num_hidden_layers} over {summary.answer_tokens} tokens\n"
         f"budget {', '.join(asked for asked, _ in limits(summary))}: {verdict(summary)}\n"
         f"speed  {measured.median:.2f}x measured ({measured.slowest:.2f} to {measured.fastest:.2f}), "
         f"{summary.speedup.predicted:.2f}x predicted\n"
-        + (f"gate   {gate_in_words(summary.gate)}\n" if summary.gate else "")
     )
     losses = (held_out.tapered_steps, held_out.all_steps)
     rows = [

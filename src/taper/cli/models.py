@@ -112,7 +112,7 @@ def policy_list() -> None:
     for model, policies in sorted(shipped_policies().items()):
         default = fastest_holding(policies)
         for policy in policies:
-            mean = f"{_mean_depth(policy, 512)} of {policy.num_hidden_layers}"
+            mean = f"{policy.mean_depth(512):.1f} of {policy.num_hidden_layers}"
             schedule = policy.schedule
             numbers = schedule.curve if schedule.alpha is None else f"{schedule.curve}, alpha {schedule.alpha}"
             name = f"{policy.name} (default)" if policy is default else policy.name
@@ -134,21 +134,11 @@ def policy_show(name: str, tokens: int, as_json: bool) -> None:
         return
     from .terminal import policy_picture
 
-    click.echo(f"{policy.label}: mean depth {_mean_depth(policy, tokens)} of {policy.num_hidden_layers} layers\n")
+    click.echo(f"{policy.label}: mean depth {policy.mean_depth(tokens):.1f} of {policy.num_hidden_layers} layers\n")
     click.echo(policy_picture(policy, tokens))
     click.echo(f"measured when it was made: {_measured(policy)}")
     if policy.tapers:
         click.echo(f"what it may lose in outputs of {LONG_OUTPUT:,} tokens: {_lost(policy)}")
-
-
-def _mean_depth(policy: DepthPolicy, tokens: int) -> str:
-    """The mean depth of an output; with gates, the text decides, so what its provenance has is of other outputs."""
-    least = f"{policy.mean_depth(tokens):.1f}"
-    if not policy.is_gated:
-        return least
-    with suppress(KeyError, TypeError, ValueError):
-        return f"{float(policy.provenance['mean_depth']):.1f} as measured (at least {least})"
-    return f"at least {least}"
 
 
 def _lost(policy: DepthPolicy) -> str:

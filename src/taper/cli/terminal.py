@@ -110,9 +110,6 @@ def policy_picture(policy: DepthPolicy, tokens: int) -> str:
     marks = "".join("·" if i in skipped else "█" if i in policy.core_layers else "▒" for i in range(layers))
     lines.append(f"layers 0 to {layers - 1} after {tokens} tokens: {marks}")
     lines.append("█ core, always run   ▒ flex, still run   · skipped by then")
-    opened = [f"{gate.depth} or more after a token of probability {gate.threshold:g}" for gate in policy.schedule.gates]
-    if opened:
-        lines.append(f"only where gates open: {', '.join(opened)} or more; otherwise all {layers}")
     if policy.skip_order:
         lines.append("skipped in this order: " + " ".join(map(str, policy.skip_order)))
     if policy.adapters is not None:

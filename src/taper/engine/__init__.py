@@ -11,11 +11,10 @@ has a slot once `Slots.sequences` says so, and a token once it is in the sequenc
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from functools import cached_property
 from itertools import count
 from typing import NamedTuple
@@ -26,7 +25,7 @@ from ..adapters import Adapters
 from ..backends import Backend, ForwardOutput, PreviewedLogits, TokenBatch
 from ..errors import REUSE, RequestError, one_of, whole_number
 from ..policy import DepthPolicy, active_prefixes
-from ..sampling import NOT_A_NUMBER, adjust, check_token_ids, log_total, sample, token_logprobs
+from ..sampling import NOT_A_NUMBER, adjust, check_token_ids, sample, token_logprobs
 from .drafting import PROBE_STEPS, Draft, Planner
 from .sequence import Request, Sequence, StepOutput, TokenFilter, takes_filled
 from .slots import MIN_SHARED, Slots, common_prefix
@@ -309,7 +308,7 @@ class Engine:
     def _most_drafted(self, sequence: Sequence) -> int:
         """How many tokens may be proposed: none at the end of the output or of the context."""
         drafting = sequence.request.drafting
-        if drafting is None or sequence.request.policy.is_gated:  # whose depths are not known beforehand
+        if drafting is None:
             return 0
         ends = sequence.request.params.max_tokens - sequence.step, self.backend.context_length - sequence.num_tokens
         return max(0, min(drafting.max_tokens, min(ends) - 1))
@@ -393,7 +392,7 @@ class Engine:
                 preview_rows=tuple(row for row, index in others if is_previewed[index]),
                 shortlist=self.uses_shortlist,
                 adapters=adapters,
-                fill=not proposes and any(part.sequence.request.fills for _, part in members),
+                fill=not proposes and any(part.sequence.request.takes_filled for _, part in members),
             )
             drafts = any(part.sequence.request.drafting for _, part in members)
             is_timed = drafts and not proposes and all(part.sequence.step for _, part in members)
@@ -469,12 +468,12 @@ class Engine:
     def _advance(self, sequence: Sequence, prediction: Prediction, expected: int | None) -> StepOutput:
         """Choose the next token of a sequence, set its next depth, and see whether it has finished."""
         request, params = sequence.request, sequence.request.params
-        depth, step, logprobs, probability = sequence.depth, sequence.step, None, 1.0
+        depth, step, logprobs = sequence.depth, sequence.step, None
         self._committing = sequence
         if isinstance(prediction, int):
             token_id = prediction
         else:
-            ids, probabilities = None, _probabilities(prediction) if request.policy.is_gated else None
+            ids = None
             if not isinstance(prediction, np.ndarray):
                 ids, prediction = self._shortlisted(sequence, prediction)
             logits = prediction if params.logprobs is None else prediction.copy()
@@ -486,8 +485,6 @@ class Engine:
             token_id = sample(logits, params, sequence.counts, sequence.rng, ids)
             if params.logprobs is not None and token_id != NOT_A_NUMBER:
                 logprobs = token_logprobs(prediction, token_id, params.logprobs)
-            if probabilities is not None and token_id != NOT_A_NUMBER:
-                probability = probabilities(token_id)
         is_eos = token_id in request.eos_token_ids and not params.ignore_eos
         reason = None
         if token_id == NOT_A_NUMBER:
@@ -496,10 +493,10 @@ class Engine:
             reason = "stop"
         elif step + 1 >= params.max_tokens or sequence.num_tokens + 1 >= self.backend.context_length:
             reason = "length"
-        output = StepOutput(sequence.id, token_id, depth, reason, logprobs, token_id == expected, probability)
+        output = StepOutput(sequence.id, token_id, depth, reason, logprobs, token_id == expected)
         if token_id != NOT_A_NUMBER:
             sequence.accept(token_id)
-            sequence.depth = request.policy.depth(step + 1, probability)
+            sequence.depth = request.policy.depth(step + 1)
         sequence.outputs.append(output)
         if reason is not None:
             self._finish(sequence, reason)
@@ -528,20 +525,6 @@ class Engine:
         sequence.finish_reason = reason
         self._unfinished.pop(sequence.id, None)
         self.slots.release(sequence)
-
-
-def _probabilities(prediction: np.ndarray | PreviewedLogits) -> Callable[[int], float]:
-    """What the model gives any token, whatever becomes of its logits afterwards."""
-    if isinstance(prediction, np.ndarray):
-        logits = prediction.copy()
-        return lambda token_id: math.exp(logits[token_id] - log_total(logits))
-    ids = prediction.shortlist()  # all others together have less than a ten-thousandth of the probability
-
-    def probability(token_id: int) -> float:
-        total = log_total(prediction.whole() if ids is None else prediction.exact(ids))
-        return math.exp(prediction.exact(np.array([token_id]))[0] - total)
-
-    return probability
 
 
 def _predicting(sequence: Sequence, proposed: list[int]) -> Scheduled:

@@ -73,11 +73,6 @@ class Request:
         return takes_filled(self.policy, self.reuse)
 
     @property
-    def fills(self) -> bool:
-        """Whether skipped layers get keys and values: for later requests, or as a later token may run every layer."""
-        return self.takes_filled or self.policy.is_gated
-
-    @property
     def scores_prompt(self) -> bool:
         """Whether the logits after each token of the prompt are needed, so that none is taken from elsewhere."""
         return self.prompt_logprobs is not None
@@ -85,8 +80,7 @@ class Request:
     @property
     def is_greedy(self) -> bool:
         """Whether the argmax of the model's own logits is all that is asked for."""
-        plain = self.token_filter is None and not self.scores_prompt
-        return self.params.is_greedy and plain and not self.policy.is_gated
+        return self.params.is_greedy and self.token_filter is None and not self.scores_prompt
 
     def reach(self, vocab_size: int) -> float:
         """As `SamplingParams.reach`; infinite if the prompt's log-probabilities are asked for."""
@@ -106,7 +100,6 @@ class StepOutput:
     finish_reason: str | None
     logprobs: TokenLogprobs | None = None
     is_drafted: bool = False  # whether it was proposed, and came true
-    probability: float = 1.0  # that the model gave it, where the policy has gates
 
 
 @dataclass(eq=False)
@@ -162,10 +155,6 @@ class Sequence:
         params = self.request.params
         return [*self.request.eos_token_ids, *params.stop_token_ids] if self.step < params.min_tokens else []
 
-    def next_depth(self) -> int:
-        """The depth of the next step, after the last token."""
-        return self.request.policy.depth(self.step, self.outputs[-1].probability if self.outputs else 1.0)
-
     @property
     def num_tokens(self) -> int:
         """Tokens of the prompt and of the completion so far."""
@@ -211,7 +200,7 @@ class Sequence:
 
     def recover(self) -> None:
         """Return to the last committed token, after an interrupt while a token was being committed."""
-        self.depth = self.next_depth()
+        self.depth = self.request.policy.depth(self.step)
         self._begin()
         self.rng.random(self.step)  # `sample` draws one number a token
         for token_id in self.completion_ids:

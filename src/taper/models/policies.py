@@ -42,7 +42,7 @@ def shipped_policies() -> dict[str, list[DepthPolicy]]:
     with resources.as_file(resources.files("taper") / "policies") as folders:
         for file in folders.glob("*/*.json"):
             shipped.setdefault(file.parent.name, []).append(load_policy(file))
-    return {name: sorted(policies, key=_measured_depth, reverse=True) for name, policies in shipped.items()}
+    return {name: sorted(policies, key=lambda policy: -policy.mean_depth(128)) for name, policies in shipped.items()}
 
 
 def fitting_policies(num_hidden_layers: int, identity: ModelIdentity) -> dict[str, DepthPolicy]:
@@ -63,19 +63,7 @@ def default_policy(num_hidden_layers: int, identity: ModelIdentity) -> DepthPoli
 def fastest_holding(policies: Iterable[DepthPolicy]) -> DepthPolicy | None:
     """The fastest of some policies that hold in long outputs; None if none does."""
     holding = filter(holds_in_long_outputs, policies)
-    return min(holding, key=_depth_in_long_outputs, default=None)
-
-
-def _measured_depth(policy: DepthPolicy) -> float:
-    """The mean depth that its provenance has, since with gates the schedule does not say."""
-    return float(policy.provenance["mean_depth"])
-
-
-def _depth_in_long_outputs(policy: DepthPolicy) -> float:
-    """The mean depth late in long outputs: as measured, since with gates the schedule does not say."""
-    ranges = policy.provenance["long_outputs"].get("ranges", [])
-    measured = [float(part["depth"]) for part in ranges if part["depth"] is not None]
-    return measured[-1] if measured else policy.mean_depth(LONG_OUTPUT)
+    return min(holding, key=lambda policy: policy.mean_depth(LONG_OUTPUT), default=None)
 
 
 def holds_in_long_outputs(policy: DepthPolicy) -> bool:

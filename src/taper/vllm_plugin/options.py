@@ -65,7 +65,7 @@ class PluginOptions:
             model: has `num_hidden_layers`, `hidden_size` and `vocab_size`, as the model's config in transformers.
 
         Raises:
-            PolicyError: an unknown key, something that is not a policy, or a policy with gates or for another model.
+            PolicyError: an unknown key, something that is not a policy, or a policy for another model.
         """
         config = {} if config is None else config
         if not isinstance(config, dict) or (unknown := sorted(set(config) - set(_KEYS))):
@@ -83,7 +83,6 @@ class PluginOptions:
         named.setdefault(DEFAULT, default)
         sizes = {"hidden_size": model.hidden_size, "vocab_size": model.vocab_size}
         for policy in (default, *named.values()):
-            _check_gates(policy)
             policy.check_model(model.num_hidden_layers, policy.model and replace(policy.model, **sizes))
         return cls(default, named)
 
@@ -141,12 +140,6 @@ def _policy(source: object) -> DepthPolicy:
     raise PolicyError(f"a policy is {source!r}", "give the path of a policy file, or its JSON object")
 
 
-def _check_gates(policy: DepthPolicy) -> None:
-    """Refuse a policy with gates: vLLM schedules a token before it knows the one before it."""
-    if policy.is_gated:
-        raise PolicyError(f"policy {policy.label} has gates, which vLLM cannot follow", "choose one without")
-
-
 def vllm_args(
     policy: DepthPolicy, policies: Mapping[str, DepthPolicy] | None = None, architecture: str | None = None
 ) -> list[str]:
@@ -158,10 +151,8 @@ def vllm_args(
         architecture: "llama" and the like; by default, that of the model the policy was made for.
 
     Raises:
-        PolicyError: the architecture is unknown, or the plug-in does not have it; a policy has gates.
+        PolicyError: the architecture is unknown, or the plug-in does not have it.
     """
-    for one in (policy, *(policies or {}).values()):
-        _check_gates(one)
     architecture = architecture or (policy.model.architecture if policy.model else None)
     known = {name.removesuffix("ForCausalLM").lower(): tapered for name, tapered in ARCHITECTURES.items()}
     if architecture not in known:

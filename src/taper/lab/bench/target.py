@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ...backends import Backend, available_memory, available_threads, choose_device, open_backend
-from ...errors import DTYPES, HEADS, REPACK, PolicyError, RequestError, number, one_of, whole_number
+from ...errors import DTYPES, HEADS, REPACK, RequestError, number, one_of, whole_number
 from ...models import load_model
 from ...models.config import ModelConfig, expected_shapes
 from ...models.download import DEFAULT_MODEL
@@ -200,19 +200,14 @@ def _context_length(options: BenchOptions, config: ModelConfig) -> int:
 
 
 def _policies(options: BenchOptions, config: ModelConfig) -> dict[str, DepthPolicy]:
-    """Full depth and the given policies; by default those that ship for the model and have no gates, else one of D3."""
+    """Full depth and the given policies; by default those that ship for the model, else one of D3."""
     layers = config.num_hidden_layers
     policies = {FULL: DepthPolicy.full(layers)}
     for name in options.policies:
         policy = resolve_policy(name, layers, config.identity)
-        if policy.is_gated:
-            reason = f"policy {policy.label} has gates: its speed depends on the text, and here prompts are random"
-            raise PolicyError(reason, "leave it out; taper generate --compare shows its speed on a prompt of yours")
         label = policy.name or name
         policies[name if label in policies else label] = policy
     if not options.policies:
         d3 = DepthPolicy.middle_first(layers, _ALPHA, min_depth=max(1, round(layers * _MIN_DEPTH)))
-        fitting = fitting_policies(layers, config.identity)
-        shipped = {name: policy for name, policy in fitting.items() if not policy.is_gated}
-        policies |= shipped or {f"d3, alpha {_ALPHA}": d3}
+        policies |= fitting_policies(layers, config.identity) or {f"d3, alpha {_ALPHA}": d3}
     return policies

@@ -19,7 +19,7 @@ from ...models import model_name
 from ...models.download import content_hash
 from ...policy import DepthPolicy
 from ...sampling import SamplingParams
-from .clock import GREEDY, CostModel, TimedRuns, measure_cost, measure_speedup
+from .clock import CostModel, TimedRuns, measure_cost, measure_speedup
 from .progress import Progress, Report
 from .prompts import BATCH, completions
 from .replay import Reference, Scores
@@ -27,7 +27,7 @@ from .store import Conditions, Measurements, Store, current_conditions, open_sto
 from .summary import CalibratedModel
 
 SLOTS = {"cpu": 64, "cuda": 16}  # prompts whose keys and values stay; a GPU takes memory for all at once
-MIN_SLOTS = 4  # the clock alternates between three depths, and a gate
+MIN_SLOTS = 3  # the clock alternates between three depths
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class MeasuredModel:
     def cost(self, prompt: tuple[int, ...], max_tokens: int, healed: DepthPolicy | None = None) -> CostModel:
         """The time of a step by depth on this machine, in outputs of `max_tokens` tokens; with a policy's adapters."""
         stage = self.progress.stage("time of a step by depth", 1)
-        key: dict[str, Any] = {"cost, with a gate": max_tokens, "prompt": len(prompt)}
+        key: dict[str, Any] = {"cost": max_tokens, "prompt": len(prompt)}
         key |= {"machine": self.conditions.machine, "threads": self.conditions.threads}
         key |= {"adapters": healed.adapters.digest} if healed and healed.adapters else {}
         measured = partial(measure_cost, self.llm.engine, prompt, max_tokens, healed)
@@ -91,11 +91,10 @@ class MeasuredModel:
         stage.done()
         return cost
 
-    def speedup(self, prompts: Sequence[tuple[int, ...]], policy: DepthPolicy, max_tokens: int) -> TimedRuns:
-        """The speed of a policy as measured now, in outputs to these prompts; with gates, in such as users get."""
+    def speedup(self, prompt: tuple[int, ...], policy: DepthPolicy, max_tokens: int) -> TimedRuns:
+        """The speed of a policy as measured now."""
         self.progress.stage("speed", 1).done()
-        sampling = self.sampling if policy.is_gated else GREEDY
-        return measure_speedup(self.llm.engine, prompts, policy, max_tokens, sampling)
+        return measure_speedup(self.llm.engine, prompt, policy, max_tokens)
 
 
 def measured_model(llm: LLM, report: Report | None) -> closing[MeasuredModel]:

@@ -6,9 +6,8 @@ that differ from a base only from some layer on share its hidden states before t
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 
@@ -112,8 +111,7 @@ class Replay:
         steps = range(1, len(full.nll))
         common = self._paths(base, steps)
         begins = [_first_difference(self._paths(policy, steps), common) for policy in policies]
-        gated = [i for i, policy in enumerate(policies) if policy.is_gated]
-        tapered = [i for i, own in enumerate(scores) if i not in gated and (own.depth < self._num_hidden_layers).any()]
+        tapered = [i for i, own in enumerate(scores) if (own.depth < self._num_hidden_layers).any()]
         # The base runs as far as any policy shares it, and returns the hidden states from which each policy goes on.
         hidden_states = {}
         if shared := tuple(sorted({begins[i] for i in tapered} - {0})):
@@ -131,8 +129,6 @@ class Replay:
                 skips = own.depth[place] < self._num_hidden_layers
                 for values, new in zip((own.kl, own.agreement, own.nll), compared, strict=True):
                     values[place] = np.where(skips, new, values[place])
-        for i in gated:  # last, as their tokens read other cells
-            (scores[i],) = self.stepped([index], policies[i])
         return scores
 
     def after_tapered(self, index: int, policy: DepthPolicy, first: Reference) -> Scores:
@@ -148,21 +144,26 @@ class Replay:
         self._prepare(index)
         reference, full, layers = self.references[index], self._full[index], self._num_hidden_layers
         begin, count = len(first.prompt_ids), len(first.completion_ids) - 1  # its last token is part of the next prompt
-        tapered = [] if policy.is_gated else [policy.depth(step) for step in range(1, count + 1)]
+        tapered = [policy.depth(step) for step in range(1, count + 1)]
         rest = [layers] * (len(reference.prompt_ids) - 1 - begin - count)
         sequence, parts = self._held[index], []
         # Cells from here on are overwritten, so no other request may reuse them.
         sequence.num_computed_tokens = sequence.num_exact_tokens = begin
         try:
-            if policy.is_gated:
-                self._fill_by_step(sequence.slot, policy, first)
             for start, depths in ((begin, tapered), (begin + count, rest)):
                 for place in range(0, len(depths), WINDOW):
                     part = depths[place : place + WINDOW]
                     positions = np.arange(start + place, start + place + len(part), dtype=np.int32)
-                    tokens = np.array(reference.prompt_ids, np.int32)[positions]
-                    slots = np.full(len(part), sequence.slot, np.int32)
-                    self.engine.forward(self._filling(policy, tokens, positions, slots, part))
+                    self.engine.forward(
+                        TokenBatch(
+                            tokens=np.array(reference.prompt_ids, np.int32)[positions],
+                            positions=positions,
+                            slots=np.full(len(part), sequence.slot, np.int32),
+                            num_active=active_prefixes(policy.skip_order, layers, part),
+                            adapters=policy.adapters,
+                            fill=True,
+                        )
+                    )
             for window in self._windows(index, first_step=0):
                 logits = self.engine.forward(self._batch(index, self._full_depth, window, logits=True)).logits
                 parts.append(_compare(logits, full, reference, window.start))
@@ -171,70 +172,6 @@ class Replay:
         steps = np.arange(len(full.nll))
         kl, agreement, nll = np.concatenate(parts, axis=1)
         return Scores(np.full(len(steps), index), steps, np.full(len(steps), layers), kl, agreement, nll, full.nll)
-
-    def stepped(
-        self, indices: Sequence[int], policy: DepthPolicy, depth: Callable[[int, int, float], int] | None = None
-    ) -> list[Scores]:
-        """What depths that may rise cost: known completions are decoded side by side, and all cells are filled.
-
-        Args:
-            indices: of completions, at most as many as the engine has slots.
-            policy: whose layers and adapters are meant.
-            depth: gives that of a step, from the index, the step, and the probability of the token before, which the
-                tapered model itself gave; by default the policy's.
-        """
-        scores = {}
-        for index in indices:
-            self._prepare(index)
-            scores[index] = _as_at_full_depth(index, self._full_depth, self._full[index])
-        for step in range(1, max(len(own.nll) for own in scores.values())):
-            depths = {}
-            for index, own in scores.items():
-                if step < len(own.nll):
-                    probability = math.exp(-own.nll[step - 1])
-                    depths[index] = depth(index, step, probability) if depth else policy.depth(step, probability)
-            rows = sorted(depths, key=lambda index: -depths[index])
-            known = [self.references[index] for index in rows]
-            tokens = [one.completion_ids[step - 1] for one in known]
-            positions = [len(one.prompt_ids) - 1 + step for one in known]
-            slots = [self._held[index].slot for index in rows]
-            batch = self._filling(policy, tokens, positions, slots, [depths[index] for index in rows], logits=True)
-            for index, reference, logits in zip(rows, known, self.engine.forward(batch).logits, strict=True):
-                own, place = scores[index], slice(step, step + 1)
-                compared = _compare(logits[None], self._full[index], reference, step)
-                own.kl[place], own.agreement[place], own.nll[place] = compared
-                own.depth[step] = depths[index]
-        return list(scores.values())
-
-    def _fill_by_step(self, slot: int | None, policy: DepthPolicy, output: Reference) -> None:
-        """Write the cells of an output's tokens but the last, each at the depth that the gates give it."""
-        token_ids, depth = (output.prompt_ids[-1], *output.completion_ids[:-1]), self._num_hidden_layers
-        for step, token_id in enumerate(token_ids):
-            position = len(output.prompt_ids) - 1 + step
-            logits = self.engine.forward(
-                self._filling(policy, [token_id], [position], [slot], [depth], logits=True)
-            ).logits
-            depth = policy.depth(step + 1, math.exp(-_nll(logits, _log_sum(logits), output, step)[0]))
-
-    def _filling(
-        self,
-        policy: DepthPolicy,
-        tokens: Sequence[int] | np.ndarray,
-        positions: Sequence[int] | np.ndarray,
-        slots: Sequence[int | None] | np.ndarray,
-        depths: Sequence[int],
-        logits: bool = False,
-    ) -> TokenBatch:
-        """A forward of some tokens, the deepest first, that fills the cells of layers which they skip."""
-        return TokenBatch(
-            tokens=np.asarray(tokens, np.int32),
-            positions=np.asarray(positions, np.int32),
-            slots=np.asarray(slots, np.int32),
-            num_active=active_prefixes(policy.skip_order, self._num_hidden_layers, depths),
-            logits_rows=tuple(range(len(depths))) if logits else (),
-            adapters=policy.adapters,
-            fill=True,
-        )
 
     def block_influence(self) -> np.ndarray:
         """1 - mean cosine of the input and output of each layer at full depth (ShortGPT, arXiv 2403.03853): [L]."""

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from ...models.files import write_whole
-from .summary import CalibrationSummary, depth_in_words, gate_in_words, interval, limits, remarks, verdict
+from .summary import CalibrationSummary, interval, limits, remarks, verdict
 
 SMOOTHED = 9  # steps of a running mean, its own in the middle
 _DPI = 160
@@ -48,8 +48,6 @@ def _page(summary: CalibrationSummary, pictures: Mapping[str, bytes]) -> str:
     text = f"budget {verdict(summary)}" if is_on_budget else verdict(summary)
     words["headline"] = text[0].upper() + text[1:]
     words["answers"] = [(one.prompt, *_differing(one.full, one.policy)) for one in summary.examples]
-    words["depth"] = depth_in_words(summary)
-    words["gate"] = summary.gate and gate_in_words(summary.gate)
     names = {**vars(summary), "verdict": summary.verdict, "smoothed": SMOOTHED}
     return render(template, pictures, **names | words)
 
@@ -123,8 +121,7 @@ def _depth_by_step(summary: CalibrationSummary) -> Figure:
     axes.axhline(mean, color=_INK, linewidth=1, linestyle=(0, (5, 4)))
     place, above = 0.99 * len(curve), mean + 0.01 * layers  # where the curve, which never rises, is not
     axes.text(place, above, f"mean {mean:.1f} of {layers}", ha="right", va="bottom", color=_INK)
-    ylabel = "depth: layers run, at least" if summary.is_gated else "depth: layers run"
-    axes.set(xlim=(0, len(curve)), ylim=(0, 1.1 * layers), xlabel=_STEP, ylabel=ylabel)
+    axes.set(xlim=(0, len(curve)), ylim=(0, 1.1 * layers), xlabel=_STEP, ylabel="depth: layers run")
     every = max(1, layers // 6)
     axes.set_yticks([*range(0, layers - every // 2, every), layers])
     return figure

@@ -13,8 +13,7 @@ import numpy as np
 from ...errors import RequestError, flag, whole_number
 from ...llm import LLM, Prompt
 from ...policy import DepthPolicy
-from .clock import ROUNDS, CostModel
-from .gates import compare, find_gate, mean_depth
+from .clock import CostModel
 from .long_outputs import MAX_TOKENS
 from .measured_model import MeasuredModel, batch_size, measured_model
 from .problems import Problems, word_problems
@@ -214,8 +213,7 @@ def _calibrate(
         raise RequestError("the outputs end with their first token: there is no step to taper", "give other prompts")
     if budget.speedup is None:
         _check_steps([len(reference.completion_ids) - 1 for reference in held_out])
-    by_length = sorted(prompts, key=len)
-    middle = by_length[len(prompts) // 2]
+    middle = sorted(prompts, key=len)[len(prompts) // 2]
     cost = model.cost(middle, planned, healed)
     problems = None if quick else word_problems(llm, model.store)
     with model.measurements(first_steps(search[:COMPLETIONS], STEPS)) as measurements:
@@ -228,23 +226,14 @@ def _calibrate(
     with model.measurements(search[:FITTED]) as measurements:
         score = partial(_score, problems, measurements)
         policy, on_search_prompts = fit_curve(budget, order, measurements, cost, planned, score, model.progress)
-        gated = find_gate(policy, order, measurements, cost, score, model.progress)
-    gate = None
-    if gated is not None:
-        with_gate = model.scores("gate on held-out prompts", held_out, gated[0])
-        without = model.scores("the same without a gate", held_out, policy)
-        gate = compare(gated[0], with_gate, policy, without, cost, budget)
-        policy, on_search_prompts = gated if gate.taken else (policy, on_search_prompts)
 
     validated, scores, own = validate(model, held_out, policy, max_tokens, problems)
     pairs = list(zip(held_out, own, strict=True))[:EXAMPLES]
     examples = [Example(texts[full.prompt_ids], _text(llm, full), _text(llm, tapered)) for full, tapered in pairs]
     depths = [layers - count for count in range(1, len(order.searched) + 1)]
-    depth = mean_depth(scores) if policy.is_gated else policy.mean_depth(planned)
-    around = by_length[len(prompts) // 2 - ROUNDS // 2 :][:ROUNDS] if policy.is_gated else [middle]
     summary = CalibrationSummary(
-        mean_depth=round(depth, 3),
-        speedup=Speedup(round(cost.speedup(policy, depth), 4), model.speedup(around, policy, planned)),
+        mean_depth=round(policy.mean_depth(planned), 3),
+        speedup=Speedup(round(cost.speedup(policy, planned), 4), model.speedup(middle, policy, planned)),
         **vars(validated),
         model=model.identity,
         prompts=PromptCounts(len(search), len(held_out), digest(sorted(prompts)), quick or None),
@@ -255,7 +244,6 @@ def _calibrate(
         policy=name or policy.label,
         on_search_prompts=on_search_prompts,
         conditions=model.conditions,
-        gate=gate,
         model_identity=llm.config.identity,
         cost_ms=cost,
         importance=order.importance,

@@ -162,7 +162,11 @@ def fit_curve(
 ) -> tuple[DepthPolicy, Losses]:
     """The policy for a budget or a speed, and what it costs on the search prompts."""
     layers, most = len(order.importance), len(order.searched)
-    table = LossTable(loss_by_depth(order, measurements, progress), layers, max_tokens)
+    counts = sorted({max(1, round(part * most / 3)) for part in (0, 1, 2, 3)})
+    probes = range(min(PROBES, len(measurements)))
+    stage = progress.stage("loss by depth and place", len(counts) * len(probes))
+    by_depth = {layers - count: measurements.scores(order.skipping(count), stage, probes) for count in counts}
+    table = LossTable(by_depth, layers, max_tokens)
     attempts = ATTEMPTS if budget.speedup is None else most
     stage = progress.stage("curve for the budget", attempts * len(measurements))
     replay = partial(measurements.scores, stage=stage)
@@ -173,15 +177,6 @@ def fit_curve(
         candidates = power_curves_of_speed(order, max_tokens, budget.speedup, cost)
         policy = fit_speed(candidates, order.harmless, table, replay, score)
     return policy, over_steps(replay(policy))
-
-
-def loss_by_depth(order: LayerOrder, measurements: Measurements, progress: Progress) -> dict[int, Scores]:
-    """What a few constant depths cost on the first of the completions, by depth."""
-    layers, most = len(order.importance), len(order.searched)
-    counts = sorted({max(1, round(part * most / 3)) for part in (0, 1, 2, 3)})
-    probes = range(min(PROBES, len(measurements)))
-    stage = progress.stage("loss by depth and place", len(counts) * len(probes))
-    return {layers - count: measurements.scores(order.skipping(count), stage, probes) for count in counts}
 
 
 def power_curve(order: LayerOrder, skipped: int, start: int, span: int) -> DepthPolicy:
@@ -208,18 +203,14 @@ def power_curves_of_speed(order: LayerOrder, max_tokens: int, speedup: float, co
     Raises:
         RequestError: none is that fast.
     """
-
-    def predicted(policy: DepthPolicy) -> float:
-        return cost.speedup(policy, policy.mean_depth(max_tokens))
-
     policies: list[DepthPolicy] = []
     spans, most = range(1, 8 * max_tokens + 1), len(order.searched)
     for skipped, start in product(range(1, most + 1), _starts(max_tokens)):
         policy = partial(power_curve, order, skipped, start)
-        longest = bisect_left(spans, True, key=lambda span: predicted(policy(span)) < speedup)
+        longest = bisect_left(spans, True, key=lambda span: cost.speedup(policy(span), max_tokens) < speedup)
         policies += [policy(longest)] if longest else []
     if not policies:
-        highest = predicted(power_curve(order, most, 0, 1))
+        highest = cost.speedup(power_curve(order, most, 0, 1), max_tokens)
         raise RequestError(
             f"no policy of this model is predicted to be {speedup}x as fast over {max_tokens} tokens",
             f"the most that its flex layers give is {math.floor(highest * 100) / 100}x",

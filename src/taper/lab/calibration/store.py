@@ -152,20 +152,12 @@ class Measurements:
     def scores(self, policy: DepthPolicy, stage: Stage, completions: range | None = None) -> Scores:
         """What a policy costs at each step of some completions, by default of all."""
 
-        chosen, stepped = completions or range(len(self)), dict[int, Scores]()
-
         def measure() -> dict[str, list[float]]:
-            if policy.is_gated:
-                if index not in stepped:  # those that follow go with it
-                    together = chosen[index - chosen.start :][: self.replay.engine.backend.num_slots]
-                    stepped.update(zip(together, self.replay.stepped(together, policy), strict=True))
-                scores = stepped[index]
-            else:
-                (scores,) = self.replay.at(index, [policy])
+            (scores,) = self.replay.at(index, [policy])
             return {name: values.tolist() for name, values in vars(scores).items() if name != "reference"}
 
         parts = []
-        for index in chosen:
+        for index in completions or range(len(self)):
             stored = self._store.remember({"scores of": numbers(policy), "on": self._keys[index]}, measure)
             columns = {name: np.array(values) for name, values in stored.items()}
             parts.append(Scores(reference=np.full(len(columns["step"]), index), **columns))
@@ -201,8 +193,7 @@ def skipping(num_hidden_layers: int, skipped: Collection[int]) -> DepthPolicy:
 def numbers(policy: DepthPolicy) -> dict[str, Any]:
     """What decides what is computed, and nothing else."""
     adapters = {} if policy.adapters is None else {"adapters": policy.adapters.digest}
-    schedule = {name: value for name, value in vars(policy.schedule).items() if name != "gates" or value}
-    return {**schedule, "skip_order": policy.skip_order, **adapters}
+    return {**vars(policy.schedule), "skip_order": policy.skip_order, **adapters}
 
 
 def digest(value: Any) -> str:

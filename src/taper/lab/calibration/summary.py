@@ -12,13 +12,12 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
 
 from ...errors import RequestError, number
-from ...policy import Gate, ModelIdentity
+from ...policy import ModelIdentity
 from .clock import CostModel, TimedRuns
 from .long_outputs import MAX_TOKENS, LongOutputs
 from .statistics import (
     MIN_OUTPUTS,
     MIN_STEPS,
-    Estimate,
     FreeRunning,
     Loss,
     LossByStep,
@@ -165,43 +164,10 @@ class Validation:
 
 
 @dataclass(frozen=True)
-class GateEffect:
-    """A metric with a gate and without one, and the first less the second, paired."""
-
-    gated: Estimate
-    ungated: Estimate
-    difference: Estimate
-
-
-@dataclass(frozen=True)
-class GateRange:
-    """Some steps with a gate and without one: mean KL in nats, and the share whose argmax is not that of full depth."""
-
-    first: int
-    end: int
-    kl: GateEffect
-    disagreement: GateEffect
-
-
-@dataclass(frozen=True)
-class GateComparison:
-    """A gated policy beside the one without gates, on held-out outputs. Pairs are with the gate and without it."""
-
-    gate: Gate
-    curve: str
-    taken: bool
-    mean_depth: tuple[float, float]
-    speedup: tuple[float, float]  # predicted
-    all_steps: GateRange | None  # None: fewer than `MIN_OUTPUTS` outputs have any step
-    ranges: list[GateRange]  # of which so many outputs have steps
-
-
-@dataclass(frozen=True)
 class CalibrationSummary(Validation):
     """All that was measured."""
 
-    # Layers run for a token, over steps from 1 on of an output of the planned length; with a gate, of held-out outputs.
-    mean_depth: float
+    mean_depth: float  # layers run for a token, over steps from 1 on of an output of the planned length
     speedup: Speedup
     model: CalibratedModel
     prompts: PromptCounts
@@ -212,7 +178,6 @@ class CalibrationSummary(Validation):
     policy: str  # name or label of the policy
     on_search_prompts: Losses
     conditions: Conditions
-    gate: GateComparison | None = field(default=None, kw_only=True)  # None: none was worth comparing
     # Policy files leave out what follows.
     model_identity: ModelIdentity  # what policies are checked against
     cost_ms: CostModel  # time of a step by depth
@@ -226,11 +191,6 @@ class CalibrationSummary(Validation):
     # How many of the first layers can be skipped before fewer word problems are solved; None without word problems.
     harmless_layers: int | None = None
     examples: list[Example] = field(default_factory=list)
-
-    @property
-    def is_gated(self) -> bool:
-        """Whether the policy has a gate."""
-        return self.gate is not None and self.gate.taken
 
     @property
     def verdict(self) -> BudgetVerdict | None:
@@ -314,25 +274,6 @@ def verdict(summary: CalibrationSummary) -> str:
         reached = " and ".join(_bounded(name, tapered.worst) for name in over)
         return f"kept by the estimate; the 95 % interval reaches {reached}"
     return "kept" if summary.verdict == "kept" else "not kept; this is the nearest policy that was found"
-
-
-def depth_in_words(summary: CalibrationSummary) -> str:
-    """Where the mean depth was taken."""
-    return "on held-out outputs" if summary.is_gated else f"over {summary.answer_tokens} tokens"
-
-
-def gate_in_words(gate: GateComparison) -> str:
-    """What a gate did, in a line."""
-    (threshold, depth), (speed, other) = gate.gate, gate.speedup
-    text = (
-        f"{depth} layers or more after a token of probability {threshold:g}, otherwise all, at {speed:.2f}x predicted"
-    )
-    text += f" instead of {other:.2f}x"
-    if gate.all_steps is not None:
-        kl, disagreement = gate.all_steps.kl, gate.all_steps.disagreement
-        text += f": KL {interval(kl.gated)} instead of {interval(kl.ungated)} nats, another token at "
-        text += f"{interval(disagreement.gated, 100)} instead of {interval(disagreement.ungated, 100)} % of the steps"
-    return f"{text}; {'taken' if gate.taken else 'not taken'}"
 
 
 def too_few_steps(summary: CalibrationSummary) -> str:

@@ -144,7 +144,7 @@ def calibrate_to_task(
             "mean_depth": round(best.policy.mean_depth(tokens), 3),
             "speedup": {
                 "predicted": round(best.speedup, 4),
-                "measured": list(model.speedup([prompt], best.policy, tokens)),
+                "measured": list(model.speedup(prompt, best.policy, tokens)),
             },
         }
         policy = replace(best.policy, name=name, model=llm.config.identity, provenance=provenance)
@@ -194,5 +194,4 @@ def _try(
     comparison = compare_with_interim_tests(ask, len(validation), FIRST_TEST, margin, seed)
     tokens = float(np.mean(lengths))
     planned = max(32, round(tokens) // 32 * 32)  # the clock is the same for outputs of about this length
-    cost, mean_depth = model.cost(prompt, planned, healed), policy.mean_depth(max(2, round(tokens)))
-    return Trial(policy, comparison, tokens, cost.speedup(policy, mean_depth))
+    return Trial(policy, comparison, tokens, model.cost(prompt, planned, healed).speedup(policy, max(2, round(tokens))))

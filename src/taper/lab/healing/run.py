@@ -50,7 +50,7 @@ def heal(
 
     Raises:
         RequestError: an argument out of its range, too few prompts, no time left to train, or PyTorch is missing; the
-            policy skips nothing or has gates, or a rank is given for one that has adapters.
+            policy skips nothing, or a rank is given for one that has adapters.
         PolicyError: the policy is for another model.
         ModelError: the model is missing, damaged or not supported.
     """
@@ -66,8 +66,6 @@ def heal(
         raise RequestError(f"policy {policy.label} has adapters, which keep their rank", "leave out the rank")
     if not policy.tapers:
         raise RequestError(f"policy {policy.label} skips no layer", "choose another policy")
-    if policy.is_gated:
-        raise RequestError(f"policy {policy.label} has gates", "train one without; its adapters serve with gates too")
     rank = rank or RANK if policy.adapters is None else policy.adapters.rank
     with measured_model(llm, progress) as measured:
         ids = list(encode_prompts(llm, prompts, seed, MAX_PROMPTS))
