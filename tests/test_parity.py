@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 from tiny import (
-    BACKENDS,
     CONTEXT,
+    EVERY_BACKEND,
     TOKENS,
     complete,
     make_backend,
@@ -26,7 +26,7 @@ from taper.policy import DepthPolicy
 from taper.sampling import SamplingParams
 
 
-@BACKENDS
+@EVERY_BACKEND
 def test_full_depth_equals_transformers_greedy(tiny, kind):
     backend = make_backend(kind, tiny.load())
     full = DepthPolicy.full(backend.config.num_hidden_layers)
@@ -34,7 +34,7 @@ def test_full_depth_equals_transformers_greedy(tiny, kind):
     assert complete(Engine(backend), [prompt], [full])[0] == reference_ids(tiny, prompt, None)
 
 
-@BACKENDS
+@EVERY_BACKEND
 def test_policies_equal_the_reference_implementation(tiny, kind):
     loaded = tiny.load()
     prompt = random_prompt(3)
@@ -45,7 +45,7 @@ def test_policies_equal_the_reference_implementation(tiny, kind):
         assert tapered != full, f"{name} changes nothing, so this proves nothing"
 
 
-@BACKENDS
+@EVERY_BACKEND
 @pytest.mark.parametrize("length", [249, 256, 505])
 def test_decoding_across_buckets_of_cells_equals_the_reference_implementation(tiny_llama, kind, length):
     """Attention reads 256 cells, then 512, then 768: the first token past each edge is where a slip would show."""
@@ -55,7 +55,7 @@ def test_decoding_across_buckets_of_cells_equals_the_reference_implementation(ti
         assert complete(engine, [prompt], [policy], 20)[0] == reference_ids(tiny_llama, prompt, policy, 20)
 
 
-@BACKENDS
+@EVERY_BACKEND
 def test_logits_equal_transformers_to_rounding(tiny, kind):
     prompt = random_prompt(4, 50)
     backend = make_backend(kind, tiny.load())
@@ -65,7 +65,7 @@ def test_logits_equal_transformers_to_rounding(tiny, kind):
     np.testing.assert_allclose(backend.forward(one_slot(backend, prompt, every)).logits, expected, atol=2e-4, rtol=1e-4)
 
 
-@BACKENDS
+@EVERY_BACKEND
 def test_rows_of_a_mixed_batch_equal_each_alone(tiny_llama, kind):
     loaded = tiny_llama.load()
     chosen = [*policies(6).values(), DepthPolicy.full(6)]
@@ -77,7 +77,7 @@ def test_rows_of_a_mixed_batch_equal_each_alone(tiny_llama, kind):
         assert found == complete(Engine(make_backend(kind, loaded)), [prompt], [policy])[0]
 
 
-@BACKENDS
+@EVERY_BACKEND
 def test_one_forward_serves_rows_at_different_depths(tiny_llama, kind):
     """Invariant 2: a prefix of the tokens runs each layer, and one that sat a layer out re-enters later."""
     backend = make_backend(kind, tiny_llama.load(), num_slots=2)
@@ -100,7 +100,7 @@ def test_one_forward_serves_rows_at_different_depths(tiny_llama, kind):
         np.testing.assert_allclose(together[row], alone.forward(step).logits[0], atol=2e-4)
 
 
-@BACKENDS
+@EVERY_BACKEND
 def test_chunked_prefill_equals_whole(tiny_llama, kind):
     loaded, prompt = tiny_llama.load(), random_prompt(5, 200)
     policy = policies(6)["d3"]
@@ -108,7 +108,7 @@ def test_chunked_prefill_equals_whole(tiny_llama, kind):
     assert complete(Engine(make_backend(kind, loaded), max_num_batched_tokens=37), [prompt], [policy]) == whole
 
 
-@BACKENDS
+@EVERY_BACKEND
 def test_garbage_in_unwritten_cells_changes_nothing(tiny_llama, kind):
     loaded, prompt, policy = tiny_llama.load(), random_prompt(6), policies(6)["d3 late"]
     clean = complete(Engine(make_backend(kind, loaded, num_slots=2)), [prompt], [policy])
@@ -119,7 +119,7 @@ def test_garbage_in_unwritten_cells_changes_nothing(tiny_llama, kind):
     assert complete(Engine(backend), [prompt], [policy]) == clean
 
 
-@BACKENDS
+@EVERY_BACKEND
 def test_second_chat_turn_equals_a_cold_start(tiny_llama, kind):
     """Invariant 5: with exact reuse, only tokens that every layer ran are used again."""
     loaded, first = tiny_llama.load(), random_prompt(8)
@@ -134,7 +134,7 @@ def test_second_chat_turn_equals_a_cold_start(tiny_llama, kind):
         assert warm == complete(Engine(make_backend(kind, loaded)), [second], [policy])[0], name
 
 
-@BACKENDS
+@EVERY_BACKEND
 def test_reuse_saves_the_forward_of_the_shared_prefix(tiny_llama, kind):
     engine = Engine(make_backend(kind, tiny_llama.load()))
     prompt, full = random_prompt(10, 60), DepthPolicy.full(6)

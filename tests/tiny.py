@@ -32,7 +32,8 @@ torch.set_num_threads(1)
 
 TOKENS = 28  # in which the curves of `policies` fall as far as they matter
 CONTEXT = 512
-BACKENDS = pytest.mark.parametrize("kind", ["ggml", "torch"])
+EVERY_BACKEND = pytest.mark.parametrize("kind", ["ggml", "torch"])
+BACKENDS = pytest.mark.parametrize("kind", ["ggml", pytest.param("torch", marks=pytest.mark.ci)])
 
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
