@@ -6,16 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tiny import (
-    BACKENDS,
-    FAMILIES,
-    make_backend,
-    make_tiny,
-    one_slot,
-    policies,
-    random_prompt,
-    with_adapters,
-)
+from tiny import BACKENDS, FAMILIES, make_backend, make_tiny, one_slot, policies, random_prompt, with_adapters
 
 from taper.engine import Engine, Request
 from taper.errors import RequestError

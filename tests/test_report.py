@@ -18,14 +18,7 @@ from taper.lab.calibration import report
 from taper.lab.calibration.clock import TimedRuns
 from taper.lab.calibration.report import write_report
 from taper.lab.calibration.statistics import Estimate, Losses, PolicyAndFull
-from taper.lab.calibration.summary import (
-    Budget,
-    CalibrationSummary,
-    Frontier,
-    Speedup,
-    interval,
-    verdict,
-)
+from taper.lab.calibration.summary import Budget, CalibrationSummary, Frontier, Speedup, interval, verdict
 from taper.models import files
 
 PICTURES = ["depth_by_step", "frontier", "importance", "loss_by_step", "speed"]

@@ -46,9 +46,9 @@ def custom_generate(
         RequestError: `reuse` is neither of these, or `max_drafted` is below 1.
 
     Raises (from `generate`):
-        RequestError: attention that is neither full nor of a sliding window, beams, assistants, a static
-            cache or none, one that has dropped tokens, `inputs_embeds`; `stop_strings`, whose tokenizer transformers
-            loses on the way: `StopStringCriteria` among the `stopping_criteria` does what they would.
+        RequestError: attention that is neither full nor of a sliding window, beams, assistants, a static cache or
+            none, one that has dropped tokens, `inputs_embeds`; `stop_strings`, whose tokenizer transformers loses on
+            the way: `StopStringCriteria` among the `stopping_criteria` does what they would.
         PolicyError: the policy was made for another model, or skips layer 0, from which transformers reads lengths.
     """
     one_of("reuse", reuse, REUSE)

@@ -15,16 +15,7 @@ from ...errors import RequestError, number
 from ...policy import ModelIdentity
 from .clock import CostModel, TimedRuns
 from .long_outputs import MAX_TOKENS, LongOutputs
-from .statistics import (
-    MIN_OUTPUTS,
-    MIN_STEPS,
-    FreeRunning,
-    Loss,
-    LossByStep,
-    Losses,
-    LossEstimate,
-    SolvedProblems,
-)
+from .statistics import MIN_OUTPUTS, MIN_STEPS, FreeRunning, Loss, LossByStep, Losses, LossEstimate, SolvedProblems
 from .store import Conditions
 
 HURTS = 0.9  # agreement over tapered steps below which readers are warned

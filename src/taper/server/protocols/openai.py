@@ -578,10 +578,10 @@ class Infill(BaseModel):
 class PolicyInfo(BaseModel):
     """A policy that requests may name. Lists are an estimate and the ends of its interval.
 
-    `first_skip` is the first step that skips a layer; full depth has none. `repetition`
-    is the part of the four-grams of outputs that occurred earlier in the same output; `full_repetition` is the same at
-    full depth. These, `agreement`, `speedup` and `mean_depth` are of outputs of up to `measured_tokens` tokens;
-    `late_agreement` is of the tokens from `late_from` on in long outputs, most of which run at the least depth.
+    `first_skip` is the first step that skips a layer; full depth has none. `repetition` is the part of the four-grams
+    of outputs that occurred earlier in the same output; `full_repetition` is the same at full depth. These,
+    `agreement`, `speedup` and `mean_depth` are of outputs of up to `measured_tokens` tokens; `late_agreement` is of the
+    tokens from `late_from` on in long outputs, most of which run at the least depth.
     """
 
     min_depth: int
