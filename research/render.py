@@ -39,6 +39,7 @@ _BY_MODEL = (
         "head_frontier",
         "head_speed",
         "head_tasks",
+        "healing_long",
         "long_outputs",
         "repetition",
         "rising",

@@ -44,7 +44,9 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 VOCAB_SIZE = 300
 
 # Where transformers has another name.
-MODEL_TYPES = {"gemma3": "gemma3_text", "gemma4": "gemma4_text", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss"}
+MODEL_TYPES = {"gemma3": "gemma3_text", "gemma4": "gemma4_text", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss"} | {
+    "qwen35": "qwen3_5_text"
+}
 GGUF_NAMES = {
     "granitemoehybrid": "granite",
     "mistral": "llama",
@@ -116,6 +118,12 @@ GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2
     "hidden_size_per_layer_input": 0
 }
 QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+QWEN35 = {"layers": 7, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+LFM2 = {
+    "layers": 7,
+    "layer_types": ["conv" if layer in (0, 1, 3, 4, 6) else "full_attention" for layer in range(7)],
+    "block_multiple_of": 32,
+}
 GPT_OSS = {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 16}
 # The same for the others. Windows are shorter than the prompts.
 FAMILIES = {
@@ -144,6 +152,9 @@ FAMILIES = {
     "gemma4": ("gemma4", GEMMA4 | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True}),
     "gemma4, values from keys": ("gemma4", GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}),
     "gemma4 with experts": ("gemma4", GEMMA4 | GEMMA4_EXPERTS),
+    "qwen35": ("qwen35", QWEN35 | {"linear_num_value_heads": 4}),
+    "qwen35, as many heads of keys": ("qwen35", QWEN35 | {"linear_num_value_heads": 2, "tied": False}),
+    "lfm2": ("lfm2", LFM2),
     "gemma3": ("gemma3", {"layers": 7, "sliding_window": 16, "query_pre_attn_scalar": 16, "rope_parameters": GEMMA}),
 }
 # What GGUF files cannot say is tested from folders alone.
@@ -260,7 +271,9 @@ def write_gguf(
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     inner = config.intermediate_size
-    if architecture == "gemma4":
+    if architecture == "lfm2":
+        inner, kv_heads = 96, [0 if kind == "conv" else config.num_key_value_heads for kind in config.layer_types]
+    elif architecture == "gemma4":
         kv_heads = [config.per_layer_config[i].num_key_value_heads for i in range(config.num_hidden_layers)]
         kv_heads = kv_heads if config.attention_k_eq_v else kv_heads[0]
         if config.use_double_wide_mlp:
@@ -273,7 +286,7 @@ def write_gguf(
     writer.add_feed_forward_length(inner)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(kv_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_layer_norm_rms_eps(config.norm_eps if architecture == "lfm2" else config.rms_norm_eps)
     add_facts(writer, config)
     add_vocabulary(writer, vocabulary)
     by_name = {name: architecture for architecture, name in gguf.MODEL_ARCH_NAMES.items()}
@@ -281,7 +294,11 @@ def write_gguf(
     scales = {name: scale for name, scale in tiny.hf.named_buffers() if name.endswith("layer_scalar")}
     for name, parameter in (dict(tiny.hf.named_parameters()) | scales).items():
         array = parameter.detach().numpy()
-        if architecture in ("gemma2", "gemma3") and name.endswith("norm.weight"):
+        if architecture == "qwen35" and ".linear_attn." in name:
+            write_delta_net(writer, config, name, array, dtype)
+            continue
+        array = array[:, 0] if name.endswith("conv.conv.weight") else array
+        if architecture in ("gemma2", "gemma3", "qwen35") and name.endswith("norm.weight"):
             array = array + 1
         if name.split(".")[-2] in ("q_proj", "k_proj") and architecture in PERMUTED:
             array = array.reshape(-1, 2, config.head_dim // 2, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
@@ -328,11 +345,49 @@ def write_gguf(
             stored, rows = quantise(target, array)
             writer.add_tensor(target, rows, raw_dtype=gguf.GGMLQuantizationType[stored])
         else:
-            writer.add_tensor(target, array.astype(np.float32 if array.ndim == 1 else dtype))
+            is_small = array.ndim == 1 or name.endswith("conv.conv.weight")
+            writer.add_tensor(target, array.astype(np.float32 if is_small else dtype))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def write_delta_net(writer, config, name: str, array: np.ndarray, dtype) -> None:
+    """A tensor of a recurrent layer of Qwen 3.5, as llama.cpp's converter writes it."""
+    _, _, layer, _, part = name.split(".", 4)
+    heads, groups = config.linear_num_value_heads, config.linear_num_key_heads
+    per_group, dim = heads // groups, config.linear_value_head_dim
+    keys = 2 * groups * config.linear_key_head_dim
+
+    def tiled(values: np.ndarray) -> np.ndarray:
+        """Heads of values along the first axis: the first of each group, then the second of each."""
+        parts = values.reshape(groups, per_group, -1, *values.shape[1:])
+        return parts.swapaxes(0, 1).reshape(values.shape)
+
+    if part == "A_log":
+        array = -np.exp(array)
+    array = array[:, 0] if part == "conv1d.weight" else array
+    if part in ("in_proj_qkv.weight", "conv1d.weight"):
+        array = np.concatenate((array[:keys], tiled(array[keys:])))
+    elif part == "out_proj.weight":
+        array = np.ascontiguousarray(tiled(array.T).T)
+    elif part != "norm.weight":
+        assert len(array) in (heads, heads * dim)
+        array = tiled(array)
+    target = {
+        "A_log": "ssm_a",
+        "dt_bias": "ssm_dt.bias",
+        "conv1d.weight": "ssm_conv1d.weight",
+        "norm.weight": "ssm_norm.weight",
+        "in_proj_qkv.weight": "attn_qkv.weight",
+        "in_proj_z.weight": "attn_gate.weight",
+        "in_proj_a.weight": "ssm_alpha.weight",
+        "in_proj_b.weight": "ssm_beta.weight",
+        "out_proj.weight": "ssm_out.weight",
+    }[part]
+    is_small = array.ndim == 1 or part == "conv1d.weight"
+    writer.add_tensor(f"blk.{layer}.{target}", array.astype(np.float32 if is_small else dtype))
 
 
 def add_vocabulary(writer, vocabulary: str = "byte-level") -> None:
@@ -399,6 +454,18 @@ def add_facts(writer, config) -> None:
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_logit_scale(config.logits_scaling)
+    if config.model_type == "qwen3_5_text":
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+        writer.add_rope_dimension_sections([1, 1, 0, 0])
+        writer.add_full_attention_interval(4)
+        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+        writer.add_ssm_state_size(config.linear_key_head_dim)
+        writer.add_ssm_group_count(config.linear_num_key_heads)
+        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+        writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+    if config.model_type == "lfm2":
+        writer.add_shortconv_l_cache(config.conv_L_cache)
     if config.model_type == "olmo3":
         writer.add_sliding_window(config.sliding_window)
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
@@ -511,7 +578,9 @@ def reference_turns(tiny: TinyModel, turns, policy: DepthPolicy, tokens: int = T
 
     from taper import hf
 
-    cache, ids, completions = DynamicCache(), [], []
+    is_recurrent = {"linear_attention", "conv"} & {*(getattr(tiny.hf.config, "layer_types", None) or [])}
+    cache = DynamicCache(config=tiny.hf.config) if is_recurrent else DynamicCache()
+    ids, completions = [], []
     for turn in turns:
         given = torch.tensor([[*ids, *turn]])
         out = tiny.hf.generate(

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from transformers.generation.configuration_utils import GenerationMode
 from .adapters import EPS
 from .errors import REUSE, PolicyError, RequestError, limited_attention, one_of, whole_number
 from .policy import DepthPolicy
+
+_RECURRENT = {"linear_attention", "conv"}  # among the types of layers in a config
 
 
 def custom_generate(
@@ -71,7 +74,8 @@ def custom_generate(
         # transformers hands these two to its own loops only; its frame is the one place to find them.
         caller = sys._getframe(1).f_locals
         cache: Any = model_kwargs.get("past_key_values")
-        _check(model, policy, generation_config, caller.get("assistant_model"), cache, model_kwargs)
+        keeps_all = reuse == "filled" and not exact
+        _check(model, policy, generation_config, caller.get("assistant_model"), cache, model_kwargs, keeps_all)
         # Layers that keep only a window count wrongly once they are skipped; masks limit layers that keep all tokens.
         cache.layers = [
             DynamicLayer() if isinstance(layer, DynamicSlidingWindowLayer) else layer for layer in cache.layers
@@ -85,7 +89,7 @@ def custom_generate(
             streamer = caller.get("streamer")
             return _exact(model, policy, input_ids, cache, choose, stopping_criteria, streamer, max_drafted)
         try:
-            with _layers_by_step(model.get_decoder().layers, policy, reuse == "filled", input_ids.shape[1]):
+            with _layers_by_step(model, policy, reuse == "filled", input_ids.shape[1]):
                 return model._sample(
                     input_ids,
                     logits_processor=logits_processor,
@@ -156,7 +160,7 @@ def _exact(
                 break
         _cut(cache, ids.shape[1] - 1)  # without what was rejected
         drafted = ids[:, :0]
-        with _layers_by_step(model.get_decoder().layers, policy, False, prompt_length):
+        with _layers_by_step(model, policy, False, prompt_length):
             for _ in range(max_drafted):
                 last = drafted[:, -1:] if drafted.numel() else ids[:, -1:]
                 drafted = torch.cat([drafted, logits_of(last)[-1:].argmax(-1, keepdim=True)], -1)
@@ -165,12 +169,14 @@ def _exact(
 
 
 @contextmanager
-def _layers_by_step(layers: Any, policy: DepthPolicy, fill: bool, prompt_length: int) -> Iterator[None]:
+def _layers_by_step(model: Any, policy: DepthPolicy, fill: bool, prompt_length: int) -> Iterator[None]:
     """Let each flex layer pass its input on at the steps that skip it; restored whatever happens."""
+    layers, counter = model.get_decoder().layers, _first_attention(model.config.get_text_config())
     own = {index: layers[index].__dict__.get("forward") for index in policy.skip_order}
     try:
         for index in policy.skip_order:
-            layers[index].forward = _forward_by_step(layers[index], index, policy, fill, prompt_length)
+            counted = index > counter
+            layers[index].forward = _forward_by_step(layers[index], index, policy, fill, prompt_length, counted)
         yield
     finally:
         for index, forward in own.items():
@@ -180,17 +186,27 @@ def _layers_by_step(layers: Any, policy: DepthPolicy, fill: bool, prompt_length:
                 layers[index].forward = forward
 
 
-def _forward_by_step(layer: Any, index: int, policy: DepthPolicy, fill: bool, prompt_length: int) -> Callable[..., Any]:
+def _first_attention(config: Any) -> int:
+    """The layer by whose keys a cache counts its tokens."""
+    kinds = getattr(config, "layer_types", None) or []
+    return next((layer for layer, kind in enumerate(kinds) if kind not in _RECURRENT), 0)
+
+
+def _forward_by_step(
+    layer: Any, index: int, policy: DepthPolicy, fill: bool, prompt_length: int, counted: bool
+) -> Callable[..., Any]:
+    """The forward of a flex layer. `counted`: the layer by which the cache counts has run before it."""
     adapter, run = _adapter(policy, index), layer.forward
+    has_cells = hasattr(layer, "self_attn")  # a recurrent layer that a token skips keeps its state as it is
     lends = getattr(getattr(layer, "self_attn", None), "store_full_length_kv", False)  # to layers that share them
 
     def forward(hidden_states: Any, *args: Any, past_key_values: Any, **kwargs: Any) -> Any:
-        # Layer 0 has run, so its cache holds this forward's tokens too: the prompt and one for each step.
-        step = past_key_values.get_seq_length() - prompt_length
+        # With the tokens of this forward, the cache holds the prompt and one token for each step.
+        step = past_key_values.get_seq_length() + (0 if counted else hidden_states.shape[1]) - prompt_length
         if step > 0 and index not in policy.retained_layers(step):
             if lends:
                 run(hidden_states, *args, past_key_values=past_key_values, **kwargs)
-            elif fill:
+            elif fill and has_cells:
                 with suppress(_Written):
                     run(hidden_states, *args, past_key_values=_WriteOnly(past_key_values), **kwargs)
             return hidden_states if adapter is None else adapter(hidden_states)
@@ -231,15 +247,25 @@ def _adapter(policy: DepthPolicy, index: int) -> Callable[[Any], Any] | None:
 
 
 def _check(
-    model: Any, policy: DepthPolicy, generation_config: Any, assistant: Any, cache: Any, model_kwargs: dict[str, Any]
+    model: Any,
+    policy: DepthPolicy,
+    generation_config: Any,
+    assistant: Any,
+    cache: Any,
+    model_kwargs: dict[str, Any],
+    keeps_all: bool,
 ) -> None:
+    """Refuse what would go wrong; `keeps_all` says that the cache is never cut back."""
     config = model.config.get_text_config()
+    kinds = {*(getattr(config, "layer_types", None) or []), "full_attention"}
+    is_recurrent, kinds = bool(kinds & _RECURRENT), kinds - _RECURRENT
     windowed = [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, DynamicSlidingWindowLayer)]
     dropped = any(layer.get_seq_length() for layer in windowed)
     mode = generation_config.get_generation_mode(assistant)
     for wrong, reason in [
         (model.config.is_encoder_decoder, "the model has an encoder"),
-        (limited_attention(config) == "hybrid", "the model has hybrid attention"),
+        (limited_attention(SimpleNamespace(layer_types=kinds)) == "hybrid", "the model has hybrid attention"),
+        (is_recurrent and not keeps_all, "the states of recurrent layers cannot be cut back"),
         (mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE), f"{mode.value} is not greedy or sampling"),
         (not generation_config.use_cache, "use_cache is off"),
         (dropped, "the cache has dropped what is outside a window"),
@@ -252,5 +278,7 @@ def _check(
             )
     sizes = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
     policy.check_model(config.num_hidden_layers, policy.model and replace(policy.model, **sizes))
-    if 0 not in policy.retained_at(policy.min_depth):
-        raise PolicyError("the policy skips layer 0; transformers reads positions from its cache", "keep layer 0 core")
+    counter = _first_attention(config)
+    if counter not in policy.retained_at(policy.min_depth) and not (is_recurrent and keeps_all):
+        message = f"the policy skips layer {counter}; transformers reads positions from its cache"
+        raise PolicyError(message, f"keep layer {counter} core")

@@ -30,7 +30,8 @@ class TokenBatch:
 
     Layer l runs on the first `num_active[l]` tokens. The rest pass through its adapter; without one, their hidden
     states stay as they are. With `fill`, they still write keys and values: the layer's own projections of the hidden
-    state that enters it. A token attends to the cells of its slot up to its own position, itself included.
+    state that enters it. The state of a recurrent layer stays as it is where a token skips the layer. A token attends
+    to the cells of its slot up to its own position, itself included.
 
     Forwards of the same tokens that differ only from some layer on can share what comes before: the first one asks
     for its hidden states there (`output_hidden_states`), the others begin from them at `first_layer`. Keys and values
@@ -50,6 +51,7 @@ class TokenBatch:
     hidden_states: np.ndarray | None = None  # float32 [N, hidden_size], what enters `first_layer`
     adapters: Adapters | None = None  # of the layers that tokens skip
     fill: bool = False  # write keys and values in skipped layers too
+    tentative: bool = False  # only other tentative forwards go on from the states that it leaves in recurrent layers
 
 
 @dataclass(frozen=True)
@@ -105,12 +107,22 @@ class Backend(Protocol):
         """Run the batch and write its keys and values."""
         ...
 
+    def resumable(self, slot: int, num_tokens: int) -> int:
+        """After how many of the first `num_tokens` tokens of a slot a forward can go on: all, if no layer is recurrent.
+
+        The states of recurrent layers are kept after some tokens only (`StateRecords`).
+        """
+        ...
+
     def copy(self, source: int, target: int, first: int, end: int) -> None:
-        """Copy the keys and values of all layers from one slot to another: positions `first` to `end`, excluded."""
+        """Copy the keys and values of all layers from one slot to another: positions `first` to `end`, excluded.
+
+        And the states of recurrent layers after `end` tokens, which must be `resumable`.
+        """
         ...
 
     def clear(self, slot: int) -> None:
-        """Write zeros over the keys and values of a slot that may not be finite: masked ones must be numbers too."""
+        """Write zeros over what a slot holds, as it may not be finite: masked keys and values must be numbers too."""
         ...
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -20,10 +21,12 @@ from torch import Tensor
 
 from ..adapters import EPS, Adapters
 from ..errors import ModelError, RequestError
-from ..models.config import Experts, ModelConfig, Rope
+from ..models.config import DeltaNet, Experts, Mixer, ModelConfig, Rope
 from ..models.tensors import Tensor as StoredTensor
 from . import ForwardOutput, Runs, TokenBatch, needed, runs_by_slot
+from .mixers import States, delta_rule, pass_tokens, short_convolution
 from .passing import PassingStates
+from .states import Passage, StateRecords
 
 if TYPE_CHECKING:
     from .fused import FusedLayers
@@ -34,7 +37,7 @@ FEW_TOKENS = 4  # up to so many tokens each get a copy of their experts
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 Outputs = tuple[Tensor, Tensor]  # logits [N, vocab_size], and the argmax of each, int64 [N], or -1
-Step = Callable[[TokenBatch], Outputs]
+Step = Callable[[np.ndarray], Outputs]
 Rotations = dict[Rope, Tensor]
 AdapterWeights = dict[int, tuple[Tensor, Tensor]]  # `down` and `up` of each adapter, by layer
 
@@ -76,6 +79,8 @@ class TorchBackend:
         self._weights = {name: self._convert(name, to_torch(tensor)) for name, tensor in tensors.items()}
         self.weight_bytes = {name: weight.nbytes for name, weight in self._weights.items()}
         self._cache = self._new_cache()
+        self._records = None if config.mixer is None else StateRecords(config, num_slots)
+        self._states = self._new_states()
         fits = PassingStates.fit(config)
         self._passing = PassingStates[Tensor](config, num_slots, context_length) if fits else None
         ropes = {spec.rope for spec in config.layers if spec.rope}
@@ -91,7 +96,7 @@ class TorchBackend:
         config, options = self.config, {"dtype": self.dtype, "device": self.device}
         shapes = [
             (2, self.num_slots, sizes.num_key_value_heads, self.context_length, sizes.head_dim)
-            if spec.cells_of is None
+            if spec.has_cells
             else (0,)
             for sizes, spec in zip(map(config.sizes, range(len(config.layers))), config.layers, strict=True)
         ]
@@ -99,6 +104,17 @@ class TorchBackend:
             together: Sequence[Tensor] = torch.zeros(len(shapes), *shapes[0], **options)
             return together
         return [torch.zeros(shape, **options) for shape in shapes]
+
+    def _new_states(self) -> list[States]:
+        """The records of each recurrent layer."""
+        mixer = self.config.mixer
+        if mixer is None or self._records is None:
+            return []
+        count, layers = self._records.num_records, range(len(self.config.recurrent_layers))
+        shapes: list[tuple[int, ...]] = [(mixer.conv_width, mixer.conv_size - 1)]
+        if mixer.num_matrices:
+            shapes.append((mixer.num_matrices, mixer.head_dim, mixer.head_dim))
+        return [tuple(torch.zeros(count, *shape, device=self.device) for shape in shapes) for _ in layers]
 
     def _convert(self, name: str, weights: Tensor) -> Tensor:
         converted = weights.to(self.device, self._matrix_dtype if weights.ndim > 1 else self.dtype)
@@ -126,10 +142,13 @@ class TorchBackend:
         batch = needed(batch, self.config)
         with torch.inference_mode():
             if self._passing is not None:
-                self._passing.fill(batch, self._states, self._write_cells)
-            output = self._forward(batch)
+                self._passing.fill(batch, self._held, self._write_cells)
+            passages = [] if self._records is None else self._records.passages(batch)
+            output = self._forward(batch, stacked(batch, passages))
             if self._passing is not None:
                 self._passing.note(batch)
+            if self._records is not None:
+                self._records.commit(passages, batch.tentative)
             return output
 
     def _adapter_weights(self, adapters: Adapters | None) -> AdapterWeights:
@@ -143,17 +162,29 @@ class TorchBackend:
             }
         return self._adapters[adapters]
 
+    def resumable(self, slot: int, num_tokens: int) -> int:
+        """After how many of the first `num_tokens` tokens of a slot a forward can go on."""
+        return num_tokens if self._records is None else self._records.resumable(slot, num_tokens)
+
     def copy(self, source: int, target: int, first: int, end: int) -> None:
-        """Copy keys and values from one slot to another."""
+        """Copy keys and values, and the state after them, from one slot to another."""
         with torch.inference_mode():
             if self._passing is not None:
                 self._passing.finish(self._write_cells)
                 self._passing.copy(source, target, first, end)
             for cells in self._own_cells():
                 cells[:, target, :, first:end] = cells[:, source, :, first:end]
+            if self._records is not None:
+                passage = self._records.copied(source, target, first, end)
+                for states, read, write in zip(self._states, passage.reads, passage.writes, strict=True):
+                    for values in states:
+                        values[write] = values[read]
+                self._records.commit_copy(passage)
 
     def clear(self, slot: int) -> None:
-        """Write zeros over the keys and values of a slot."""
+        """Write zeros over the keys and values of a slot, and forget its states."""
+        if self._records is not None:
+            self._records.clear(slot)
         with torch.inference_mode():
             for cells in self._own_cells():
                 cells[:, slot] = 0
@@ -164,12 +195,12 @@ class TorchBackend:
         self._adapters.clear()
         self._weights.clear()
         self._fused = self._passing = None
-        self._cache = []
+        self._cache, self._states = [], []
 
     def _own_cells(self) -> list[Tensor]:
         return [cells for cells in self._cache if len(cells)]
 
-    def _states(self, layer: int, slot: int, positions: np.ndarray) -> Tensor:
+    def _held(self, layer: int, slot: int, positions: np.ndarray) -> Tensor:
         """What a layer's keys hold at these positions of a slot: [n, hidden_size], a copy."""
         return self._cache[layer][0, slot][:, self._upload(positions)].transpose(0, 1).flatten(1)
 
@@ -181,7 +212,7 @@ class TorchBackend:
         ):
             cells[:, places] = new.transpose(0, 1)
 
-    def _forward(self, batch: TokenBatch) -> ForwardOutput:
+    def _forward(self, batch: TokenBatch, rows: np.ndarray) -> ForwardOutput:
         kv_length = self._kv_length(int(batch.positions.max()) + 1)
         runs = runs_by_slot(batch.slots)
         count = len(batch.tokens)
@@ -190,10 +221,10 @@ class TorchBackend:
         if self._use_graphs and whole and one_depth and len(runs) == count:
             skips = 0 in batch.num_active
             key = batch.num_active, batch.adapters if skips else None, batch.fill and skips, count, kv_length
-            logits, greedy = self._step(key, batch)(batch)
-            rows = logits[list(batch.logits_rows)] if batch.logits_rows else logits[:0]
-            return ForwardOutput(rows.float().cpu().numpy(), greedy.numpy()[list(batch.greedy_rows)])
-        inputs = self._upload(stacked(batch))
+            logits, greedy = self._step(key, batch, rows)(rows)
+            chosen = logits[list(batch.logits_rows)] if batch.logits_rows else logits[:0]
+            return ForwardOutput(chosen.float().cpu().numpy(), greedy.numpy()[list(batch.greedy_rows)])
+        inputs = self._upload(rows)
         if batch.hidden_states is None:
             x = self.embed(inputs[0])
         else:
@@ -217,10 +248,10 @@ class TorchBackend:
     def _upload(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(self.device, non_blocking=True)
 
-    def _step(self, key: tuple[Any, ...], batch: TokenBatch) -> Step:
+    def _step(self, key: tuple[Any, ...], batch: TokenBatch, rows: np.ndarray) -> Step:
         """A step of one token a row: `key` is what it depends on, (num_active, adapters, fill, count, kv_length).
 
-        `batch` is an example with this key.
+        `batch` is an example with this key, and `rows` are its inputs.
         """
         if key not in self._graphs:
             _, adapters, _, count, kv_length = key
@@ -236,22 +267,22 @@ class TorchBackend:
                     logits = self.logits(x)
                 return logits, argmax(logits)
 
-            self._graphs[key] = self._capture(compute, batch)
+            self._graphs[key] = self._capture(compute, rows)
             if len(self._graphs) > MAX_GRAPHS:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(key)
         return self._graphs[key]
 
-    def _capture(self, compute: Callable[[Tensor], Outputs], batch: TokenBatch) -> Step:
+    def _capture(self, compute: Callable[[Tensor], Outputs], rows: np.ndarray) -> Step:
         """Capture a computation as a CUDA graph that reads its inputs from the host's memory.
 
-        It first runs once without being captured, on `batch`, because libraries initialise themselves then.
+        It first runs once without being captured, on `rows`, because libraries initialise themselves then.
 
         Returns:
-            A function from a batch to logits on the device and their argmax on the host; its next call overwrites both.
+            A function from inputs to logits on the device and their argmax on the host; its next call overwrites both.
         """
-        given = torch.from_numpy(stacked(batch)).pin_memory()
-        chosen = torch.zeros(len(batch.tokens), dtype=torch.int64, pin_memory=True)
+        given = torch.from_numpy(rows).pin_memory()
+        chosen = torch.zeros(rows.shape[1], dtype=torch.int64, pin_memory=True)
         inputs, values = given.to(self.device), given.numpy()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -264,8 +295,8 @@ class TorchBackend:
             logits, greedy = compute(inputs)
             chosen.copy_(greedy, non_blocking=True)
 
-        def replay(batch: TokenBatch) -> Outputs:
-            values[:] = stacked(batch)
+        def replay(rows: np.ndarray) -> Outputs:
+            values[:] = rows
             graph.replay()
             torch.cuda.current_stream().synchronize()
             return logits, chosen
@@ -277,10 +308,10 @@ class TorchBackend:
     ) -> dict[int, Tensor]:
         """Run the layers on x [N, hidden_size], in place; copies of it before the layers of `output_hidden_states`.
 
-        Tokens, positions and slots are read from `inputs`, int64 [3, N], not from `batch`: graphs replay with others.
-        With `runs` None, each slot has one token, and the operations do not depend on which slots these are.
+        Tokens, positions, slots and records are read from `inputs` (`stacked`), not from `batch`: graphs replay with
+        others. With `runs` None, each slot has one token, and the operations do not depend on which slots these are.
         """
-        tokens, positions, slots = inputs
+        (tokens, positions, slots), (reads, writes) = inputs[:3], inputs[3:].tensor_split(2)
         rotations, layer_inputs = self.rotations(positions), self.inputs_of_layers(tokens)
         visible = {window: visible_cells(positions, kv_length, window) for window in self._windows}
         hidden_states = {}
@@ -291,12 +322,21 @@ class TorchBackend:
                 continue
             spec = self.config.layers[layer]
             source = self.config.source(layer)
+            if spec.mixer is not None:
+                if n < len(x) and layer in adapters:
+                    x[n:] = adapt(x[n:], *adapters[layer])
+                if n:
+                    place = self.config.recurrent_layers[layer]
+                    h = self.attention_input(x[:n], layer)
+                    mixed = self._mixed(h, layer, spec.mixer, self._states[place], reads[place], writes[place], runs)
+                    x[:n] = self.finish_layer(x[:n], mixed, layer)
+                continue
             keys, values = self._cache[source]  # [num_slots, key-value heads, context_length, head_dim]
             filled = len(x) if self.config.fills(layer, batch.fill) else n
             written = n if self._passing is not None else filled
             if filled:
                 h = self.attention_input(x[:filled], layer)
-            if written and source == layer:
+            if written and spec.has_cells:
                 k, v = self.keys_values(h[:written], layer, rotations)
                 keys[slots[:written], :, positions[:written]], values[slots[:written], :, positions[:written]] = k, v
             if written < filled:  # not where layers lend: there no states wait
@@ -306,10 +346,11 @@ class TorchBackend:
                 x[n:] = adapt(x[n:], *adapters[layer])
             if n == 0:
                 continue
-            q = self.queries(h[:n], layer, rotations)
+            q, gate = self._gated_queries(h[:n], layer, rotations)
             cached = keys[:, :, :kv_length], values[:, :, :kv_length]
             seen, scale = visible[spec.window][:n], spec.attention_scale
             attended = attend(q, *cached, seen, slots[:n], runs, scale, spec.score_cap, self.sinks(layer))
+            attended = attended if gate is None else attended * gate
             x[:n] = self.finish_layer(x[:n], attended, layer, layer_inputs and layer_inputs[layer][:n])
         return hidden_states
 
@@ -317,7 +358,7 @@ class TorchBackend:
         self, fused: FusedLayers, x: Tensor, inputs: Tensor, batch: TokenBatch, adapters: AdapterWeights, kv_length: int
     ) -> None:
         """`_decode` of one token in kernels: x [1, hidden_size], in place."""
-        _, positions, slots = inputs
+        _, positions, slots = inputs[:3]
         active = batch.num_active
         passed = 0  # the end of the layers that have been passed together
         for layer, is_active in enumerate(active):
@@ -359,7 +400,30 @@ class TorchBackend:
 
     def queries(self, h: Tensor, layer: int, rotations: Rotations) -> Tensor:
         """Queries [n, heads, head_dim] of h, the `attention_input` of the first n tokens of `rotations`."""
-        return self._rotated(self._heads(self._projected(h, layer, "q"), layer, "q"), layer, rotations)
+        return self._gated_queries(h, layer, rotations)[0]
+
+    def _gated_queries(self, h: Tensor, layer: int, rotations: Rotations) -> tuple[Tensor, Tensor | None]:
+        """The same, and what attention's outputs are multiplied by, [n, heads * head_dim], if they are."""
+        q, gate = self._projected(h, layer, "q"), None
+        if self.config.layers[layer].output_gate:
+            q, gate = (half.flatten(1) for half in q.unflatten(1, (self.config.num_attention_heads, 2, -1)).unbind(2))
+            gate = gate.sigmoid()
+        return self._rotated(self._heads(q, layer, "q"), layer, rotations), gate
+
+    def _mixed(
+        self, h: Tensor, layer: int, mixer: Mixer, held: States, reads: Tensor, writes: Tensor, runs: Runs | None
+    ) -> Tensor:
+        """What a recurrent layer makes of its first tokens, h [n, hidden_size], before the last product."""
+        weights, name, records = self._weights, f"layers.{layer}", (reads[: len(h)], writes[: len(h)], runs)
+        conv = weights[f"{name}.conv"].float()
+        if isinstance(mixer, DeltaNet):
+            qkv, alpha, beta = (self._times(h, layer, f"{part}_proj").float() for part in ("qkv", "alpha", "beta"))
+            decay = F.softplus(alpha + weights[f"{name}.dt_bias"].float()) * weights[f"{name}.decay"].float()
+            step = partial(delta_rule, mixer, conv)
+            out = pass_tokens(step, (qkv, decay, beta.sigmoid()), held, *records).to(h.dtype)
+            return self._norm(out, f"{name}.mixer_norm").flatten(1) * F.silu(self._times(h, layer, "z_proj"))
+        b, c, x = self._times(h, layer, "in_proj").chunk(3, -1)
+        return pass_tokens(partial(short_convolution, conv), ((b * x).float(),), held, *records).to(h.dtype) * c
 
     def keys_values(self, h: Tensor, layer: int, rotations: Rotations) -> tuple[Tensor, Tensor]:
         """Keys and values, each [n, key-value heads, head_dim], of the first n tokens as in `queries`."""
@@ -392,13 +456,14 @@ class TorchBackend:
 
         `given` is what the layer gets besides, [n, layer_input_size].
         """
-        name, scale = f"layers.{layer}", self.config.layers[layer].output_scale
-        x = self._added(x, self._times(attended, layer, "o_proj", "o_bias"), f"{name}.post_attention_norm")
+        name, spec = f"layers.{layer}", self.config.layers[layer]
+        projected = self._times(attended, layer, "o_proj" if spec.mixer is None else "out_proj", "o_bias")
+        x = self._added(x, projected, f"{name}.post_attention_norm")
         x = self._added(x, self._mlp(x, layer), f"{name}.post_mlp_norm")
         if given is not None:
             h = self._times(self._gated(self._times(x, layer, "input_gate"), given), layer, "input_proj")
             x = x + self._norm(h, f"{name}.post_input_norm")
-        return _scaled(x, scale)
+        return _scaled(x, spec.output_scale)
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits [N, vocab_size] of hidden states [N, hidden_size] after the last layer."""
@@ -475,9 +540,18 @@ class TorchBackend:
         return F.rms_norm(x.to(weight.dtype), (x.shape[-1],), weight, self.config.rms_norm_eps)
 
 
-def stacked(batch: TokenBatch) -> np.ndarray:
-    """Tokens, positions and slots of a batch, int64 [3, N]."""
-    return np.array((batch.tokens, batch.positions, batch.slots), np.int64)
+def stacked(batch: TokenBatch, passages: Sequence[Passage] = ()) -> np.ndarray:
+    """The tokens, positions and slots of a batch, int64 [3 + 2 * recurrent layers, N].
+
+    Then come the records which the slots of the tokens read in each recurrent layer, and those which they write.
+    """
+    rows = [np.array((batch.tokens, batch.positions, batch.slots), np.int64)]
+    if passages:
+        place = {passage.slot: index for index, passage in enumerate(passages)}
+        of_tokens = [place[slot] for slot in batch.slots.tolist()]
+        for records in ([passage.reads for passage in passages], [passage.writes for passage in passages]):
+            rows.append(np.stack(records, 1)[:, of_tokens])
+    return np.concatenate(rows)
 
 
 def argmax(logits: Tensor) -> Tensor:

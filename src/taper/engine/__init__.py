@@ -197,9 +197,11 @@ class Engine:
         ids = np.random.default_rng(0).integers(0, self.backend.config.vocab_size, start + room).astype(np.int32)
 
         def logits(first: int, end: int) -> np.ndarray:
+            tentative = first >= start  # they begin at the same place again and again
             positions, rows = np.arange(first, end, dtype=np.int32), tuple(range(end - first)) if first >= start else ()
             slots, active = np.full(end - first, slot, np.int32), (end - first,) * self._num_hidden_layers
-            return self.backend.forward(TokenBatch(ids[first:end], positions, slots, active, rows)).logits
+            batch = TokenBatch(ids[first:end], positions, slots, active, rows, tentative=tentative)
+            return self.backend.forward(batch).logits
 
         for first in range(0, start, self.max_num_batched_tokens):
             logits(first, min(start, first + self.max_num_batched_tokens))
@@ -277,6 +279,7 @@ class Engine:
             if not _can_wait(sequence, scheduled[num_decoding:]):
                 prompt, scores = sequence.request.prompt_ids, sequence.request.scores_prompt
                 first = min(sequence.num_computed_tokens, len(prompt) - 1)  # all, if the last step was interrupted
+                first = self._resumable(sequence, first)
                 chunk = list(prompt[first : first + (min(left, MAX_PROMPT_LOGITS) if scores else left)])
                 if self._has_idle_layers and not scores and 1 < len(chunk) == len(prompt) - first:
                     del chunk[-1]  # the others need fewer layers than the one that predicts
@@ -287,23 +290,33 @@ class Engine:
         return scheduled
 
     def _decoding(self, sequences: list[Sequence]) -> list[Scheduled]:
-        """The last token of each sequence, and after it the proposed tokens that are worth verifying."""
+        """The last token of each sequence, and after it the proposed tokens that are worth verifying.
+
+        Before it come those after which no state of recurrent layers was kept, because proposed ones were rejected.
+        """
         drafts: dict[Sequence, Draft] = {}
         counts: dict[Sequence, int] = {}
+        first = {sequence: self._resumable(sequence, sequence.num_tokens - 1) for sequence in sequences}
         if drafting := {sequence: most for sequence in sequences if (most := self._most_drafted(sequence))}:
-            room = self._room(sequences)
+            num_tokens = sum(sequence.num_tokens - first[sequence] for sequence in sequences)
+            room = self._room(sequences, num_tokens)
             drafts = {s: draft for s, most in drafting.items() if (draft := s.propose(most)) is not None}
-            counts = self._planned(drafts, len(sequences), room)
+            counts = self._planned(drafts, num_tokens, room)
             others = {sequence: most for sequence, most in drafting.items() if sequence not in drafts}
-            drafts |= self._predicted(others, len(sequences), room - sum(counts.values()))
+            drafts |= self._predicted(others, first, room - sum(counts.values()))
         parts = []
         for sequence in sequences:
-            draft, policy = drafts.get(sequence), sequence.request.policy
+            draft, policy, start = drafts.get(sequence), sequence.request.policy, first[sequence]
             proposed = [] if draft is None else draft.token_ids[: counts.get(sequence)]
-            depths = [sequence.depth, *(policy.depth(sequence.step + place) for place in range(1, len(proposed) + 1))]
-            token_ids = [sequence.outputs[-1].token_id, *proposed]
-            parts.append(Scheduled(sequence, token_ids, sequence.num_tokens - 1, depths, len(token_ids), policy, draft))
+            token_ids = [*sequence.tokens_from(start), *proposed]
+            depths = sequence.depths_from(start, len(token_ids))
+            parts.append(Scheduled(sequence, token_ids, start, depths, 1 + len(proposed), policy, draft))
         return parts
+
+    def _resumable(self, sequence: Sequence, num_tokens: int) -> int:
+        """After how many of the first `num_tokens` tokens of a running sequence its next forward begins."""
+        assert sequence.slot is not None
+        return self.backend.resumable(sequence.slot, num_tokens)
 
     def _most_drafted(self, sequence: Sequence) -> int:
         """How many tokens may be proposed: none at the end of the output or of the context."""
@@ -313,15 +326,15 @@ class Engine:
         ends = sequence.request.params.max_tokens - sequence.step, self.backend.context_length - sequence.num_tokens
         return max(0, min(drafting.max_tokens, min(ends) - 1))
 
-    def _room(self, sequences: list[Sequence]) -> int:
-        """How many proposed tokens fit in a forward that has the last token of each sequence."""
+    def _room(self, sequences: list[Sequence], num_tokens: int) -> int:
+        """How many proposed tokens fit in a forward that has `num_tokens` tokens of the sequences without them."""
         widths = [s.request.drafting.max_width for s in sequences if s.request.drafting is not None]
         limit = min([self.max_num_batched_tokens, *(width for width in widths if width is not None)])
-        return max(0, limit - len(sequences))
+        return max(0, limit - num_tokens)
 
-    def _planned(self, drafts: dict[Sequence, Draft], num_sequences: int, room: int) -> dict[Sequence, int]:
-        """How many tokens of each draft to verify."""
-        planned = self.planner.plan([(draft, s.drafts) for s, draft in drafts.items()], num_sequences)
+    def _planned(self, drafts: dict[Sequence, Draft], num_tokens: int, room: int) -> dict[Sequence, int]:
+        """How many tokens of each draft to verify in a forward that has `num_tokens` tokens without them."""
+        planned = self.planner.plan([(draft, s.drafts) for s, draft in drafts.items()], num_tokens)
         counts = {}
         for (sequence, draft), wanted in zip(drafts.items(), planned, strict=True):
             is_always = sequence.request.drafting is not None and sequence.request.drafting.always
@@ -329,17 +342,21 @@ class Engine:
             room -= counts[sequence]
         return counts
 
-    def _predicted(self, most: dict[Sequence, int], num_sequences: int, room: int) -> dict[Sequence, Draft]:
+    def _predicted(self, most: dict[Sequence, int], first: dict[Sequence, int], room: int) -> dict[Sequence, Draft]:
         """What the policies for drafting predict, a forward for each token: as many tokens as are worth verifying.
 
-        The keys and values that they write are overwritten by the verification.
+        The keys and values that they write are overwritten by the verification. `first` is where the next forward of
+        each running sequence begins.
         """
         counts: dict[Sequence, int] = {}
         for sequence, limit in most.items():
             drafting = sequence.request.drafting
+            start, last = first[sequence], sequence.num_tokens - 1
+            if sequence.depths_from(start, last - start) != [self._num_hidden_layers] * (last - start):
+                continue  # the policy for drafting may not skip the layers that these tokens skip
             if drafting is not None and drafting.policy is not None and drafting.kind != "ngram":
                 is_probe = sequence.step % PROBE_STEPS == 1
-                planned = self.planner.plan_policy(sequence.predictions, num_sequences, limit, is_probe)
+                planned = self.planner.plan_policy(sequence.predictions, len(first), limit, is_probe)
                 if wanted := min(limit if drafting.always else planned, room):
                     counts[sequence] = wanted
                     room -= wanted
@@ -347,7 +364,7 @@ class Engine:
         active = list(counts)
         while active:
             started = time.perf_counter()
-            predictions = self._forward([_predicting(s, proposed[s]) for s in active], proposes=True)
+            predictions = self._forward([_predicting(s, first[s], proposed[s]) for s in active], proposes=True)
             self.planner.note_draft(time.perf_counter() - started)
             going_on = []
             for sequence, (prediction,) in zip(active, predictions, strict=True):
@@ -393,6 +410,7 @@ class Engine:
                 shortlist=self.uses_shortlist,
                 adapters=adapters,
                 fill=not proposes and any(part.sequence.request.takes_filled for _, part in members),
+                tentative=proposes,
             )
             drafts = any(part.sequence.request.drafting for _, part in members)
             is_timed = drafts and not proposes and all(part.sequence.step for _, part in members)
@@ -527,14 +545,16 @@ class Engine:
         self.slots.release(sequence)
 
 
-def _predicting(sequence: Sequence, proposed: list[int]) -> Scheduled:
-    """The next token of a draft, under the policy for drafting."""
+def _predicting(sequence: Sequence, first: int, proposed: list[int]) -> Scheduled:
+    """The next token of a draft, under the policy for drafting; the first one after the tokens from `first` on."""
     drafting = sequence.request.drafting
     assert drafting is not None
     assert drafting.policy is not None
-    last = proposed[-1] if proposed else sequence.outputs[-1].token_id
-    position, depth = sequence.num_tokens - 1 + len(proposed), drafting.policy.depth(sequence.step + len(proposed))
-    return Scheduled(sequence, [last], position, [depth], 1, drafting.policy)
+    start = sequence.num_tokens - 1 + len(proposed) if proposed else first
+    token_ids = proposed[-1:] or sequence.tokens_from(first)
+    depths = sequence.depths_from(start, len(token_ids) - 1)
+    depths.append(drafting.policy.depth(sequence.step + len(proposed)))
+    return Scheduled(sequence, token_ids, start, depths, 1, drafting.policy)
 
 
 def _can_wait(sequence: Sequence, prompts: list[Scheduled]) -> bool:

@@ -170,13 +170,24 @@ class Sequence:
         missing = max(0, count - len(self.request.prompt_ids))
         return [*self.request.prompt_ids[:count], *(output.token_id for output in self.outputs[:missing])]
 
+    def tokens_from(self, first: int) -> list[int]:
+        """Those of prompt and completion from an index on."""
+        prompt = self.request.prompt_ids
+        return [*prompt[first:], *(output.token_id for output in self.outputs[max(0, first - len(prompt)) :])]
+
+    def depths_from(self, first: int, count: int) -> list[int]:
+        """The depths of the forwards that read so many tokens from an index on, the prompt's at that of its end."""
+        steps = range(first + 1 - len(self.request.prompt_ids), first + 1 - len(self.request.prompt_ids) + count)
+        return [self.request.policy.depth(max(0, step)) for step in steps]
+
     def count_computed(self, position: int, depths: list[int], num_hidden_layers: int) -> None:
         """Count tokens of a forward, from a position on, whose keys and values may be used again."""
-        at_full_depth = depths.count(num_hidden_layers)  # the first ones
-        if self.num_exact_tokens == position:
-            self.num_exact_tokens += at_full_depth
-        if self.num_computed_tokens == position:
-            self.num_computed_tokens += len(depths) if self.request.takes_filled else at_full_depth
+        exact = position + depths.count(num_hidden_layers)  # the first ones
+        computed = position + len(depths) if self.request.takes_filled else exact
+        if position <= self.num_exact_tokens:
+            self.num_exact_tokens = max(self.num_exact_tokens, exact)
+        if position <= self.num_computed_tokens:
+            self.num_computed_tokens = max(self.num_computed_tokens, computed)
 
     def propose(self, most: int) -> Draft | None:
         """Tokens that might come next, at most so many, as they followed the same tokens before."""

@@ -46,7 +46,8 @@ class Slots:
 
         slot = min(free, key=cost)
         # The last token runs in any case: its logits predict the first token of the completion.
-        sequence.num_computed_tokens = sequence.num_cached_tokens = min(shared[slot], len(prompt) - 1)
+        reused = self._backend.resumable(slot, min(shared[slot], len(prompt) - 1))
+        sequence.num_computed_tokens = sequence.num_cached_tokens = reused
         sequence.num_exact_tokens = min(sequence.num_computed_tokens, self.num_exact[slot])
         sequence.slot = slot
         self.sequences[slot] = sequence
@@ -59,9 +60,12 @@ class Slots:
             return
         slots = range(len(self.kept))
         holders = [slot for slot in slots if self._held(slot, sequence.request, len(least)) == least]
-        shared = {slot: common_prefix(self._held(slot, sequence.request), prompt) for slot in holders}
-        if shared:
-            source = max(holders, key=lambda slot: shared[slot])
+        shared = {
+            slot: self._backend.resumable(slot, common_prefix(self._held(slot, sequence.request), prompt))
+            for slot in holders
+        }
+        source = max(holders, key=lambda slot: shared[slot], default=0)
+        if shared.get(source, own) > own:
             self._backend.copy(source, sequence.slot, own, shared[source])
             sequence.num_cached_tokens += shared[source] - own
             if sequence.num_exact_tokens == own:

@@ -54,6 +54,45 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class DeltaNet:
+    """What takes the place of attention in a recurrent layer: the gated delta rule (arXiv 2412.06464).
+
+    Queries, keys and values pass through a causal convolution over `conv_size` tokens. Then each value head h has a
+    matrix that reads keys of key head h % num_key_heads; it decays, and is corrected by what it should have read.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    head_dim: int  # of keys and of values
+    conv_size: int
+
+    @property
+    def conv_width(self) -> int:
+        """Numbers in the queries, keys and values of a token."""
+        return (2 * self.num_key_heads + self.num_value_heads) * self.head_dim
+
+    @property
+    def num_matrices(self) -> int:
+        """In a state, besides the inputs of the convolution before the next token."""
+        return self.num_value_heads
+
+
+@dataclass(frozen=True)
+class ShortConvolution:
+    """What takes the place of attention in a recurrent layer of LFM2: a causal convolution over `conv_size` tokens.
+
+    Three products of the layer's input: the first times the third is convolved, and multiplied by the second.
+    """
+
+    conv_width: int
+    conv_size: int
+    num_matrices = head_dim = 0  # as in `DeltaNet`
+
+
+Mixer = DeltaNet | ShortConvolution
+
+
+@dataclass(frozen=True)
 class LayerSpec:
     """What a layer computes.
 
@@ -63,8 +102,10 @@ class LayerSpec:
     for none. `o_bias`: of attention's output. `has_sinks`: each head has a logit that takes a share of its attention
     and gives nothing. `score_cap`: scores are cap * tanh(score / cap), before the softmax. `v_norm`: values are normed
     too, by no weights. `keys_are_values`: before norms and rotation. `cells_of`: the layer whose keys and values it
-    attends to; None: it has its own. `experts`: takes the place of the MLP. `output_scale`: multiplies what the layer
-    gives. `head_dim`, `num_key_value_heads`, `intermediate_size`: None: those of the model.
+    attends to; None: it has its own. `output_gate`: attention's outputs are multiplied by the sigmoid of as many
+    numbers, which follow the query in each head. `mixer`: takes the place of attention, and has a state instead of keys
+    and values. `experts`: takes the place of the MLP. `output_scale`: multiplies what the layer gives. `head_dim`,
+    `num_key_value_heads`, `intermediate_size`: None: those of the model.
     """
 
     rope: Rope | None
@@ -80,11 +121,18 @@ class LayerSpec:
     v_norm: bool = False
     keys_are_values: bool = False
     cells_of: int | None = None
+    output_gate: bool = False
+    mixer: Mixer | None = None
     experts: Experts | None = None
     output_scale: float = 1.0
     head_dim: int | None = None
     num_key_value_heads: int | None = None
     intermediate_size: int | None = None
+
+    @property
+    def has_cells(self) -> bool:
+        """Whether it has keys and values of its own."""
+        return self.cells_of is None and self.mixer is None
 
 
 class LayerSizes(NamedTuple):
@@ -156,7 +204,7 @@ class ModelConfig:
 
     def fills(self, layer: int, fill: bool) -> bool:
         """Whether tokens that skip a layer write keys and values there, if all layers that have some `fill`."""
-        return self.source(layer) == layer and (fill or layer in self.lenders)
+        return self.layers[layer].has_cells and (fill or layer in self.lenders)
 
     @cached_property
     def lenders(self) -> frozenset[int]:
@@ -165,8 +213,19 @@ class ModelConfig:
 
     @cached_property
     def last_writer(self) -> int:
-        """The last layer with keys and values of its own; those above matter only for what a token predicts."""
+        """The last layer with keys and values, or a state, of its own; those above matter only for predictions."""
         return max(layer for layer, spec in enumerate(self.layers) if spec.cells_of is None)
+
+    @cached_property
+    def recurrent_layers(self) -> dict[int, int]:
+        """The layers that have a state instead of keys and values, and the place of each among them."""
+        recurrent = (layer for layer, spec in enumerate(self.layers) if spec.mixer is not None)
+        return {layer: place for place, layer in enumerate(recurrent)}
+
+    @cached_property
+    def mixer(self) -> Mixer | None:
+        """That of the recurrent layers, which all have the same; None if there are none."""
+        return next((spec.mixer for spec in self.layers if spec.mixer is not None), None)
 
     @property
     def identity(self) -> ModelIdentity:
@@ -192,12 +251,16 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def _layer_shapes(c: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
     spec, (head_dim, _, inner_size) = c.layers[layer], c.sizes(layer)
     q_size, kv_size = c.num_attention_heads * head_dim, c.sizes(layer).cell_width
-    cells = [] if spec.cells_of is not None else ["k"] if spec.keys_are_values else ["k", "v"]
-    shapes: dict[str, tuple[int, ...]] = {
-        "q_proj": (q_size, c.hidden_size),
-        **{f"{name}_proj": (kv_size, c.hidden_size) for name in cells},
-        "o_proj": (c.hidden_size, q_size),
-    }
+    cells = [] if not spec.has_cells else ["k"] if spec.keys_are_values else ["k", "v"]
+    shapes: dict[str, tuple[int, ...]]
+    if spec.mixer is not None:
+        shapes = _mixer_shapes(c.hidden_size, spec.mixer)
+    else:
+        shapes = {
+            "q_proj": ((1 + spec.output_gate) * q_size, c.hidden_size),
+            **{f"{name}_proj": (kv_size, c.hidden_size) for name in cells},
+            "o_proj": (c.hidden_size, q_size),
+        }
     if spec.experts is None or spec.experts.beside_mlp:
         inner: tuple[int, ...] = (inner_size, c.hidden_size)
         shapes |= {"gate_proj": inner, "up_proj": inner, "down_proj": inner[::-1]}
@@ -221,7 +284,7 @@ def _layer_shapes(c: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
         shapes["o_bias"] = (c.hidden_size,)
     if spec.has_sinks:
         shapes["sinks"] = (c.num_attention_heads,)
-    if spec.qk_norm == "head":
+    if spec.qk_norm == "head" and spec.mixer is None:
         shapes |= {f"{name}_norm": (head_dim,) for name in ("q", *cells[:1])}
     elif spec.qk_norm == "whole":
         shapes |= {"q_norm": (q_size,), "k_norm": (kv_size,)}
@@ -232,3 +295,22 @@ def _layer_shapes(c: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
         shapes |= {"input_gate": (size, c.hidden_size), "input_proj": (c.hidden_size, size)}
         shapes["post_input_norm"] = (c.hidden_size,)
     return shapes
+
+
+def _mixer_shapes(hidden_size: int, mixer: Mixer) -> dict[str, tuple[int, ...]]:
+    conv = {"conv": (mixer.conv_width, mixer.conv_size)}
+    if isinstance(mixer, ShortConvolution):
+        width = mixer.conv_width
+        return {**conv, "in_proj": (3 * width, hidden_size), "out_proj": (hidden_size, width)}
+    heads, value_size = mixer.num_value_heads, mixer.num_value_heads * mixer.head_dim
+    return {
+        **conv,
+        "qkv_proj": (mixer.conv_width, hidden_size),
+        "beta_proj": (heads, hidden_size),
+        "alpha_proj": (heads, hidden_size),
+        "dt_bias": (heads,),
+        "decay": (heads,),
+        "mixer_norm": (mixer.head_dim,),
+        "z_proj": (value_size, hidden_size),
+        "out_proj": (hidden_size, value_size),
+    }

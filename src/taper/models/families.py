@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import ModelError
 from ..policy import MAX_LAYERS
-from . import gemma4
+from . import gemma4, lfm2, qwen35
 from .files import Settings
 from .gpt_oss import rearranged
 from .tensors import Tensor, TensorNames
@@ -31,9 +31,9 @@ class Family:
     the norm weights of folders. `defaults`: values that config.json may omit, as in transformers. `folder_settings`:
     what it may say in other ways; `gguf_settings`: what GGUF headers say so or leave unsaid, as in llama.cpp.
     `layer_facts`: fields of each `LayerSpec`, of settings, windows and tensors, where layers differ by more than
-    windows and positions. `rearranged`: brings the tensors of a folder into the layout of other families; such a folder
-    may be in MXFP4. `layer_names`, `gguf_layer_names`: names of tensors besides those that all families share, as in
-    `TensorNames`; default: norms before attention and MLP.
+    windows and positions. `rearranged`: brings the tensors of a folder into the layout of GGUF files. `reads_mxfp4`:
+    such a folder may be in MXFP4. `layer_names`, `gguf_layer_names`: names of tensors besides those that all families
+    share, as in `TensorNames`; default: norms before attention and MLP.
     """
 
     architecture: str
@@ -54,7 +54,8 @@ class Family:
     folder_settings: Callable[[Settings], Mapping[str, Any]] | None = None
     gguf_settings: Callable[[Settings], Mapping[str, Any]] | None = None
     layer_facts: Callable[[Settings, Sequence[int | None], dict[str, Tensor]], list[dict[str, Any]]] | None = None
-    rearranged: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
+    rearranged: Callable[[dict[str, Tensor], Settings], dict[str, Tensor]] | None = None
+    reads_mxfp4: bool = False
     layer_names: Mapping[str, str] | None = None
     gguf_layer_names: Mapping[str, str] = field(default_factory=dict)
 
@@ -108,6 +109,39 @@ _GPT_OSS_EXPERTS = {  # as `rearranged` names them
     **{f"mlp.experts.{name}_proj": f"{name}_experts" for name in ("gate", "up", "down")},
     **{f"mlp.experts.{name}_proj_bias": f"{name}_experts_bias" for name in ("gate", "up", "down")},
 }
+_DELTA_NET_PRODUCTS = {"qkv": "qkv", "z": "z", "b": "beta", "a": "alpha"}
+_DELTA_NET = {
+    **{f"linear_attn.in_proj_{theirs}.weight": f"{ours}_proj" for theirs, ours in _DELTA_NET_PRODUCTS.items()},
+    "linear_attn.conv1d.weight": "conv",
+    "linear_attn.dt_bias": "dt_bias",
+    "linear_attn.A_log": "decay",
+    "linear_attn.norm.weight": "mixer_norm",
+    "linear_attn.out_proj.weight": "out_proj",
+}
+_DELTA_NET_GGUF = {
+    "attn_qkv.weight": "qkv_proj",
+    "attn_gate.weight": "z_proj",
+    "ssm_beta.weight": "beta_proj",
+    "ssm_alpha.weight": "alpha_proj",
+    "ssm_conv1d.weight": "conv",
+    "ssm_dt.bias": "dt_bias",
+    "ssm_a": "decay",
+    "ssm_norm.weight": "mixer_norm",
+    "ssm_out.weight": "out_proj",
+}
+_LFM2 = {
+    "operator_norm.weight": "pre_attention_norm",
+    "ffn_norm.weight": "pre_mlp_norm",
+    "self_attn.out_proj.weight": "o_proj",
+    **{f"self_attn.{name}_layernorm.weight": f"{name}_norm" for name in "qk"},
+    "conv.conv.weight": "conv",
+    **{f"conv.{name}.weight": name for name in ("in_proj", "out_proj")},
+    **{
+        f"feed_forward.{theirs}.weight": f"{ours}_proj"
+        for theirs, ours in (("w1", "gate"), ("w2", "down"), ("w3", "up"))
+    },
+}
+_LFM2_GGUF = {f"shortconv.{name}.weight": name for name in ("conv", "in_proj", "out_proj")}
 _GEMMA4 = {
     "layer_scalar": "output_scale",
     "per_layer_input_gate.weight": "input_gate",
@@ -357,6 +391,31 @@ MODEL_TYPES = {
         defaults={**_QWEN, "max_window_layers": 0, "norm_topk_prob": False},
         layer_names=_PRE_NORMS | _QWEN_EXPERTS,
     ),
+    "qwen3_5_text": Family(
+        "qwen35",
+        qk_norm="head",
+        reads=("num_nextn_predict_layers", "partial_rotary_factor"),
+        norm_offset=1.0,
+        defaults={"head_dim": 256, "partial_rotary_factor": 0.25, "linear_conv_kernel_dim": 4}
+        | {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+        | {"linear_num_key_heads": 16, "linear_num_value_heads": 32},
+        folder_settings=qwen35.folder_settings,
+        gguf_settings=qwen35.gguf_settings,
+        layer_facts=qwen35.layer_facts,
+        rearranged=qwen35.rearranged,
+        layer_names=_PRE_NORMS | _DELTA_NET,
+        gguf_layer_names=_MISNAMED | _DELTA_NET_GGUF,
+    ),
+    "lfm2": Family(
+        "lfm2",
+        qk_norm="head",
+        defaults={"rope_theta": 1e6, "conv_L_cache": 3},
+        folder_settings=lfm2.folder_settings,
+        gguf_settings=lfm2.gguf_settings,
+        layer_facts=lfm2.layer_facts,
+        layer_names=_LFM2,
+        gguf_layer_names=_LFM2_GGUF,
+    ),
     "gpt_oss": Family(
         "gpt-oss",
         experts=True,
@@ -367,6 +426,7 @@ MODEL_TYPES = {
         defaults={**_SWIGLU, "sliding_window": 128, "head_dim": 64, "rope_theta": 150000.0},
         gguf_settings=_gpt_oss_header,
         rearranged=rearranged,
+        reads_mxfp4=True,
         layer_names=_PRE_NORMS | _GPT_OSS_EXPERTS,
         gguf_layer_names=_MISNAMED,
     ),
@@ -390,6 +450,7 @@ def head_size(settings: Settings) -> int:
 
 # Names of tensors -> ours, in all families.
 _FOLDER_MODEL = {
+    "model.embedding_norm.weight": "norm",  # of LFM2
     "model.embed_tokens.weight": "embed_tokens",
     "model.embed_tokens_per_layer.weight": "layer_embeddings",
     "model.per_layer_model_projection.weight": "layer_projection",
@@ -404,6 +465,7 @@ _FOLDER_LAYER = {
     **{f"mlp.{name}_proj.weight": f"{name}_proj" for name in ("gate", "up", "down")},
 }
 _GGUF_MODEL = {
+    "token_embd_norm.weight": "norm",  # of LFM2
     "token_embd.weight": "embed_tokens",
     "per_layer_token_embd.weight": "layer_embeddings",
     "per_layer_model_proj.weight": "layer_projection",
@@ -437,6 +499,7 @@ SWITCHES: dict[str, Any] = {
     **dict.fromkeys(("swiglu_alpha", "swiglu_limit")),
     **dict.fromkeys(("mlp_bias", "use_bidirectional_attention", "use_qk_norm"), False),
     **dict.fromkeys(("hidden_size_per_layer_input", "num_experts", "num_kv_shared_layers", "num_local_experts"), 0),
+    "num_nextn_predict_layers": 0,
     "shared_intermediate_size": 0,
     **dict.fromkeys(("embedding_multiplier", "logits_scaling", "residual_multiplier"), 1.0),
     "decoder_sparse_step": 1,

@@ -45,18 +45,19 @@ def load_folder(path: Path) -> LoadedModel:
         settings = Settings({**settings.values, **family.folder_settings(settings)}, "config.json")
     quantised = settings.values.get("quantization_config")
     is_mxfp4 = isinstance(quantised, dict) and quantised.get("quant_method") == "mxfp4"
-    if quantised and not (family.rearranged and is_mxfp4):
+    if quantised and not (family.reads_mxfp4 and is_mxfp4):
         raise ModelError("quantised safetensors are not supported", "use the original weights, or a GGUF file")
     names, tensors = family.folder_names, _read_weights(path)
     tensors = _of_language_model(tensors) if has_parts else tensors
-    tensors = family.rearranged(tensors) if family.rearranged else tensors
+    tensors = family.rearranged(tensors, settings) if family.rearranged else tensors
     for name, tensor in tensors.items():
         if tensor.dtype not in WEIGHT_TYPES:
             raise ModelError(f"tensor {name} is of type {tensor.dtype}", f"supported: {', '.join(_DTYPES)}")
     tensors = names.rename({name: t for name, t in tensors.items() if "rotary_emb" not in name})
     config = read_config(family, settings, tensors, interleaved=family.interleaved == "everywhere")
     if family.norm_offset:
-        tensors |= {name: _plus(t, family.norm_offset) for name, t in tensors.items() if name.endswith("norm")}
+        norms = (name for name in tensors if name.endswith("norm") and not name.endswith("mixer_norm"))
+        tensors |= {name: _plus(tensors[name], family.norm_offset) for name in norms}
     tensors = fit_tensors(config, tensors, names)
     return LoadedModel(config, tensors, tokenizer_from_folder(path, config.vocab_size), _sampling(path))
 

@@ -42,13 +42,22 @@ _KEYS = {
     "expert_shared_feed_forward_length": "shared_intermediate_size",
     "expert_used_count": "num_experts_per_tok",
     "final_logit_softcapping": "final_logit_softcapping",
+    "full_attention_interval": "full_attention_interval",
     "logit_scale": "logits_scaling",
+    "nextn_predict_layers": "num_nextn_predict_layers",
     "residual_scale": "residual_multiplier",
     "rope.dimension_count": "rotary_dim",
     "rope.dimension_count_swa": "sliding_rotary_dim",
     "rope.freq_base": "rope_theta",
     "rope.freq_base_swa": "rope_local_base_freq",
     "rope.scaling.finetuned": "rope_finetuned",
+    "shortconv.l_cache": "conv_L_cache",
+    # Of recurrent layers, which files without any may have too.
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.inner_size": "linear_inner_size",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.time_step_rank": "linear_num_value_heads",
 }
 _ROPE_KEYS = {
     "rope.scaling.attn_factor": "attention_factor",
@@ -64,11 +73,10 @@ _OTHER = {
     "attention.causal",
     "attention.value_length",
     "attention.value_length_swa",
+    "rope.dimension_sections",  # of positions in pictures; in text, all are the same
     "tensor_data_layout",
     "vocab_size",
 }
-# Of recurrent layers, which files without any may have too.
-_OTHER |= {f"ssm.{name}" for name in ("conv_kernel", "group_count", "inner_size", "state_size", "time_step_rank")}
 # Keys of the sampling parameters that the model's authors recommend.
 _SAMPLING_KEYS = {f"general.sampling.{name}": name for name in ("top_k", "top_p", "min_p")} | {
     "general.sampling.temp": "temperature",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..errors import ModelError
+from .files import Settings
 from .tensors import WEIGHT_TYPES, Tensor
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
@@ -16,7 +17,7 @@ _BOTH, _HALVES = "gate_up_proj", ("gate_proj", "up_proj")
 _STORED = {"F32": np.uint32, "F16": np.uint16, "BF16": np.uint16}
 
 
-def rearranged(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def rearranged(tensors: dict[str, Tensor], settings: Settings) -> dict[str, Tensor]:
     """The tensors of a folder by its names, in which `gate_proj` and `up_proj` take the place of `gate_up_proj`.
 
     Raises:

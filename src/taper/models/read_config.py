@@ -324,6 +324,8 @@ def _check(config: ModelConfig) -> None:
             raise ModelError(f"{heads}: the first must be a multiple of the second")
     if config.layer_input_size:
         _check_count("hidden_size_per_layer_input", config.layer_input_size, most=1 << 16)
+    if len({spec.mixer for spec in config.layers} - {None}) > 1:
+        raise ModelError("recurrent layers differ in their sizes", "this variant is not supported")
     for spec in set(config.layers):
         for name in ("attention_scale", "score_cap"):
             _check_positive(name, getattr(spec, name))

@@ -41,10 +41,12 @@ from ...models.preview import (
 from ...models.tensors import LoadedModel, Tensor, row_bytes
 from .. import ForwardOutput, TokenBatch, available_threads, needed, runs_by_slot
 from ..passing import PassingStates
+from ..states import Passage, StateRecords
 from .cache import KeyValueCache
 from .graph import Graph, GraphKey, Model
 from .layouts import seconds
 from .library import STATUS_ABORTED, STATUS_SUCCESS, AbortCallback, ggml
+from .recurrent import StateTensors, fill_state_inputs
 from .shortlist import HeadProducts, Previewed, PreviewTensors, make_preview, quantised
 from .tensors import TensorContext
 from .weights import AdapterTensors, LoadProgress, Weights, as_floats
@@ -80,6 +82,11 @@ class GgmlBackend:
         self.num_slots, self.context_length, self.has_preview = num_slots, context_length, False
         self.head, self._threads = "the whole matrix", threads or available_threads()
         self.kernels = str(ggml.place)
+        self._records = self._states = None  # of recurrent layers
+        if config.mixer is not None:
+            ggml.declare_recurrent()
+            self._records = StateRecords(config, num_slots)
+            self._states = StateTensors(config, config.mixer, self._records.num_records)
         self._constants = TensorContext(config.num_hidden_layers)
         rope_factors = self._rope_factors(config.layers)
         weights = Weights(tensors, dtype, repack, self._threads, progress)
@@ -88,7 +95,7 @@ class GgmlBackend:
         cache = KeyValueCache(config, num_slots, context_length, "f32" if weights.beyond_f16 else kv_dtype)
         exact, keeps_states = weights.quantization == "F32", PassingStates.fit(config)
         self._passing = PassingStates[np.ndarray](config, num_slots, context_length) if keeps_states else None
-        self._model = Model(config, weights, cache, rope_factors, exact, keeps_states)
+        self._model = Model(config, weights, cache, rope_factors, exact, keeps_states, self._states)
         self._graphs: OrderedDict[GraphKey, Graph] = OrderedDict()
         self._adapters: WeakKeyDictionary[Adapters, AdapterTensors] = WeakKeyDictionary()  # those in use
         self._backend = ggml.backend_cpu_init()
@@ -212,11 +219,13 @@ class GgmlBackend:
             adapters=batch.adapters if skips else None,
             fill=batch.fill and skips,
         )
-        graph = self._graph(key)
-        self._fill(graph, key, batch)
+        graph, passages = self._graph(key), [] if self._records is None else self._records.passages(batch)
+        self._fill(graph, key, batch, passages)
         if not self._compute.compute(graph.pointer):  # interrupted by a signal whose handler returned: run to the end
-            self._fill(graph, key, batch)
+            self._fill(graph, key, batch, passages)
             self._compute.compute(graph.pointer, interruptible=False)
+        if self._records is not None:
+            self._records.commit(passages, batch.tentative)
         if self._passing is not None:
             self._passing.note(batch)
         previews = self._previewed(graph) if key.num_previews else []
@@ -231,16 +240,26 @@ class GgmlBackend:
             previews=tuple(previews[:num_previews]),
         )
 
+    def resumable(self, slot: int, num_tokens: int) -> int:
+        """After how many of the first `num_tokens` tokens of a slot a forward can go on."""
+        return num_tokens if self._records is None else self._records.resumable(slot, num_tokens)
+
     def copy(self, source: int, target: int, first: int, end: int) -> None:
-        """Copy keys and values from one slot to another."""
+        """Copy keys and values, and the state after them, from one slot to another."""
         if self._passing is not None:
             self._passing.finish(self._write_cells)
             self._passing.copy(source, target, first, end)
         self._model.cache.copy(source, target, first, end)
+        if self._records is not None and self._states is not None:
+            passage = self._records.copied(source, target, first, end)
+            self._states.copy(passage)
+            self._records.commit_copy(passage)
 
     def clear(self, slot: int) -> None:
-        """Write zeros over the keys and values of a slot."""
+        """Write zeros over the keys and values of a slot, and forget its states."""
         self._model.cache.clear(slot)
+        if self._records is not None:
+            self._records.clear(slot)
 
     def close(self) -> None:
         """Free ggml's memory; the backend cannot be used afterwards."""
@@ -251,7 +270,7 @@ class GgmlBackend:
             ggml.backend_free(self._backend)
             ggml.threadpool_free(self._threadpool)
             self._backend = None
-            del self._model, self._passing, self._products
+            del self._model, self._passing, self._products, self._states
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if hasattr(self, "_allocator") and not is_finalizing():
@@ -270,9 +289,11 @@ class GgmlBackend:
         rows = zip(logits, states, strict=True)
         return [Previewed(row, state, preview.margin * scale, products) for row, state in rows]
 
-    def _fill(self, graph: Graph, key: GraphKey, batch: TokenBatch) -> None:
+    def _fill(self, graph: Graph, key: GraphKey, batch: TokenBatch, passages: list[Passage]) -> None:
         """Write the inputs of a graph."""
         inputs = graph.inputs
+        if self._states is not None:
+            fill_state_inputs(inputs, self._states, passages)
         self._fill_places(graph, batch.slots, batch.positions)
         for window, name in graph.windows.items():
             mask = inputs[name]

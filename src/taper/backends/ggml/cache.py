@@ -28,7 +28,7 @@ class KeyValueCache:
 
     def __init__(self, config: ModelConfig, num_slots: int, context_length: int, dtype: str) -> None:
         self._config, self._context_length = config, context_length
-        layers = [layer for layer, spec in enumerate(config.layers) if spec.cells_of is None]
+        layers = [layer for layer, spec in enumerate(config.layers) if spec.has_cells]
         item = np.dtype(np.float32 if dtype == "f32" else np.float16)
         self._keys, self._values = dict[int, np.ndarray](), dict[int, np.ndarray]()
         try:

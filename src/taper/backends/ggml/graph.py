@@ -15,15 +15,25 @@ import numpy as np
 
 from ...adapters import EPS, Adapters
 from ...errors import ModelError
-from ...models.config import Experts, ModelConfig
+from ...models.config import DeltaNet, Experts, Mixer, ModelConfig
 from .. import Runs
 from .cache import KeyValueCache
 from .library import ggml
+from .recurrent import (
+    RecurrentLayer,
+    States,
+    StateTensors,
+    Tokens,
+    convolved,
+    delta_rule,
+    state_inputs,
+    together,
+)
 from .shortlist import PreviewTensors
 from .tensors import TensorContext, capped, new_input, view
 from .weights import Weights
 
-_NODES_PER_LAYER, _NODES_PER_RUN, _NODES_PER_EXPERT, _OTHER_NODES = 96, 20, 2, 48
+_NODES_PER_LAYER, _NODES_PER_RUN, _NODES_PER_EXPERT, _OTHER_NODES = 96, 48, 2, 48
 _TILE = 64  # tokens of a slot from which on flash attention works in tiles, and is faster than products
 _ROPE_NEIGHBOURS, _ROPE_HALVES = 0, 2
 _GELU_A = 2 * math.sqrt(2 / math.pi)
@@ -55,6 +65,7 @@ class Model:
     rope_factors: tuple[Any, ...]  # of each layer: a tensor, or None
     exact: bool  # computes in f32 throughout; ggml's own gelu looks it up in a table of f16
     keeps_states: bool  # to fill, skipped layers leave the inputs of their attention in the place of keys
+    states: StateTensors | None = None  # of recurrent layers
     preview: PreviewTensors | None = None
 
 
@@ -79,13 +90,16 @@ class Graph:
             "positions": ((count,), np.int32),
             "cells": ((count,), np.int64),
         }
-        widths = {config.sizes(layer).cell_width for layer in range(config.num_hidden_layers)}
+        widths = {config.sizes(layer).cell_width for layer, spec in enumerate(config.layers) if spec.mixer is None}
         self.elements = {width: f"elements of {width}" for width in widths}
         shapes |= {name: ((count, width), np.int64) for width, name in self.elements.items()}
         if key.first_layer:
             shapes["hidden_states"] = ((count, config.hidden_size), np.float32)
         if not key.first_layer or config.layer_input_size:
             shapes["tokens"] = ((count,), np.int32)
+        if config.mixer is not None:
+            num_slots = len({slot for slot, _, _ in key.runs})
+            shapes |= state_inputs(config.mixer, len(config.recurrent_layers), num_slots)
         active = zip(config.layers, key.num_active, strict=True)
         self.windows = {spec.window: f"mask of {spec.window}" for spec, n in active if n}
         shapes |= dict.fromkeys(self.windows.values(), ((count, key.kv_length), np.float16))
@@ -182,7 +196,7 @@ class Graph:
         context, count, config = self._context.pointer, self._key.runs[-1][2], self._model.config
         spec, fills = config.layers[layer], config.fills(layer, self._key.fill)
         h = self._norm(x if fills else _rows(context, x, 0, active), f"layers.{layer}.pre_attention_norm")
-        if config.source(layer) == layer:
+        if spec.has_cells:
             written = active if self._model.keeps_states else h.contents.ne[1]
             if written:
                 self._write_cells(_rows(context, h, 0, written), layer)
@@ -193,7 +207,8 @@ class Graph:
         prefix = _rows(context, x, 0, active)
         # A part of x is updated in place: the rest keeps its value, and a token may re-enter at a later layer.
         add = ggml.add if active == count else ggml.add_inplace
-        attended = self._attention(_rows(context, h, 0, active), layer)
+        h = _rows(context, h, 0, active)
+        attended = self._attention(h, layer) if spec.mixer is None else self._mixed(h, layer, spec.mixer)
         prefix = add(context, prefix, self._added(attended, f"layers.{layer}.post_attention_norm"))
         prefix = add(context, prefix, self._added(self._mlp(prefix, layer), f"layers.{layer}.post_mlp_norm"))
         if self._layer_inputs is not None:
@@ -336,8 +351,9 @@ class Graph:
     def _attention(self, h: Any, layer: int) -> Any:
         """Let the first tokens, h [hidden_size, active], attend; returns [hidden_size, active]."""
         context, config, active = self._context.pointer, self._model.config, h.contents.ne[1]
-        q = self._in_heads(self._projected(h, layer, "q"), layer, "q", config.num_attention_heads)
-        q, spec = self._rotated(q, layer), config.layers[layer]
+        spec, q = config.layers[layer], self._projected(h, layer, "q")
+        q, gate = self._halves(q, layer) if spec.output_gate else (q, None)
+        q = self._rotated(self._in_heads(q, layer, "q", config.num_attention_heads), layer)
         mask, (_, head, token) = self._inputs[self.windows[spec.window]], q.contents.nb[:3]
         outputs, sinks = None, self._model.weights.get(f"layers.{layer}.sinks")
         for slot, count, first, end in _side_by_side(self._key.runs, active):
@@ -351,7 +367,66 @@ class Graph:
             out = ggml.reshape_3d(context, out, *q.contents.ne[:2], end - first)
             outputs = out if outputs is None else ggml.concat(context, outputs, out, 2)
         outputs = ggml.reshape_2d(context, outputs, math.prod(q.contents.ne[:2]), active)
+        if gate is not None:
+            outputs = ggml.mul(context, outputs, ggml.sigmoid(context, gate))
         return self._plus_bias(self._times(outputs, layer, "o_proj"), layer, "o")
+
+    def _halves(self, x: Any, layer: int) -> tuple[Any, Any]:
+        """The queries and the gates of x [2 * heads * head_dim, n]: both [heads * head_dim, n]."""
+        context, dim = self._context.pointer, self._model.config.sizes(layer).head_dim
+        heads, count = self._model.config.num_attention_heads, x.contents.ne[1]
+        item, row = x.contents.nb[:2]
+        strides = 2 * dim * item, row, row * count
+        views = (ggml.view_4d(context, x, dim, heads, count, 1, *strides, first) for first in (0, dim * item))
+        q, gate = (ggml.reshape_2d(context, ggml.cont(context, part), dim * heads, count) for part in views)
+        return q, gate
+
+    def _mixed(self, h: Any, layer: int, mixer: Mixer) -> Any:
+        """Let the first tokens, h [hidden_size, active], pass through a recurrent layer; the same of its outputs."""
+        context, place, states = self._context.pointer, self._model.config.recurrent_layers[layer], self._model.states
+        assert states is not None
+        nodes = RecurrentLayer(context, self._run, mixer, states[place], self._inputs, place)
+        tokens = together(self._key.runs, h.contents.ne[1])
+        out = (
+            self._by_delta_rule(h, layer, mixer, nodes, tokens)
+            if isinstance(mixer, DeltaNet)
+            else self._by_convolution(h, layer, nodes, tokens)
+        )
+        return self._times(out, layer, "out_proj")
+
+    def _by_delta_rule(self, h: Any, layer: int, mixer: DeltaNet, nodes: RecurrentLayer, tokens: list[Tokens]) -> Any:
+        """`DeltaNet`, before the last product: [heads * head_dim, active]."""
+        context, weights, eps = self._context.pointer, self._model.weights, self._model.config.rms_norm_eps
+        name = f"layers.{layer}"
+        qkv, z, beta, alpha = (self._times(h, layer, f"{part}_proj") for part in ("qkv", "z", "beta", "alpha"))
+        decay = ggml.softplus(context, ggml.add(context, alpha, weights[f"{name}.dt_bias"]))
+        decay, beta = ggml.mul(context, decay, weights[f"{name}.decay"]), ggml.sigmoid(context, beta)
+
+        def one(part: Tokens, before: States) -> tuple[Any, States]:
+            inputs, matrices = before
+            mixed, inputs = convolved(context, qkv, part, inputs, weights[f"{name}.conv"])
+            mixed = ggml.silu(context, mixed)
+            out, matrices = delta_rule(context, mixer, part, mixed, decay, beta, matrices, eps)
+            return out, (inputs, matrices)
+
+        out = nodes.outputs(tokens, one)
+        heads = ggml.reshape_3d(context, out, mixer.head_dim, mixer.num_value_heads, h.contents.ne[1])
+        out = ggml.reshape_2d(context, self._norm(heads, f"{name}.mixer_norm"), *out.contents.ne[:2])
+        return ggml.mul(context, out, ggml.silu(context, z))
+
+    def _by_convolution(self, h: Any, layer: int, nodes: RecurrentLayer, tokens: list[Tokens]) -> Any:
+        """`ShortConvolution`, before the last product: [hidden_size, active]."""
+        context, weights = self._context.pointer, self._model.weights
+        products = self._times(h, layer, "in_proj")
+        width, count, (item, row) = products.contents.ne[0] // 3, h.contents.ne[1], products.contents.nb[:2]
+        b, c, x = (ggml.view_2d(context, products, width, count, row, place * width * item) for place in range(3))
+        bx = ggml.mul(context, b, x)
+
+        def one(part: Tokens, before: States) -> tuple[Any, States]:
+            out, inputs = convolved(context, bx, part, before[0], weights[f"layers.{layer}.conv"])
+            return ggml.reshape_2d(context, out, width, part.end - part.first), (inputs,)
+
+        return ggml.mul(context, nodes.outputs(tokens, one), c)
 
     def _attend(
         self, queries: Any, keys: Any, values: Any, mask: Any, scale: float, cap: float | None, sinks: Any

@@ -123,6 +123,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "build_forward_expand": (None, _P, _T),
     # Operations
     **dict.fromkeys(("dup", "cont", "sqr", "sum_rows", "soft_max", "sigmoid", "tanh", "silu_inplace"), _OF_ONE),
+    **dict.fromkeys(("silu", "transpose"), _OF_ONE),
     **dict.fromkeys(("add", "add_inplace", "mul", "div", "mul_mat", "get_rows"), _OF_TWO),
     **dict.fromkeys(("swiglu_split", "geglu_split"), _OF_TWO),
     **dict.fromkeys(("mul_mat_id", "set_rows", "add_id"), _OF_THREE),
@@ -167,6 +168,14 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "threadpool_new": (_P, ctypes.POINTER(ThreadpoolParams)),
     "threadpool_free": (None, _P),
 }
+# Those of recurrent layers. Before this version, some are missing or take other arguments.
+_FIRST_RECURRENT = (0, 20)
+_RECURRENT: dict[str, tuple[Any, ...]] = {
+    "softplus": _OF_ONE,
+    "l2_norm": (*_OF_ONE, c_float),
+    "ssm_conv": _OF_TWO,
+    "gated_delta_net": (*_OF_THREE, _T, _T, _T, c_int64),
+}
 
 
 class Feature(ctypes.Structure):
@@ -201,10 +210,7 @@ class Library:
             # Each needs those before it; loaded by their paths, they find one another without a search path.
             for file in _files(place.folder):
                 self._handles.append(ctypes.CDLL(str(file)))
-            for name, (returned, *arguments) in _FUNCTIONS.items():
-                function = self._function(f"ggml_{name}")
-                function.restype, function.argtypes = returned, arguments
-                setattr(self, name, function)
+            self._declare(_FUNCTIONS)
             self._check()
         except (OSError, ModelError) as error:
             self._close()
@@ -237,6 +243,28 @@ class Library:
             types.append(pointers[len(types)])
         return types
 
+    def declare_recurrent(self) -> None:
+        """Make the functions of recurrent layers usable.
+
+        Raises:
+            ModelError: the library is too old for them.
+        """
+        if self._numbers() < _FIRST_RECURRENT:
+            first = ".".join(map(str, _FIRST_RECURRENT))
+            hint = f'install ggml {first} or newer: pip install --upgrade "libggml-python"'
+            raise ModelError(f"this model has recurrent layers, for which {self} is too old", hint)
+        self._declare(_RECURRENT)
+
+    def _declare(self, functions: dict[str, tuple[Any, ...]]) -> None:
+        for name, (returned, *arguments) in functions.items():
+            function = self._function(f"ggml_{name}")
+            function.restype, function.argtypes = returned, arguments
+            setattr(self, name, function)
+
+    def _numbers(self) -> tuple[int, ...]:
+        """Its version, as far as that says what is in it; it reads such as 0.25.3."""
+        return tuple(int(part) for part in self.version().decode().split("-")[0].split(".") if part.isdigit())[:2]
+
     def _extension(self, name: bytes, argument: Any, kind: Any) -> Any:
         """Call a function that takes a pointer and returns one to `kind`; None if the library has no such function."""
         address = self.backend_reg_get_proc_address(self.backend_cpu_reg(), name)
@@ -263,9 +291,8 @@ class Library:
         """Check version and layout of structures, the sizes of the types that we use, and two products."""
         if missing := [name for name, has in self._instructions().items() if not has and self._built_with(name)]:
             raise ModelError(f"it was built for processors with {', '.join(missing)}, which this one has not")
-        version = self.version().decode()  # such as 0.25.3
-        numbers = tuple(int(part) for part in version.split("-")[0].split(".") if part.isdigit())
-        if not FIRST_TESTED <= numbers[:2] < FIRST_UNTESTED:
+        if not FIRST_TESTED <= self._numbers() < FIRST_UNTESTED:
+            version = self.version().decode()
             first, last = (".".join(map(str, limit)) for limit in (FIRST_TESTED, FIRST_UNTESTED))
             raise ModelError(f"it is ggml {version}; tested are {first} up to, not including, {last}")
         if self.tensor_overhead() != ctypes.sizeof(Tensor) + _OBJECT_SIZE:

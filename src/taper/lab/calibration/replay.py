@@ -147,10 +147,13 @@ class Replay:
         tapered = [policy.depth(step) for step in range(1, count + 1)]
         rest = [layers] * (len(reference.prompt_ids) - 1 - begin - count)
         sequence, parts = self._held[index], []
+        assert sequence.slot is not None
+        resumed = self.engine.backend.resumable(sequence.slot, begin)
         # Cells from here on are overwritten, so no other request may reuse them.
         sequence.num_computed_tokens = sequence.num_exact_tokens = begin
         try:
-            for start, depths in ((begin, tapered), (begin + count, rest)):
+            before = [layers] * (begin - resumed)
+            for start, depths in ((resumed, before), (begin, tapered), (begin + count, rest)):
                 for place in range(0, len(depths), WINDOW):
                     part = depths[place : place + WINDOW]
                     positions = np.arange(start + place, start + place + len(part), dtype=np.int32)
@@ -196,12 +199,14 @@ class Replay:
         reference = self.references[index]
         self._held[index] = self._hold(reference)
         if index in self._full:  # only the last token of the prompt is missing, the input of step 0
-            self.engine.forward(self._batch(index, self._full_depth, range(1)))
+            self.engine.forward(self._batch(index, self._full_depth, range(1), tentative=False))
             return
         parts = []
         for window in self._windows(index, first_step=0):
             output = self.engine.forward(self._batch(index, self._full_depth, window, logits=True))
             parts.append(_top_tokens(output.logits, reference, window.start))
+        if self.engine.backend.config.mixer is not None:  # every policy goes on from the state after step 0
+            self.engine.forward(self._batch(index, self._full_depth, range(1), tentative=False))
         self._full[index] = _Full(*(np.concatenate(part) for part in zip(*parts, strict=True)))
 
     def _hold(self, reference: Reference) -> EngineSequence:
@@ -237,6 +242,7 @@ class Replay:
         output_hidden_states: tuple[int, ...] = (),
         hidden_states: np.ndarray | None = None,
         logits: bool = False,
+        tentative: bool = True,
     ) -> TokenBatch:
         """The forward that predicts the steps of a window, as far as the last hidden states that are asked for."""
         reference, count = self.references[index], len(window)
@@ -256,6 +262,7 @@ class Replay:
             first_layer=first_layer,
             hidden_states=hidden_states,
             adapters=policy.adapters,
+            tentative=tentative,
         )
 
     def _paths(self, policy: DepthPolicy, steps: range) -> list[tuple[int, Adapters | None]]:

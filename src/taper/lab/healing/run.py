@@ -50,7 +50,7 @@ def heal(
 
     Raises:
         RequestError: an argument out of its range, too few prompts, no time left to train, or PyTorch is missing; the
-            policy skips nothing, or a rank is given for one that has adapters.
+            policy skips nothing, or a rank is given for one that has adapters; the model has recurrent layers.
         PolicyError: the policy is for another model.
         ModelError: the model is missing, damaged or not supported.
     """
@@ -64,6 +64,8 @@ def heal(
     policy = llm.resolve_policy(policy)
     if policy.adapters is not None and rank is not None:
         raise RequestError(f"policy {policy.label} has adapters, which keep their rank", "leave out the rank")
+    if llm.config.mixer is not None:
+        raise RequestError("adapters cannot be trained through recurrent layers yet", "use the policy without adapters")
     if not policy.tapers:
         raise RequestError(f"policy {policy.label} skips no layer", "choose another policy")
     rank = rank or RANK if policy.adapters is None else policy.adapters.rank

@@ -1,0 +1,67 @@
+"""The layers of LFM2: some have attention, the others a short convolution (`ShortConvolution`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .config import ShortConvolution
+from .files import Settings
+from .tensors import Tensor
+
+_FULL, _RECURRENT = "full_attention", "conv"
+
+
+def gguf_settings(settings: Settings) -> dict[str, Any]:
+    """What a header says in another way than config.json: layers without key-value heads have a convolution."""
+    heads = settings.get("num_key_value_heads", list)
+    if not all(type(number) is int and number >= 0 for number in heads) or len({*heads} - {0}) != 1:
+        raise settings.error("num_key_value_heads", "it must be the same for all layers that have some")
+    return {"num_key_value_heads": max(heads), "recurrent_layers": [number == 0 for number in heads]}
+
+
+def folder_settings(settings: Settings) -> dict[str, Any]:
+    """What a folder says by its own names."""
+    get, count = settings.get, settings.get("num_hidden_layers", int)
+    if get("conv_bias", bool, False):
+        raise settings.error("conv_bias", "convolutions with biases are not supported")
+    kinds = settings.values.get("layer_types")
+    if kinds is None:
+        attention = get("full_attn_idxs", list)
+        kinds = [_FULL if layer in attention else _RECURRENT for layer in range(min(count, 1 << 12))]
+    kinds = Settings({"layer_types": kinds}, settings.source).get("layer_types", list)
+    if not all(kind in (_FULL, _RECURRENT) for kind in kinds) or _FULL not in kinds:
+        raise settings.error("layer_types", f"each layer must be {_FULL} or {_RECURRENT}, and some the former")
+    return {
+        "intermediate_size": _inner_size(settings),
+        "layer_types": None,
+        "recurrent_layers": [kind == _RECURRENT for kind in kinds],
+        "rms_norm_eps": get("norm_eps", float),
+        "tie_word_embeddings": get("tie_embedding", bool, get("tie_word_embeddings", bool, True)),
+    }
+
+
+def _inner_size(settings: Settings) -> int:
+    """Two thirds of what the config says, times a factor, rounded up, unless it says otherwise."""
+    get = settings.get
+    size: int = get("block_ff_dim", int, get("intermediate_size", int, 0))
+    if get("block_auto_adjust_ff_dim", bool, True):
+        multiple = max(get("block_multiple_of", int, 256), 1)
+        size = int(get("block_ffn_dim_multiplier", float, 1.0) * int(2 * size / 3))
+        size = multiple * -(-size // multiple)
+    return size
+
+
+def layer_facts(settings: Settings, windows: Sequence[int | None], tensors: dict[str, Tensor]) -> list[dict[str, Any]]:
+    """The fields of each `LayerSpec` that others need not share; convolutions of folders lose a dimension of one."""
+    flags, count = settings.get("recurrent_layers", list), len(windows)
+    if len(flags) != count:
+        raise settings.error("layer_types", f"there must be a kind for each of {count} layers")
+    size = settings.get("conv_L_cache", int)
+    if not 2 <= size <= 1 << 12:
+        raise settings.error("conv_L_cache", "it must be the tokens of a convolution, at least 2")
+    for name, tensor in tensors.items():
+        if name.endswith(".conv") and len(tensor.shape) == 3 and tensor.shape[1] == 1:
+            tensors[name] = Tensor(tensor.dtype, (tensor.shape[0], tensor.shape[2]), tensor.data)
+    mixer = ShortConvolution(settings.get("hidden_size", int), size)
+    return [{"mixer": mixer} if is_recurrent else {} for is_recurrent in flags]
