@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -32,6 +33,7 @@ from taper.engine.drafting import Draft, Drafting
 from taper.engine.sequence import Sequence
 from taper.errors import ModelError, RequestError
 from taper.lab.calibration.replay import Reference, Replay
+from taper.models import load_model
 from taper.policy import DepthPolicy
 from taper.sampling import SamplingParams
 
@@ -256,6 +258,27 @@ def test_libraries_that_lack_these_layers_are_refused_by_name(recurrent, monkeyp
     monkeypatch.setattr(library, "_FIRST_RECURRENT", (9, 9))
     with pytest.raises(ModelError, match=r"too old.*\n?.*9\.9 or newer"):
         make_backend("ggml", recurrent.loaded)
+
+
+VALUES = [None, True, 0, -1, 1, 7, 64, 1 << 31, 1 << 63, -0.5, 1e308, float("nan"), "a", [], {}, [None], ["conv"] * 7]
+
+
+@pytest.mark.parametrize("family", ["qwen35", "lfm2"])
+def test_damaged_settings_are_refused_in_one_line(tmp_path, family):
+    architecture, options = FAMILIES[family]
+    folder = make_tiny(tmp_path, architecture, **options).folder
+    settings = json.loads((folder / "config.json").read_text())
+    keys = sorted({*settings, "full_attn_idxs", "full_attention_interval", "attn_output_gate", "block_ff_dim"})
+    rng, refused = np.random.default_rng(0), 0
+    for _ in range(100):
+        key, value = keys[rng.integers(len(keys))], VALUES[rng.integers(len(VALUES))]
+        (folder / "config.json").write_text(json.dumps(settings | {key: value}))
+        try:
+            load_model(folder)
+        except ModelError as error:
+            refused += 1
+            assert "\n" not in error.message
+    assert 20 < refused < 90
 
 
 @pytest.mark.ci

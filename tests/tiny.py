@@ -366,7 +366,7 @@ def write_delta_net(writer, config, name: str, array: np.ndarray, dtype) -> None
         return parts.swapaxes(0, 1).reshape(values.shape)
 
     if part == "A_log":
-        array = -np.exp(array)
+        array = -torch.from_numpy(array).exp().numpy()
     array = array[:, 0] if part == "conv1d.weight" else array
     if part in ("in_proj_qkv.weight", "conv1d.weight"):
         array = np.concatenate((array[:keys], tiled(array[keys:])))

@@ -46,8 +46,10 @@ def _inner_size(settings: Settings) -> int:
     get = settings.get
     size: int = get("block_ff_dim", int, get("intermediate_size", int, 0))
     if get("block_auto_adjust_ff_dim", bool, True):
-        multiple = max(get("block_multiple_of", int, 256), 1)
-        size = int(get("block_ffn_dim_multiplier", float, 1.0) * int(2 * size / 3))
+        multiple, factor = max(get("block_multiple_of", int, 256), 1), get("block_ffn_dim_multiplier", float, 1.0)
+        if not 0 < factor < 100 or not 0 <= size < 1 << 30:
+            raise settings.error("block_ffn_dim_multiplier", "no model has that")
+        size = int(factor * int(2 * size / 3))
         size = multiple * -(-size // multiple)
     return size
 
