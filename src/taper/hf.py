@@ -50,9 +50,11 @@ def custom_generate(
 
     Raises (from `generate`):
         RequestError: attention that is neither full nor of a sliding window, beams, assistants, a static cache or
-            none, one that has dropped tokens, `inputs_embeds`; `stop_strings`, whose tokenizer transformers loses on
-            the way: `StopStringCriteria` among the `stopping_criteria` does what they would.
-        PolicyError: the policy was made for another model, or skips layer 0, from which transformers reads lengths.
+            none, one that has dropped tokens, `inputs_embeds`, recurrent layers with `exact` or `reuse="exact"`;
+            `stop_strings`, whose tokenizer transformers loses on the way: `StopStringCriteria` among the
+            `stopping_criteria` does what they would.
+        PolicyError: the policy was made for another model, or skips the layer from which transformers reads
+            lengths, the first with attention.
     """
     one_of("reuse", reuse, REUSE)
     whole_number("max_drafted", max_drafted, 1)

@@ -177,8 +177,8 @@ class Sequence:
 
     def depths_from(self, first: int, count: int) -> list[int]:
         """The depths of the forwards that read so many tokens from an index on, the prompt's at that of its end."""
-        steps = range(first + 1 - len(self.request.prompt_ids), first + 1 - len(self.request.prompt_ids) + count)
-        return [self.request.policy.depth(max(0, step)) for step in steps]
+        step = first + 1 - len(self.request.prompt_ids)
+        return [self.request.policy.depth(max(0, step + place)) for place in range(count)]
 
     def count_computed(self, position: int, depths: list[int], num_hidden_layers: int) -> None:
         """Count tokens of a forward, from a position on, whose keys and values may be used again."""
@@ -193,9 +193,7 @@ class Sequence:
         """Tokens that might come next, at most so many, as they followed the same tokens before."""
         if self.drafter is None:
             return None
-        first = self.drafter.num_tokens
-        prompt, outputs = self.request.prompt_ids, self.outputs[max(0, first - len(self.request.prompt_ids)) :]
-        draft = self.drafter.propose([*prompt[first:], *(output.token_id for output in outputs)], most)
+        draft = self.drafter.propose(self.tokens_from(self.drafter.num_tokens), most)
         if draft is not None and self.token_filter is not None:
             draft = draft._replace(token_ids=draft.token_ids[: self.token_filter.num_allowed(draft.token_ids)])
         return draft if draft is not None and draft.token_ids else None

@@ -115,7 +115,7 @@ def rearranged(tensors: dict[str, Tensor], settings: Settings) -> dict[str, Tens
             tensor = Tensor(tensor.dtype, (tensor.shape[0], tensor.shape[2]), tensor.data)
         if part in ("in_proj_qkv.weight", "conv1d.weight"):
             tensor = _reordered(name, tensor, mixer, dim, keys)
-        elif part in ("in_proj_z.weight",):
+        elif part == "in_proj_z.weight":
             tensor = _reordered(name, tensor, mixer, dim)
         elif part in ("in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_bias"):
             tensor = _reordered(name, tensor, mixer, 1)

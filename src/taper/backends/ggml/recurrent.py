@@ -92,9 +92,8 @@ def fill_state_inputs(inputs: dict[str, np.ndarray], states: StateTensors, passa
 
 
 States = tuple[Any, ...]  # the last inputs of the convolution [conv_size - 1, width, slots], and matrices
-Pass = Callable[
-    [Tokens, States], tuple[Any, States]
-]  # of some tokens: outputs [size, tokens], and the states after them
+# Of some tokens, with the states before them: outputs [size, tokens], and the states after them.
+Pass = Callable[[Tokens, States], tuple[Any, States]]
 
 
 class RecurrentLayer:
