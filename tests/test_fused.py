@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny import CONTEXT, FAMILIES, PLAIN, complete, make_tiny, one_slot, policies, random_prompt, with_adapters
 
-from taper.backends.torch import TorchBackend, stacked
+from taper.backends.torch import TorchBackend
 from taper.engine import Engine
 
 fused = pytest.importorskip("taper.backends.fused", reason="needs Triton, which make test-ci installs")
@@ -32,8 +32,8 @@ class Interpreted(TorchBackend):
         super().__init__(loaded.config, loaded.tensors, **options)
         self._use_graphs, self._fused = True, self._open_fused()
 
-    def _capture(self, compute, batch):
-        return lambda batch: compute(torch.from_numpy(stacked(batch)))
+    def _capture(self, compute, rows):
+        return lambda rows: compute(torch.from_numpy(rows))
 
 
 def both(loaded, num_slots=1):
