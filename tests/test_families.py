@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from tiny import (
     BACKENDS,
     FAMILIES,
     NOT_IN_GGUF,
+    assert_llama_cpp_agrees,
     complete,
     make_backend,
     make_tiny,
@@ -159,3 +161,33 @@ def test_fused_tensors_and_experts_that_do_not_fit_are_refused(tmp_path):
     expert = "model.layers.0.block_sparse_moe.experts.3.w1.weight"
     assert "layer 0 differ" in damaged(mixtral, lambda tensors: tensors.update({expert: tensors[expert][:-1].clone()}))
     assert "experts" in damaged(mixtral, lambda tensors: tensors.pop(expert))
+
+
+VALUES = [None, True, 0, -1, 1, 7, 64, 1 << 31, 1 << 63, -0.5, 1e308, float("nan"), "a", [], {}, [None], ["conv"] * 7]
+RECENT = ("qwen35", "glm4moe", "ernie4_5", "lfm2")
+
+
+@pytest.mark.parametrize("family", ["qwen35", "qwen35moe", "glm4moe", "ernie4_5-moe", "lfm2", "lfm2moe"])
+def test_damaged_settings_are_refused_in_one_line(tmp_path, family):
+    architecture, options = FAMILIES[family]
+    folder = make_tiny(tmp_path, architecture, **options).folder
+    settings = json.loads((folder / "config.json").read_text())
+    keys = sorted({*settings, "full_attn_idxs", "full_attention_interval", "attn_output_gate", "block_ff_dim"})
+    rng, refused = np.random.default_rng(0), list[str]()
+    for _ in range(100):
+        key, value = keys[rng.integers(len(keys))], VALUES[rng.integers(len(VALUES))]
+        (folder / "config.json").write_text(json.dumps(settings | {key: value}))
+        try:
+            load_model(folder)
+        except ModelError as error:
+            refused.append(error.message)
+    assert 20 < len(refused) < 90
+    assert not any("\n" in message for message in refused)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name.startswith(RECENT)])
+def test_llama_cpp_gives_the_same_tokens(tmp_path, family):
+    architecture, options = FAMILIES[family]
+    write_gguf(tmp_path / "tiny.gguf", make_tiny(tmp_path, architecture, **options))
+    assert_llama_cpp_agrees(tmp_path / "tiny.gguf")

@@ -45,7 +45,11 @@ VOCAB_SIZE = 300
 
 # Where transformers has another name.
 MODEL_TYPES = {"gemma3": "gemma3_text", "gemma4": "gemma4_text", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss"} | {
-    "qwen35": "qwen3_5_text"
+    "qwen35": "qwen3_5_text",
+    "qwen35moe": "qwen3_5_moe_text",
+    "glm4moe": "glm4_moe",
+    "lfm2moe": "lfm2_moe",
+    "ernie4_5-moe": "ernie4_5_moe",
 }
 GGUF_NAMES = {
     "granitemoehybrid": "granite",
@@ -119,6 +123,16 @@ GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2
 }
 QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
 QWEN35 = {"layers": 7, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+QWEN35_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48} | {
+    "shared_expert_intermediate_size": 64
+}
+GLM4_EXPERTS = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48} | {
+    "first_k_dense_replace": 2,
+    "routed_scaling_factor": 1.5,
+    "num_mtp_layers": 0,
+    "attention_bias": True,
+}
+ERNIE_EXPERTS = {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 32, "moe_layer_start_index": 2}
 LFM2 = {
     "layers": 7,
     "layer_types": ["conv" if layer in (0, 1, 3, 4, 6) else "full_attention" for layer in range(7)],
@@ -154,7 +168,13 @@ FAMILIES = {
     "gemma4 with experts": ("gemma4", GEMMA4 | GEMMA4_EXPERTS),
     "qwen35": ("qwen35", QWEN35 | {"linear_num_value_heads": 4}),
     "qwen35, as many heads of keys": ("qwen35", QWEN35 | {"linear_num_value_heads": 2, "tied": False}),
+    "qwen35moe": ("qwen35moe", QWEN35 | QWEN35_EXPERTS | {"linear_num_value_heads": 4, "tied": False}),
+    "glm4moe": ("glm4moe", GLM4_EXPERTS | {"tied": False}),
+    "glm4moe with norms": ("glm4moe", GLM4_EXPERTS | {"use_qk_norm": True, "norm_topk_prob": False}),
+    "ernie4_5-moe": ("ernie4_5-moe", ERNIE_EXPERTS),
+    "ernie4_5-moe, nothing shared": ("ernie4_5-moe", ERNIE_EXPERTS | {"moe_num_shared_experts": 0}),
     "lfm2": ("lfm2", LFM2),
+    "lfm2moe": ("lfm2moe", LFM2 | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}),
     "gemma3": ("gemma3", {"layers": 7, "sliding_window": 16, "query_pre_attn_scalar": 16, "rope_parameters": GEMMA}),
 }
 # What GGUF files cannot say is tested from folders alone.
@@ -213,6 +233,9 @@ def tokenizers() -> dict[str, FastTokenizer]:
     return {"bytes": byte_tokenizer(), "unigram": unigram, "word_piece": word_piece, "fallback": fallback}
 
 
+BUFFERS = ("layer_scalar", "e_score_correction_bias", "expert_bias")  # that are weights
+
+
 def make_tiny(folder: Path, architecture: str = "llama", *, tied: bool = True, layers: int = 5, **more) -> TinyModel:
     """Build, randomise and save a tiny model: hidden 64, 4 heads to 2, unless `more` says otherwise."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -238,7 +261,7 @@ def make_tiny(folder: Path, architecture: str = "llama", *, tied: bool = True, l
             # Wide enough that attention and position matter, and that logits have no ties.
             parameter.normal_(1.0 if "norm" in name else 0.0, 0.1 if "norm" in name else 0.25)
         for name, buffer in model.named_buffers():
-            if name.endswith("layer_scalar"):
+            if name.endswith(BUFFERS):
                 buffer.uniform_(0.7, 1.1)
     model.generation_config.eos_token_id = None
     model.save_pretrained(folder)
@@ -270,9 +293,10 @@ def write_gguf(
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    inner = config.intermediate_size
-    if architecture == "lfm2":
-        inner, kv_heads = 96, [0 if kind == "conv" else config.num_key_value_heads for kind in config.layer_types]
+    inner = getattr(config, "intermediate_size", 0)
+    if architecture in ("lfm2", "lfm2moe"):
+        inner = 96 if architecture == "lfm2" else inner
+        kv_heads = [0 if kind == "conv" else config.num_key_value_heads for kind in config.layer_types]
     elif architecture == "gemma4":
         kv_heads = [config.per_layer_config[i].num_key_value_heads for i in range(config.num_hidden_layers)]
         kv_heads = kv_heads if config.attention_k_eq_v else kv_heads[0]
@@ -286,19 +310,19 @@ def write_gguf(
     writer.add_feed_forward_length(inner)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(kv_heads)
-    writer.add_layer_norm_rms_eps(config.norm_eps if architecture == "lfm2" else config.rms_norm_eps)
+    writer.add_layer_norm_rms_eps(config.norm_eps if "lfm2" in architecture else config.rms_norm_eps)
     add_facts(writer, config)
     add_vocabulary(writer, vocabulary)
     by_name = {name: architecture for architecture, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(by_name[architecture], config.num_hidden_layers)
-    scales = {name: scale for name, scale in tiny.hf.named_buffers() if name.endswith("layer_scalar")}
+    scales = {name: scale for name, scale in tiny.hf.named_buffers() if name.endswith(BUFFERS)}
     for name, parameter in (dict(tiny.hf.named_parameters()) | scales).items():
         array = parameter.detach().numpy()
-        if architecture == "qwen35" and ".linear_attn." in name:
+        if ".linear_attn." in name:
             write_delta_net(writer, config, name, array, dtype)
             continue
         array = array[:, 0] if name.endswith("conv.conv.weight") else array
-        if architecture in ("gemma2", "gemma3", "qwen35") and name.endswith("norm.weight"):
+        if architecture in ("gemma2", "gemma3", "qwen35", "qwen35moe") and name.endswith("norm.weight"):
             array = array + 1
         if name.split(".")[-2] in ("q_proj", "k_proj") and architecture in PERMUTED:
             array = array.reshape(-1, 2, config.head_dim // 2, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
@@ -338,6 +362,9 @@ def write_gguf(
             name = name.replace("sinks", "sinks.weight")
         elif architecture == "gemma4":
             name = name.replace("layer_scalar", "layer_scalar.weight")
+        elif name.endswith(("shared_expert_gate.weight", *BUFFERS)):
+            name, array = name.replace("gate.moe_statics", "moe_statics"), array.reshape(-1)
+            name = name.replace("correction_bias", "correction.bias").replace("expert_bias", "expert_bias.bias")
         else:
             name = name.replace("router.", "router.layer.")
         target = names.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -443,6 +470,23 @@ def add_facts(writer, config) -> None:
     if hasattr(config, "num_experts_per_tok"):
         writer.add_expert_count(getattr(config, "num_experts", None) or config.num_local_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
+    if config.model_type == "qwen3_5_moe_text":
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if config.model_type == "glm4_moe":
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_leading_dense_block_count(config.first_k_dense_replace)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+    if config.model_type == "ernie4_5_moe":
+        writer.add_interleave_moe_layer_step(config.moe_layer_interval)
+        writer.add_leading_dense_block_count(config.moe_layer_start_index)
+        writer.add_expert_shared_count(config.moe_num_shared_experts)
+        if config.moe_num_shared_experts:
+            writer.add_expert_shared_feed_forward_length(64)
+    if config.model_type == "lfm2_moe":
+        writer.add_leading_dense_block_count(config.num_dense_layers)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if hasattr(config, "moe_intermediate_size"):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if config.model_type == "granitemoehybrid":
@@ -454,7 +498,7 @@ def add_facts(writer, config) -> None:
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_logit_scale(config.logits_scaling)
-    if config.model_type == "qwen3_5_text":
+    if config.model_type in ("qwen3_5_text", "qwen3_5_moe_text"):
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
         writer.add_rope_dimension_sections([1, 1, 0, 0])
@@ -464,7 +508,7 @@ def add_facts(writer, config) -> None:
         writer.add_ssm_group_count(config.linear_num_key_heads)
         writer.add_ssm_time_step_rank(config.linear_num_value_heads)
         writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
-    if config.model_type == "lfm2":
+    if config.model_type in ("lfm2", "lfm2_moe"):
         writer.add_shortconv_l_cache(config.conv_L_cache)
     if config.model_type == "olmo3":
         writer.add_sliding_window(config.sliding_window)

@@ -483,21 +483,30 @@ class TorchBackend:
         """The MLP, or what takes its place or stands beside it, on hidden states x [n, hidden_size]."""
         experts, name = self.config.layers[layer].experts, f"layers.{layer}"
         h = self._norm(x, f"{name}.pre_mlp_norm")
-        if experts is not None and not experts.beside_mlp:
+        if experts is not None and not experts.beside:
             return self._mixture(h, h, layer, experts)
         gate, up = self._times(h, layer, "gate_proj"), self._times(h, layer, "up_proj")
         dense = self._times(self._gated(gate, up), layer, "down_proj")
         if experts is None:
             return dense
+        if experts.beside != "normed":
+            if experts.beside == "gated":
+                gate = self._weights[f"{name}.shared_gate"]
+                dense = dense * torch.sigmoid((h * gate.to(h.dtype)).sum(-1, keepdim=True))
+            return self._mixture(h, h, layer, experts) + dense
         routed = self._norm(x, f"{name}.router_scale") * self.config.hidden_size**-0.5
         mixed = self._mixture(self._norm(x, f"{name}.pre_experts_norm"), routed, layer, experts)
         return self._norm(dense, f"{name}.post_dense_norm") + self._norm(mixed, f"{name}.post_experts_norm")
 
     def _mixture(self, x: Tensor, routed: Tensor, layer: int, experts: Experts) -> Tensor:
         """The MLPs of the experts that the router chooses for each row, weighted: [n, hidden_size]."""
-        probabilities = self._times(routed, layer, "router", "router_bias").float().softmax(-1)
-        shares, ids = probabilities.topk(experts.num_experts_per_tok)  # [n, chosen]
+        logits = self._times(routed, layer, "router", "router_bias").float()
+        scores = logits.sigmoid() if experts.scores == "sigmoid" else logits.softmax(-1)
+        correction = self._weights.get(f"layers.{layer}.router_correction", 0.0)
+        ids = (scores + correction).topk(experts.num_experts_per_tok).indices  # [n, chosen]
+        shares = scores.gather(-1, ids)
         shares = shares / shares.sum(-1, keepdim=True) if experts.norm_topk_prob else shares
+        shares = shares * experts.scale
         if (scale := self._weights.get(f"layers.{layer}.experts_scale")) is not None:
             shares = shares * scale[ids]
 

@@ -36,12 +36,15 @@ class Rope:
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts: a router chooses some of several MLPs for each token, by the softmax of its logits.
+    """A mixture of experts: a router chooses some of several MLPs for each token, by scores of its logits.
 
-    `norm_topk_prob`: the probabilities of the chosen experts are divided by their sum. `has_bias`: router and experts
-    add biases. `beside_mlp`: there is an ordinary MLP too; the outputs of both are normed and added, and the router
-    sees hidden states that are normed apart. `clamp`: None for an ordinary MLP; else (alpha, limit), and its product is
-    gate * sigmoid(alpha * gate) * (up + 1), of a gate of at most `limit` and an up between -limit and limit.
+    `scores`: "softmax" or "sigmoid". `has_correction`: those are chosen whose score plus a bias is largest; their
+    shares are their scores alone. `norm_topk_prob`: the scores of the chosen experts are divided by their sum. `scale`:
+    multiplies their shares. `has_bias`: router and experts add biases. `beside`: "" if there is no ordinary MLP too
+    (a shared expert); else how its output is added: "plain", "gated" by the sigmoid of a product of the layer's input,
+    or "normed", as that of the experts is, whose router then sees hidden states that are normed apart. `clamp`: None
+    for ordinary experts; else (alpha, limit), and the product of one is gate * sigmoid(alpha * gate) * (up + 1), of a
+    gate of at most `limit` and an up between -limit and limit.
     """
 
     num_experts: int
@@ -49,7 +52,10 @@ class Experts:
     intermediate_size: int
     norm_topk_prob: bool = True
     has_bias: bool = False
-    beside_mlp: bool = False
+    beside: str = ""
+    scores: str = "softmax"
+    has_correction: bool = False
+    scale: float = 1.0
     clamp: tuple[float, float] | None = None
 
 
@@ -261,7 +267,7 @@ def _layer_shapes(c: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
             **{f"{name}_proj": (kv_size, c.hidden_size) for name in cells},
             "o_proj": (c.hidden_size, q_size),
         }
-    if spec.experts is None or spec.experts.beside_mlp:
+    if spec.experts is None or spec.experts.beside:
         inner: tuple[int, ...] = (inner_size, c.hidden_size)
         shapes |= {"gate_proj": inner, "up_proj": inner, "down_proj": inner[::-1]}
     if spec.experts is not None:
@@ -275,7 +281,11 @@ def _layer_shapes(c: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
         if spec.experts.has_bias:
             shapes |= {"router_bias": (count,), "down_experts_bias": (count, c.hidden_size)}
             shapes |= {f"{name}_experts_bias": (count, size) for name in ("gate", "up")}
-        if spec.experts.beside_mlp:
+        if spec.experts.has_correction:
+            shapes["router_correction"] = (count,)
+        if spec.experts.beside == "gated":
+            shapes["shared_gate"] = (c.hidden_size,)
+        if spec.experts.beside == "normed":
             shapes |= {"router_scale": (c.hidden_size,), "experts_scale": (count,)}
             shapes |= dict.fromkeys(("post_dense_norm", "pre_experts_norm", "post_experts_norm"), (c.hidden_size,))
     if spec.qkv_bias:

@@ -26,7 +26,7 @@ class Family:
     hold queries and keys permuted, or "everywhere". `pre_norm`, `post_norm`, `qk_norm`, `activation`: as in
     `config.py`. `no_rope_interval`: every so many layers, one has no positions. `slides`: whether a layer has a sliding
     window, where a file gives the window's size without `layer_types`; None: no layer has one. `reads`: the `SWITCHES`
-    that it supports. `experts`: every MLP is a mixture of experts, which have biases with `experts_bias`. `has_sinks`:
+    that it supports. `experts`: MLPs are mixtures of experts, with these fields of `Experts`. `has_sinks`:
     as in `config.py`. `scales_embeddings`: by the square root of the hidden size. `norm_offset`: a constant to add to
     the norm weights of folders. `defaults`: values that config.json may omit, as in transformers. `folder_settings`:
     what it may say in other ways; `gguf_settings`: what GGUF headers say so or leave unsaid, as in llama.cpp.
@@ -45,8 +45,7 @@ class Family:
     slides: Callable[[Settings, int], bool] | None = None
     reads: tuple[str, ...] = ()
     activation: str = "silu"
-    experts: bool = False
-    experts_bias: bool = False
+    experts: Mapping[str, Any] | None = None
     has_sinks: bool = False
     scales_embeddings: bool = False
     norm_offset: float = 0.0
@@ -95,8 +94,13 @@ _MIXTRAL_EXPERTS = {
 }
 _QWEN_EXPERTS = {
     "mlp.gate.weight": "router",
+    "mlp.gate.e_score_correction_bias": "router_correction",
+    "mlp.moe_statics.e_score_correction_bias": "router_correction",
     **{f"mlp.experts.*.{name}_proj.weight": f"{name}_experts.*" for name in ("gate", "up", "down")},
+    "mlp.experts.gate_up_proj": "gate_experts+up_experts",
+    "mlp.experts.down_proj": "down_experts",
 }
+_W123 = (("w1", "gate"), ("w2", "down"), ("w3", "up"))
 _GRANITE_EXPERTS = {
     "block_sparse_moe.router.layer.weight": "router",
     "block_sparse_moe.input_linear.weight": "gate_experts+up_experts",
@@ -129,19 +133,19 @@ _DELTA_NET_GGUF = {
     "ssm_norm.weight": "mixer_norm",
     "ssm_out.weight": "out_proj",
 }
-_LFM2 = {
+_LFM2_LAYER = {
     "operator_norm.weight": "pre_attention_norm",
     "ffn_norm.weight": "pre_mlp_norm",
     "self_attn.out_proj.weight": "o_proj",
     **{f"self_attn.{name}_layernorm.weight": f"{name}_norm" for name in "qk"},
     "conv.conv.weight": "conv",
     **{f"conv.{name}.weight": name for name in ("in_proj", "out_proj")},
-    **{
-        f"feed_forward.{theirs}.weight": f"{ours}_proj"
-        for theirs, ours in (("w1", "gate"), ("w2", "down"), ("w3", "up"))
-    },
+    **{f"feed_forward.{theirs}.weight": f"{ours}_proj" for theirs, ours in _W123},
+    "feed_forward.gate.weight": "router",
+    "feed_forward.expert_bias": "router_correction",
+    **{f"feed_forward.experts.*.{theirs}.weight": f"{ours}_experts.*" for theirs, ours in _W123},
 }
-_LFM2_GGUF = {f"shortconv.{name}.weight": name for name in ("conv", "in_proj", "out_proj")}
+_LFM2_LAYER_GGUF = {f"shortconv.{name}.weight": name for name in ("conv", "in_proj", "out_proj")}
 _GEMMA4 = {
     "layer_scalar": "output_scale",
     "per_layer_input_gate.weight": "input_gate",
@@ -175,6 +179,13 @@ _FUSED_FOLDER = {"self_attn.qkv_proj.weight": _QKV, **_FUSED_MLP}
 _FUSED_GGUF = {"attn_qkv.weight": _QKV, **_FUSED_MLP_GGUF}
 # In some GGUF files, the norm before the MLP has the name of one behind attention.
 _MISNAMED = {"post_attention_norm.weight": "pre_mlp_norm"}
+
+
+def _shared(name: str) -> dict[str, str]:
+    """Of the MLP beside the experts, and of its gate."""
+    return {f"mlp.{name}_gate.weight": "shared_gate"} | {
+        f"mlp.{name}.{part}_proj.weight": f"{part}_proj" for part in ("gate", "up", "down")
+    }
 
 
 def _every_layer(settings: Settings, layer: int) -> bool:
@@ -257,6 +268,30 @@ def _gpt_oss_header(settings: Settings) -> dict[str, Any]:
     return _unless_said(settings, {**_SWIGLU, "truncate": False})
 
 
+def _glm4_moe_folder(settings: Settings) -> dict[str, Any]:
+    layers = settings.get("first_k_dense_replace", int)
+    return {"num_dense_layers": layers, "num_local_experts": settings.get("n_routed_experts", int), "use_qk_norm": None}
+
+
+def _glm4_moe_layers(
+    settings: Settings, windows: Sequence[int | None], tensors: dict[str, Tensor]
+) -> list[dict[str, Any]]:
+    return [{"qk_norm": "head" if f"layers.{layer}.q_norm" in tensors else ""} for layer in range(len(windows))]
+
+
+def _ernie4_5_moe_folder(settings: Settings) -> dict[str, Any]:
+    get, count = settings.get, settings.get("num_hidden_layers", int)
+    if get("moe_layer_end_index", int, -1) not in (-1, count - 1):
+        raise settings.error("moe_layer_end_index", "dense layers after those with experts are not supported")
+    return {
+        "decoder_sparse_step": get("moe_layer_interval", int, 1),
+        "n_shared_experts": get("moe_num_shared_experts", int),
+        "num_dense_layers": get("moe_layer_start_index", int),
+        "num_experts_per_tok": get("moe_k", int),
+        "num_local_experts": get("moe_num_experts", int),
+    }
+
+
 _QWEN = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 _OLMO: dict[str, Any] = {
     "architecture": "olmo2",
@@ -267,6 +302,32 @@ _OLMO: dict[str, Any] = {
     "reads": ("rope_local_base_freq",),
     "gguf_settings": _olmo3_header,
     "layer_names": _POST_NORMS,
+}
+_EXPERTS = (
+    *("expert_gating_func", "n_shared_experts", "num_dense_layers", "num_experts", "num_local_experts"),
+    *("num_nextn_predict_layers", "routed_scaling_factor", "shared_intermediate_size"),
+)
+_QWEN35: dict[str, Any] = {
+    "qk_norm": "head",
+    "reads": (*_EXPERTS, "partial_rotary_factor"),
+    "norm_offset": 1.0,
+    "defaults": {"head_dim": 256, "partial_rotary_factor": 0.25, "linear_conv_kernel_dim": 4}
+    | {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    | {"linear_num_key_heads": 16, "linear_num_value_heads": 32},
+    "folder_settings": qwen35.folder_settings,
+    "gguf_settings": qwen35.gguf_settings,
+    "layer_facts": qwen35.layer_facts,
+    "rearranged": qwen35.rearranged,
+    "gguf_layer_names": _MISNAMED | _DELTA_NET_GGUF,
+}
+_LFM2: dict[str, Any] = {
+    "qk_norm": "head",
+    "defaults": {"rope_theta": 1e6, "conv_L_cache": 3},
+    "folder_settings": lfm2.folder_settings,
+    "gguf_settings": lfm2.gguf_settings,
+    "layer_facts": lfm2.layer_facts,
+    "layer_names": _LFM2_LAYER,
+    "gguf_layer_names": _LFM2_LAYER_GGUF,
 }
 _MULTIPLIERS = ("attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier")
 
@@ -369,7 +430,7 @@ MODEL_TYPES = {
     "granitemoe": Family(
         "granitemoe",
         interleaved=True,
-        experts=True,
+        experts={},
         reads=(*_MULTIPLIERS, "num_local_experts"),
         defaults={"attention_multiplier": 1.0},
         layer_names=_PRE_NORMS | _GRANITE_EXPERTS,
@@ -377,7 +438,7 @@ MODEL_TYPES = {
     "mixtral": Family(
         "llama",
         interleaved=True,
-        experts=True,
+        experts={},
         slides=_every_layer,
         reads=("num_local_experts",),
         layer_names=_PRE_NORMS | _MIXTRAL_EXPERTS,
@@ -385,41 +446,43 @@ MODEL_TYPES = {
     "qwen3_moe": Family(
         "qwen3moe",
         qk_norm="head",
-        experts=True,
+        experts={},
         slides=_later_layers,
         reads=("num_experts", "num_local_experts"),
         defaults={**_QWEN, "max_window_layers": 0, "norm_topk_prob": False},
         layer_names=_PRE_NORMS | _QWEN_EXPERTS,
     ),
-    "qwen3_5_text": Family(
-        "qwen35",
-        qk_norm="head",
-        reads=("num_nextn_predict_layers", "partial_rotary_factor"),
-        norm_offset=1.0,
-        defaults={"head_dim": 256, "partial_rotary_factor": 0.25, "linear_conv_kernel_dim": 4}
-        | {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
-        | {"linear_num_key_heads": 16, "linear_num_value_heads": 32},
-        folder_settings=qwen35.folder_settings,
-        gguf_settings=qwen35.gguf_settings,
-        layer_facts=qwen35.layer_facts,
-        rearranged=qwen35.rearranged,
-        layer_names=_PRE_NORMS | _DELTA_NET,
-        gguf_layer_names=_MISNAMED | _DELTA_NET_GGUF,
+    "qwen3_5_text": Family("qwen35", **_QWEN35, layer_names=_PRE_NORMS | _DELTA_NET),
+    "qwen3_5_moe_text": Family(
+        "qwen35moe",
+        **_QWEN35,
+        experts={"beside": "gated"},
+        layer_names=_PRE_NORMS | _DELTA_NET | _QWEN_EXPERTS | _shared("shared_expert"),
     ),
-    "lfm2": Family(
-        "lfm2",
-        qk_norm="head",
-        defaults={"rope_theta": 1e6, "conv_L_cache": 3},
-        folder_settings=lfm2.folder_settings,
-        gguf_settings=lfm2.gguf_settings,
-        layer_facts=lfm2.layer_facts,
-        layer_names=_LFM2,
-        gguf_layer_names=_LFM2_GGUF,
+    "glm4_moe": Family(
+        "glm4moe",
+        experts={"beside": "plain", "scores": "sigmoid", "has_correction": True},
+        reads=(*_EXPERTS, "partial_rotary_factor"),
+        defaults={"partial_rotary_factor": 0.5, "first_k_dense_replace": 1, "n_shared_experts": 1},
+        folder_settings=_glm4_moe_folder,
+        layer_facts=_glm4_moe_layers,
+        layer_names=_PRE_NORMS | _QWEN_EXPERTS | _shared("shared_experts"),
+        gguf_layer_names=_MISNAMED,
     ),
+    "ernie4_5_moe": Family(
+        "ernie4_5-moe",
+        interleaved="everywhere",
+        experts={"beside": "plain", "has_correction": True},
+        reads=_EXPERTS,
+        defaults={"tie_word_embeddings": True, "moe_num_shared_experts": 2, "moe_layer_start_index": 1},
+        folder_settings=_ernie4_5_moe_folder,
+        layer_names=_PRE_NORMS | _QWEN_EXPERTS | _shared("shared_experts"),
+    ),
+    "lfm2": Family("lfm2", **_LFM2),
+    "lfm2_moe": Family("lfm2moe", **_LFM2, experts={"scores": "sigmoid", "has_correction": True}, reads=_EXPERTS),
     "gpt_oss": Family(
         "gpt-oss",
-        experts=True,
-        experts_bias=True,
+        experts={"has_bias": True},
         has_sinks=True,
         slides=_every_other,
         reads=("num_experts", "num_local_experts", *_SWIGLU),
@@ -487,6 +550,9 @@ _GGUF_LAYER = {
     "ffn_norm.weight": "pre_mlp_norm",
     "ffn_gate_inp.weight": "router",
     "ffn_gate_inp.bias": "router_bias",
+    "exp_probs_b.bias": "router_correction",
+    "ffn_gate_inp_shexp.weight": "shared_gate",
+    **{f"ffn_{name}_shexp.weight": f"{name}_proj" for name in ("gate", "up", "down")},
     "post_attention_norm.weight": "post_attention_norm",
     "post_ffw_norm.weight": "post_mlp_norm",
 }
@@ -499,9 +565,11 @@ SWITCHES: dict[str, Any] = {
     **dict.fromkeys(("swiglu_alpha", "swiglu_limit")),
     **dict.fromkeys(("mlp_bias", "use_bidirectional_attention", "use_qk_norm"), False),
     **dict.fromkeys(("hidden_size_per_layer_input", "num_experts", "num_kv_shared_layers", "num_local_experts"), 0),
-    "num_nextn_predict_layers": 0,
-    "shared_intermediate_size": 0,
+    **dict.fromkeys(("n_shared_experts", "num_dense_layers", "num_nextn_predict_layers"), 0),
+    **dict.fromkeys(("shared_expert_intermediate_size", "shared_intermediate_size"), 0),
+    "expert_gating_func": None,
+    "routed_scaling_factor": 1.0,
     **dict.fromkeys(("embedding_multiplier", "logits_scaling", "residual_multiplier"), 1.0),
-    "decoder_sparse_step": 1,
+    **dict.fromkeys(("decoder_sparse_step", "n_group"), 1),
     "mlp_only_layers": [],
 }

@@ -118,7 +118,7 @@ def _heads(settings: Settings) -> int | None:
 def _experts(settings: Settings) -> Experts:
     count = settings.get("num_experts" if settings.values.get("num_experts") else "num_local_experts", int)
     return Experts(
-        count, settings.get("top_k_experts", int), settings.get("moe_intermediate_size", int), beside_mlp=True
+        count, settings.get("top_k_experts", int), settings.get("moe_intermediate_size", int), beside="normed"
     )
 
 

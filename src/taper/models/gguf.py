@@ -39,10 +39,17 @@ _KEYS = {
     "embedding_scale": "embedding_multiplier",
     "expert_count": "num_local_experts",
     "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_gating_func": "expert_gating_func",
+    "expert_group_count": "n_group",
+    "expert_shared_count": "n_shared_experts",
     "expert_shared_feed_forward_length": "shared_intermediate_size",
     "expert_used_count": "num_experts_per_tok",
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_weights_scale": "routed_scaling_factor",
     "final_logit_softcapping": "final_logit_softcapping",
     "full_attention_interval": "full_attention_interval",
+    "interleave_moe_layer_step": "decoder_sparse_step",
+    "leading_dense_block_count": "num_dense_layers",
     "logit_scale": "logits_scaling",
     "nextn_predict_layers": "num_nextn_predict_layers",
     "residual_scale": "residual_multiplier",
@@ -157,6 +164,9 @@ def _settings(metadata: Settings, architecture: str, family: Family, tensors: di
             unknown = f"{source} has the metadata key {prefix}{key}, which Taper does not know"
             raise ModelError(unknown, "this variant is not supported")
     values = {ours: header.get(theirs) for theirs, ours in _KEYS.items()}
+    count, more = values["num_hidden_layers"], values["num_nextn_predict_layers"]
+    if more and type(count) is type(more) is int and "num_nextn_predict_layers" in family.reads:
+        values["num_hidden_layers"] = count - more  # those that predict further tokens (MTP) count as layers there
     settings = Settings(values, source, {ours: f"{prefix}{theirs}" for theirs, ours in _KEYS.items()})
     if header.get("attention.causal", True) is not True:
         raise ModelError(f"{source} holds a model without causal attention", "it does not generate text")

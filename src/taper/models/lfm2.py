@@ -42,8 +42,10 @@ def folder_settings(settings: Settings) -> dict[str, Any]:
 
 
 def _inner_size(settings: Settings) -> int:
-    """Two thirds of what the config says, times a factor, rounded up, unless it says otherwise."""
+    """Two thirds of what the config says, times a factor, rounded up, unless it says otherwise or has experts."""
     get = settings.get
+    if settings.values.get("num_experts"):
+        return int(get("intermediate_size", int))
     size: int = get("block_ff_dim", int, get("intermediate_size", int, 0))
     if get("block_auto_adjust_ff_dim", bool, True):
         multiple, factor = max(get("block_multiple_of", int, 256), 1), get("block_ffn_dim_multiplier", float, 1.0)
@@ -55,15 +57,12 @@ def _inner_size(settings: Settings) -> int:
 
 
 def layer_facts(settings: Settings, windows: Sequence[int | None], tensors: dict[str, Tensor]) -> list[dict[str, Any]]:
-    """The fields of each `LayerSpec` that others need not share; convolutions of folders lose a dimension of one."""
+    """The fields of each `LayerSpec` that others need not share."""
     flags, count = settings.get("recurrent_layers", list), len(windows)
     if len(flags) != count:
         raise settings.error("layer_types", f"there must be a kind for each of {count} layers")
     size = settings.get("conv_L_cache", int)
     if not 2 <= size <= 1 << 12:
         raise settings.error("conv_L_cache", "it must be the tokens of a convolution, at least 2")
-    for name, tensor in tensors.items():
-        if name.endswith(".conv") and len(tensor.shape) == 3 and tensor.shape[1] == 1:
-            tensors[name] = Tensor(tensor.dtype, (tensor.shape[0], tensor.shape[2]), tensor.data)
     mixer = ShortConvolution(settings.get("hidden_size", int), size)
     return [{"mixer": mixer} if is_recurrent else {} for is_recurrent in flags]

@@ -6,7 +6,6 @@ they are as in GGUF files, as ggml wants them.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,14 +24,14 @@ _INTERVAL = 4  # every so many layers, one has attention
 def gguf_settings(settings: Settings) -> dict[str, Any]:
     """What a header says in another way than config.json, by the names there."""
     get = settings.get
-    count = get("num_hidden_layers", int) - get("num_nextn_predict_layers", int, 0)
+    count = get("num_hidden_layers", int)
     heads, inner = get("linear_num_value_heads", int), get("linear_inner_size", int)
     if heads < 1 or inner % heads:
         raise settings.error("linear_inner_size", f"it must be a multiple of {heads} heads")
     kinds = _layer_types(count, get("full_attention_interval", int, _INTERVAL))
-    return {"num_hidden_layers": count, "layer_types": kinds, "linear_value_head_dim": inner // heads} | _flags(
-        Settings({"layer_types": kinds}, settings.source)
-    )
+    shared = get("shared_intermediate_size", int, 0)  # of files with experts, whose layers have no other MLP
+    sizes = {"intermediate_size": shared} if shared else {}
+    return {"linear_value_head_dim": inner // heads, **sizes, **_flags(kinds, settings)}
 
 
 def folder_settings(settings: Settings) -> dict[str, Any]:
@@ -42,7 +41,9 @@ def folder_settings(settings: Settings) -> dict[str, Any]:
     count = settings.get("num_hidden_layers", int)
     kinds = settings.values.get("layer_types")
     kinds = kinds or _layer_types(count, settings.get("full_attention_interval", int, _INTERVAL))
-    return _flags(Settings({"layer_types": kinds}, settings.source))
+    shared = settings.get("shared_expert_intermediate_size", int, 0)
+    sizes = {"intermediate_size": shared, "shared_intermediate_size": shared} if shared else {}
+    return {"shared_expert_intermediate_size": None, **sizes, **_flags(kinds, settings)}
 
 
 def _layer_types(count: int, interval: int) -> list[str]:
@@ -51,7 +52,8 @@ def _layer_types(count: int, interval: int) -> list[str]:
     return [_RECURRENT if (layer + 1) % interval else _FULL for layer in range(count)]
 
 
-def _flags(settings: Settings) -> dict[str, Any]:
+def _flags(layer_types: Any, settings: Settings) -> dict[str, Any]:
+    settings = Settings({"layer_types": layer_types}, settings.source)
     kinds = settings.get("layer_types", list)
     if not all(kind in (_FULL, _RECURRENT) for kind in kinds) or _FULL not in kinds:
         raise settings.error("layer_types", f"each layer must be {_FULL} or {_RECURRENT}, and some the former")
@@ -59,17 +61,12 @@ def _flags(settings: Settings) -> dict[str, Any]:
 
 
 def layer_facts(settings: Settings, windows: Sequence[int | None], tensors: dict[str, Tensor]) -> list[dict[str, Any]]:
-    """The fields of each `LayerSpec` that others need not share. Removes layers that predict further tokens (MTP)."""
+    """The fields of each `LayerSpec` that others need not share."""
     flags, count = settings.get("recurrent_layers", list), len(windows)
     if len(flags) != count:
         raise settings.error("layer_types", f"it must have an item for each of {count} layers")
-    for name in [name for name in tensors if (found := _LAYER.match(name)) and int(found[1]) >= count]:
-        del tensors[name]
     mixer = _mixer(settings)
     return [{"mixer": mixer} if is_recurrent else {"output_gate": True} for is_recurrent in flags]
-
-
-_LAYER = re.compile(r"(?:layers|blk)\.(\d{1,6})\.")
 
 
 def _mixer(settings: Settings) -> DeltaNet:
@@ -109,10 +106,6 @@ def rearranged(tensors: dict[str, Tensor], settings: Settings) -> dict[str, Tens
         if part == "A_log":
             decay = np.array(-np.exp(_floats(name, tensor)), np.float32)
             tensor = Tensor("F32", tensor.shape, decay.view(np.uint8))
-        elif part == "conv1d.weight":
-            if len(tensor.shape) != 3 or tensor.shape[1] != 1:
-                raise _misshapen(name, tensor)
-            tensor = Tensor(tensor.dtype, (tensor.shape[0], tensor.shape[2]), tensor.data)
         if part in ("in_proj_qkv.weight", "conv1d.weight"):
             tensor = _reordered(name, tensor, mixer, dim, keys)
         elif part == "in_proj_z.weight":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ from ..policy import MAX_LAYERS
 from .config import Experts, LayerSpec, ModelConfig, Rope
 from .families import SWITCHES, Family, head_size
 from .files import Settings
-from .tensors import Tensor
+from .tensors import Tensor, drop_layers
 
 
 def read_config(
@@ -30,7 +30,7 @@ def read_config(
     Args:
         family: what the model's files leave unsaid.
         settings: what they say.
-        tensors: the weights, by our names.
+        tensors: the weights, by our names. Layers that predict further tokens (MTP) are removed.
         interleaved: as in `Rope`.
         rope_factors: divisors of the rotary frequencies from a tensor, applied on top of any scaling.
 
@@ -40,6 +40,8 @@ def read_config(
     for key, neutral in SWITCHES.items():
         if key not in family.reads and settings.values.get(key) not in (None, neutral):
             raise settings.error(key, f"Taper does not know what this means for {family.architecture} models")
+    if "num_nextn_predict_layers" in family.reads:
+        drop_layers(tensors, settings.get("num_hidden_layers", int))
     try:
         config = _read(family, settings, tensors, *_ropes(family, settings, interleaved, rope_factors))
     except (TypeError, ValueError, ArithmeticError) as error:  # a value of a type that no formula expects
@@ -66,8 +68,11 @@ def _read(family: Family, settings: Settings, tensors: dict[str, Tensor], rope: 
         has_sinks=family.has_sinks,
         score_cap=_optional(settings, "attn_logit_softcapping"),
         qk_norm=family.qk_norm,
-        experts=_experts(family, settings) if family.experts else None,
     )
+    experts = None if family.experts is None else _experts(family.experts, settings)
+    shared = _shared_size(settings) if experts is not None and experts.beside else None
+    mixture = replace(spec, experts=experts, intermediate_size=shared)
+    dense = get("num_dense_layers", int, 0)  # the first so many have ordinary MLPs
     windows, has_rope = _windows(family, settings, count), _has_rope(family, settings, count)
     ropes = [(rope if window is None else local_rope) for window in windows]
     facts = family.layer_facts(settings, windows, tensors) if family.layer_facts else [{}] * count
@@ -75,8 +80,8 @@ def _read(family: Family, settings: Settings, tensors: dict[str, Tensor], rope: 
     return ModelConfig(
         architecture=family.architecture,
         layers=tuple(
-            replace(spec, window=window, rope=layer_rope if positions else None, **own)
-            for window, layer_rope, positions, own in zip(windows, ropes, has_rope, facts, strict=True)
+            replace(spec if i < dense else mixture, window=window, rope=layer_rope if positions else None, **own)
+            for i, (window, layer_rope, positions, own) in enumerate(zip(windows, ropes, has_rope, facts, strict=True))
         ),
         hidden_size=hidden,
         intermediate_size=get("intermediate_size", int),
@@ -179,17 +184,33 @@ def _rope(family: Family, settings: Settings, parameters: dict[str, Any], interl
     return Rope(theta, dim, interleaved, **(scaled(parameters, theta, dim) if scaled else {}))
 
 
-def _experts(family: Family, settings: Settings) -> Experts:
-    keys = ("swiglu_alpha", "swiglu_limit")
+def _experts(facts: Mapping[str, Any], settings: Settings) -> Experts:
+    """The experts of a family with these facts."""
+    clamp = [settings.values.get(key) and settings.get(key, float) for key in ("swiglu_alpha", "swiglu_limit")]
     count = settings.get("num_experts" if settings.values.get("num_experts") else "num_local_experts", int)
-    return Experts(
+    experts = Experts(
         num_experts=count,
         num_experts_per_tok=settings.get("num_experts_per_tok", int),
         intermediate_size=settings.get("moe_intermediate_size", int, settings.get("intermediate_size", int)),
         norm_topk_prob=settings.get("norm_topk_prob", bool, True),
-        has_bias=family.experts_bias,
-        clamp=(settings.get(keys[0], float), settings.get(keys[1], float)) if keys[0] in family.reads else None,
+        scale=settings.get("routed_scaling_factor", float, 1.0),
+        clamp=(clamp[0], clamp[1]) if clamp[0] and clamp[1] else None,
+        **facts,
     )
+    expected = _GATING_FUNCTIONS[experts.scores]
+    if settings.get("expert_gating_func", int, expected) != expected:
+        raise settings.error("expert_gating_func", f"it must be {expected}, which is {experts.scores}")
+    return experts if not experts.beside or _shared_size(settings) else replace(experts, beside="")
+
+
+_GATING_FUNCTIONS = {"softmax": 1, "sigmoid": 2}  # as GGUF headers number them
+
+
+def _shared_size(settings: Settings) -> int:
+    """The size of the MLP beside the experts: given, or that of so many experts."""
+    number, size = settings.get("n_shared_experts", int, 0), settings.get("moe_intermediate_size", int)
+    given: int = settings.get("shared_intermediate_size", int, 0)
+    return given or min(max(number, 0), 1 << 12) * size
 
 
 def _windows(family: Family, settings: Settings, count: int) -> list[int | None]:
@@ -346,6 +367,7 @@ def _check_experts(experts: Experts) -> None:
     if experts.num_experts_per_tok > experts.num_experts:
         chosen = f"{experts.num_experts_per_tok} of {experts.num_experts} experts"
         raise ModelError(f"a token cannot have {chosen}", "the file is damaged")
+    _check_positive("routed_scaling_factor", experts.scale)
     for name, number in zip(("swiglu_alpha", "swiglu_limit"), experts.clamp or (), strict=False):
         _check_positive(name, number)
 

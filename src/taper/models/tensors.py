@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 # Parameters of sampling that models recommend, by the names of `SamplingParams`.
 RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _NUMBER = re.compile(r"\.(\d+)\.")
+_LAYER = re.compile(r"(?:(?:model\.)?layers|blk)\.(\d{1,6})\.")
 
 # ggml's tensor types that can hold weights: name -> (type id, values per block, bytes per block).
 WEIGHT_TYPES = {
@@ -133,6 +134,8 @@ def row_bytes(dtype: str, columns: int) -> int:
 def fit_tensors(config: ModelConfig, tensors: dict[str, Tensor], names: TensorNames) -> dict[str, Tensor]:
     """The tensors of a config, by our names: fused ones split, experts stacked, all shapes checked.
 
+    Dimensions of one, which convolutions and gates have in folders, are dropped.
+
     Args:
         config: facts of the model.
         tensors: tensors of a file by our names.
@@ -148,8 +151,11 @@ def fit_tensors(config: ModelConfig, tensors: dict[str, Tensor], names: TensorNa
     for name, shape in shapes.items():
         if name not in tensors:
             raise ModelError(f"tensor {names.theirs(name)} is missing", "the file is incomplete; download it again")
-        if tensors[name].shape != shape:
-            raise _wrong_shape(names.theirs(name), tensors[name].shape, shape)
+        dtype, given, data = tensors[name].dtype, tensors[name].shape, tensors[name].data
+        if given != shape:
+            if tuple(size for size in given if size != 1) != shape:
+                raise _wrong_shape(names.theirs(name), given, shape)
+            tensors[name] = Tensor(dtype, shape, data)
     if unknown := sorted(set(tensors) - set(shapes)):
         message = f"tensor {unknown[0]} is not part of a {config.architecture} model"
         raise ModelError(message, "this variant is not supported")
@@ -175,6 +181,12 @@ def _split_fused(
         for name, part in zip(part_names, np.split(rows, ends[:-1], axis=1), strict=True):
             split[name] = Tensor(tensor.dtype, shapes[name], part.reshape(-1))
     return split
+
+
+def drop_layers(tensors: dict[str, Tensor], count: int) -> None:
+    """Remove the layers after the first `count`, by our names and the files' own."""
+    for name in [name for name in tensors if (found := _LAYER.match(name)) and int(found[1]) >= count]:
+        del tensors[name]
 
 
 def _stack_experts(config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

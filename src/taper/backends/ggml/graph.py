@@ -272,13 +272,18 @@ class Graph:
         """The MLP, or what takes its place or stands beside it, on hidden states x [hidden_size, active]."""
         experts, name = self._model.config.layers[layer].experts, f"layers.{layer}"
         h = self._norm(x, f"{name}.pre_mlp_norm")
-        if experts is not None and not experts.beside_mlp:
+        if experts is not None and not experts.beside:
             return self._mixture(h, h, layer, experts)
         gate, up = self._times(h, layer, "gate_proj"), self._times(h, layer, "up_proj")
         dense = self._times(self._gated(gate, up), layer, "down_proj")
         if experts is None:
             return dense
         context, config = self._context.pointer, self._model.config
+        if experts.beside != "normed":
+            if experts.beside == "gated":
+                gate = ggml.sum_rows(context, ggml.mul(context, h, self._model.weights[f"{name}.shared_gate"]))
+                dense = ggml.mul(context, dense, ggml.sigmoid(context, gate))
+            return ggml.add(context, self._mixture(h, h, layer, experts), dense)
         routed = ggml.scale(context, self._norm(x, f"{name}.router_scale"), config.hidden_size**-0.5)
         mixed = self._mixture(self._norm(x, f"{name}.pre_experts_norm"), routed, layer, experts)
         dense, mixed = self._norm(dense, f"{name}.post_dense_norm"), self._norm(mixed, f"{name}.post_experts_norm")
@@ -288,8 +293,11 @@ class Graph:
         """The MLPs of the experts that the router chooses for each row of h, weighted: [hidden_size, active]."""
         context, weights = self._context.pointer, self._model.weights
         chosen, (size, active) = experts.num_experts_per_tok, h.contents.ne[:2]
-        shares = ggml.soft_max(context, self._plus_bias(self._times(routed, layer, "router"), layer, "router"))
-        ids = ggml.argsort_top_k(context, shares, chosen)  # [chosen, active]
+        logits = self._plus_bias(self._times(routed, layer, "router"), layer, "router")
+        shares = (ggml.sigmoid if experts.scores == "sigmoid" else ggml.soft_max)(context, logits)
+        correction = weights.get(f"layers.{layer}.router_correction")
+        scores = shares if correction is None else ggml.add(context, shares, correction)
+        ids = ggml.argsort_top_k(context, scores, chosen)  # [chosen, active]
 
         def of_chosen(values: Any) -> Any:
             rows = ggml.get_rows(context, ggml.reshape_3d(context, values, 1, experts.num_experts, active), ids)
@@ -300,6 +308,7 @@ class Graph:
             shares = ggml.mul(context, shares, scale)
         shares = of_chosen(shares)
         shares = shares if total is None else ggml.div(context, shares, total)
+        shares = shares if experts.scale == 1.0 else ggml.scale(context, shares, experts.scale)
         shares = ggml.reshape_3d(context, shares, 1, chosen, active)
 
         def times(rows: Any, name: str) -> Any:
