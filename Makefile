@@ -20,7 +20,7 @@ BACKEND_TESTS := $(addprefix tests/test_,$(addsuffix .py,library parity families
 	weights fuzz interrupts reliability))
 PYTEST_ON_TWO_CORES := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 VLLM_BIN := .venv-vllm/bin
-VLLM_TESTS := pytest==9.2.0 hypothesis==6.170.15 gguf==0.19.0 transformers==5.19.0
+VLLM_TESTS := pytest==9.2.0 pytest-xdist==3.8.0 hypothesis==6.170.15 gguf==0.19.0 transformers==5.19.0
 VLLM_PIP := $(VLLM_BIN)/python -m pip --quiet --disable-pip-version-check
 CLIENTS_BIN := .venv-clients/bin
 CLIENTS := openai==3.57.0 openai-agents==0.24.0 anthropic==2.14.0 langchain-openai==1.7.4 litellm==1.110.2 \
@@ -65,7 +65,7 @@ test-libraries: $(VENV)/installed-test
 
 test-vllm: .venv-vllm/installed
 	@$(VLLM_BIN)/taper pull
-	@OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest tests/vllm
+	@OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/vllm
 
 # The tests' shared fixtures need packages that this environment has not.
 test-clients: .venv-clients/installed

@@ -1,4 +1,4 @@
-"""Random weights in the shapes of models, in Q4_K: decoding and prompts on Taper and llama.cpp.
+"""Random weights in the shapes of models, in Q4_K: decoding and prompts on Taper and llama.cpp, and skipped layers.
 
     python research/family_speed.py --shape experts-8-of-64 --folder FOLDER --llama "ggml 0.15.3=DIR" \\
         --out research/results/experts.json
@@ -16,14 +16,20 @@ from typing import Any
 
 import numpy as np
 from decode import conditions, write
-from formats import ROUNDS, TOKENS, compare
+from formats import ROUNDS, THREADS, TOKENS, compare
 
+from taper import DepthPolicy
+from taper.backends.ggml import GgmlBackend
 from taper.backends.ggml.weights import convert
+from taper.lab.bench.measure import step_bytes, step_ms_by_depth
+from taper.models import load_model
 from taper.models.tensors import Tensor
+from taper.policy import middle_first_order
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
 TESTS = (("decode", 0), ("prefill", 128))
+STEPS = 100  # of each depth
 _GEMMA4_E2B = {
     "layers": 35,
     "hidden_size": 1536,
@@ -40,6 +46,28 @@ _GEMMA4_E2B = {
     "vocab_size_per_layer_input": 300,
     "final_logit_softcapping": 30.0,
 }
+_QWEN35_2B = {
+    "layers": 24,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "head_dim": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+_LFM2_1_2B = {
+    "layers": 16,
+    "hidden_size": 2048,
+    "intermediate_size": 12288,
+    "block_multiple_of": 256,
+    "head_dim": 64,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "layer_types": ["full_attention" if layer in (2, 5, 8, 10, 12, 14) else "conv" for layer in range(16)],
+}
 # By name: the architecture, and sizes; four heads unless these say otherwise.
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "experts-8-of-64": (
@@ -48,6 +76,8 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_experts": 64, "num_experts_per_tok": 8},
     ),
     "gemma-4-e2b": ("gemma4", _GEMMA4_E2B),
+    "qwen-3.5-2b": ("qwen35", _QWEN35_2B),
+    "lfm2-1.2b": ("lfm2", _LFM2_1_2B),
 }
 
 
@@ -67,6 +97,20 @@ def make(path: Path, shape: str) -> None:
     part.rename(path)
 
 
+def skipping(path: Path) -> dict[str, Any]:
+    """A step at two thirds of the layers against full depth, in turn; the ideal is by the bytes that each reads."""
+    loaded = load_model(path)
+    layers = loaded.config.num_hidden_layers
+    backend = GgmlBackend(loaded.config, loaded.tensors, context_length=512, threads=THREADS)
+    order, depth = middle_first_order(layers), 2 * layers // 3
+    step_ms = step_ms_by_depth(backend, order, (layers, depth), STEPS)
+    retained = DepthPolicy.static(layers, depth, order).retained_at(depth)
+    ideal = step_bytes(backend.weight_bytes, range(layers)) / step_bytes(backend.weight_bytes, retained)
+    speedup = step_ms[layers] / step_ms[depth]
+    realised = (speedup - 1) / (ideal - 1)
+    return {"depth": depth, "speedup": round(speedup, 3), "ideal": round(ideal, 3), "realised": round(realised, 3)}
+
+
 def main() -> None:
     """Make the file unless it is there, and measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -82,7 +126,7 @@ def main() -> None:
         make(path, options.shape)
     about = {"answer_tokens": TOKENS, "rounds": ROUNDS, "file_mib": round(path.stat().st_size / 2**20)}
     tests = {f"{kind} {size}": compare(path, {name: Path(programs)}, kind, size) for kind, size in TESTS}
-    write(options.out, {"conditions": conditions(path) | about, **tests})
+    write(options.out, {"conditions": conditions(path) | about, **tests, "two_thirds": skipping(path)})
 
 
 if __name__ == "__main__":

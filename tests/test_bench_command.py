@@ -65,6 +65,7 @@ def taper_bench(monkeypatch, result: dict, *arguments: str):
 # Every phase
 
 
+@pytest.mark.ci
 def test_every_phase_runs_as_on_a_gpu_and_is_shown(tmp_path, monkeypatch):
     path = tmp_path / "new" / "bench.json"
     result = measured(**LIKE_A_GPU, json=path)
@@ -361,6 +362,7 @@ def test_weights_that_do_not_fit_are_refused(monkeypatch):
             target.open_target(BenchOptions(shape=shape, device="cuda"), "cpu")
 
 
+@pytest.mark.ci
 def test_a_shape_runs_on_a_cpu_too():
     result = measured(**SHORT, device="cpu", shape="tiny", threads=1, no_peers=True)
     assert (result["dropped"], result["failed"]) == ([], {})

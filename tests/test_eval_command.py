@@ -158,6 +158,7 @@ def test_progress_has_the_time_left_and_the_accuracy_so_far(command, monkeypatch
 # Continuing
 
 
+@pytest.mark.ci
 def test_a_killed_evaluation_continues(command, tmp_path):
     asked = ["--tasks", "gsm8k", "--fewshot", 0, "--batch-size", 2]
     run(*command, *asked)

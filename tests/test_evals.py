@@ -85,6 +85,7 @@ def test_examples_and_long_prompts_give_its_texts_too(lm, hf, data):
     assert written == texts(hf, asked)
 
 
+@pytest.mark.ci
 def test_many_problems_get_the_strings_of_the_harness_own_class(llm, hf, tmp_path):
     data = write_data(tmp_path, problems=12)
     ours = evaluate(llm, load_tasks(["gsm8k"], fewshot=0, data_dir=data), ["full"], max_tokens=16)

@@ -75,6 +75,7 @@ def test_a_shortlist_that_holds_every_token_gives_the_tokens_of_the_whole_head(t
         assert completions(listed, policy, **SAMPLINGS[sampling]) == expected
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", [*PLAIN, *(name for name in FAMILIES if name not in NOT_IN_GGUF)])
 def test_every_family_has_previews(name, tmp_path):
     architecture, options = (PLAIN | FAMILIES)[name]

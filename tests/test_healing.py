@@ -211,6 +211,7 @@ def test_training_goes_on_from_adapters_that_a_policy_has(llm, healed, short):
     assert second.policy.provenance["healing"]["went_on_from"] == healed.policy.provenance["healing"]
 
 
+@pytest.mark.ci
 def test_layers_without_an_adapter_get_one_of_the_same_rank(llm, short):
     healed = taper.heal(llm, with_adapters(POLICY, 64, rank=4), PROMPTS, minutes=0.04)
     assert {layer: len(down) for layer, (down, _) in healed.policy.adapters.layers.items()} == {3: 4, 2: 4, 4: 4}
@@ -312,6 +313,7 @@ def test_the_command_writes_a_policy_that_generates(tiny_gguf, tmp_path, short):
     assert json.loads(generated.stdout)["text"]
 
 
+@pytest.mark.ci
 def test_what_does_not_help_is_not_written(tiny_gguf, tmp_path, monkeypatch, short):
     monkeypatch.setattr(Healing, "helped", False)
     (tmp_path / "policy.json").write_text(POLICY.to_json())
@@ -356,6 +358,7 @@ def calibrate_command(tiny_gguf: Path, tmp_path: Path, *more: str) -> list[str]:
     return ["calibrate", *map(str, files), "--max-kl", "90", "--answer-tokens", "32", "--threads", "1", *more]
 
 
+@pytest.mark.ci
 def test_calibration_keeps_the_order_and_the_adapters_of_a_healed_policy(llm, tiny_gguf, tmp_path):
     healed = with_adapters(POLICY, 64)
     result = taper.calibrate(llm, PROMPTS, max_kl=90.0, answer_tokens=32, healed=healed)

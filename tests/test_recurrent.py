@@ -49,7 +49,7 @@ def cold(recurrent, kind, prompt, policy, tokens=20, **options) -> list[int]:
     return complete(Engine(make_backend(kind, recurrent.loaded)), [prompt], [policy], tokens, **options)[0]
 
 
-@EVERY_BACKEND
+@BACKENDS
 def test_prompts_in_chunks_equal_transformers(recurrent, kind):
     prompt = random_prompt(1, 150)
     for policy in CHOSEN.values():
@@ -59,7 +59,7 @@ def test_prompts_in_chunks_equal_transformers(recurrent, kind):
             assert complete(engine, [prompt], [policy], 20) == [expected]
 
 
-@EVERY_BACKEND
+@BACKENDS
 def test_rows_that_join_at_different_steps_equal_each_alone(recurrent, kind):
     chosen = [*CHOSEN.values(), *policies(LAYERS).values()]
     prompts = [random_prompt(seed, 5 + 7 * seed) for seed in range(len(chosen))]
@@ -67,7 +67,7 @@ def test_rows_that_join_at_different_steps_equal_each_alone(recurrent, kind):
     assert together == [cold(recurrent, kind, *pair) for pair in zip(prompts, chosen, strict=True)]
 
 
-@EVERY_BACKEND
+@BACKENDS
 @pytest.mark.parametrize("name", CHOSEN)
 def test_edited_and_repeated_turns_equal_a_cold_start(recurrent, kind, name):
     """A state cannot be cut back: each of these goes on from a snapshot, and computes the rest."""
@@ -113,7 +113,7 @@ def test_a_shared_prompt_is_copied_with_its_state(recurrent, kind):
     assert sum(sequence.num_cached_tokens == 60 for sequence in sequences) == 3
 
 
-@EVERY_BACKEND
+@BACKENDS
 @pytest.mark.parametrize("name", CHOSEN)
 def test_rejected_drafts_change_nothing(recurrent, kind, name, monkeypatch):
     """Of four proposed tokens, none to four come true."""
@@ -136,7 +136,7 @@ def test_rejected_drafts_change_nothing(recurrent, kind, name, monkeypatch):
     assert warm == [cold(recurrent, kind, second, policy)]
 
 
-@EVERY_BACKEND
+@BACKENDS
 @pytest.mark.parametrize("kind_of_draft", ["policy", "auto"])
 def test_policies_that_draft_change_nothing(recurrent, kind, kind_of_draft):
     prompts = [random_prompt(20 + seed, 30) for seed in range(3)]
@@ -186,7 +186,7 @@ def test_abort_in_a_prompt_and_numbers_that_are_none_leave_the_slot_usable(recur
     assert complete(engine, [prompt], [LATE], 20) == [cold(recurrent, kind, prompt, LATE)]
 
 
-@EVERY_BACKEND
+@BACKENDS
 def test_replay_scores_as_decoding_computes(recurrent, kind):
     prompt = random_prompt(32, 30)
     completion = cold(recurrent, kind, prompt, FULL, 150)

@@ -121,9 +121,9 @@ def taper(arguments: str, *, shell: str = "", columns: str = "80") -> subprocess
     ("options", "redirections"),
     [
         ("", ["", "2>/dev/full", "2>&-", "2> >(true)"]),
-        ("--show-depth", ["", "2>/dev/full"]),
-        ("--compare", ["2>/dev/full"]),
-        ("--json", ["2>/dev/full"]),
+        pytest.param("--show-depth", ["", "2>/dev/full"], marks=pytest.mark.ci),
+        pytest.param("--compare", ["2>/dev/full"], marks=pytest.mark.ci),
+        pytest.param("--json", ["2>/dev/full"], marks=pytest.mark.ci),
     ],
 )
 def test_diagnostics_that_cannot_be_written_do_not_cost_the_output(tiny_gguf, options, redirections):
@@ -143,7 +143,9 @@ def test_a_mistake_that_cannot_be_told_still_has_its_exit_code():
     assert taper("generate hi --model nowhere", shell="2>/dev/full").returncode == 2
 
 
-@pytest.mark.parametrize("columns", ["0", "1", "7", "x", ""])
+@pytest.mark.parametrize(
+    "columns", ["0", *(pytest.param(width, marks=pytest.mark.ci) for width in ("1", "7", "x", ""))]
+)
 def test_a_terminal_without_width_shows_a_comparison_all_the_same(tiny_gguf, columns):
     command = f"generate hi --max-tokens 9 --threads 1 --model '{tiny_gguf}' --alpha 0.9 --compare"
     assert "tokens/s" in taper(command, columns=columns).stdout
@@ -206,6 +208,7 @@ print(got == expected, False in completed, set(numbers) == {signal.SIGUSR1}, len
     assert (done.stdout, done.stderr) == ("True True True True\n", "")
 
 
+@pytest.mark.ci
 def test_a_model_that_outlives_its_modules_ends_quietly(tiny_gguf):
     """Some libraries, datasets among them, hold the main module, so that its objects go last."""
     done = python("sys.holder = sys.modules['__main__']\nllm.generate('Hi', params, policy=full)", tiny_gguf)

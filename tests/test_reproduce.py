@@ -93,6 +93,7 @@ def test_methods_are_compared_at_both_depths_and_lengths(run, arguments, tmp_pat
     assert len(written) == before > 0
 
 
+@pytest.mark.ci
 def test_an_order_of_too_few_layers_is_left_out_at_the_headline(run, arguments, tmp_path):
     """Such as that of a policy that was calibrated to a task."""
     (tmp_path / "policy.json").write_text(DepthPolicy.static(6, 5, [4]).to_json())
@@ -154,6 +155,7 @@ def test_a_calibration_gives_the_policy(run, arguments, tmp_path):
     assert CALIBRATED in {result["method"] for result in data["results"]}
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("short_calibration")
 def test_a_budget_that_no_policy_meets_leaves_the_headline(run, arguments, monkeypatch, tmp_path):
     monkeypatch.setattr(taper.lab.calibration.summary.CalibrationSummary, "budget_met", False)

@@ -81,6 +81,7 @@ def test_a_signal_under_load_loses_no_accepted_request(tiny_gguf, number):
             server.http.get("/health")
 
 
+@pytest.mark.ci
 def test_after_a_kill_a_restart_serves_at_once(tiny_gguf):
     with Process(tiny_gguf) as server:
         port = str(server.http.base_url.port)
@@ -132,6 +133,7 @@ def test_without_the_extra_it_says_what_to_install():
     assert (done.returncode, done.stderr) == (2, 'taper: taper serve needs fastapi (pip install "taper-llm[serve]")\n')
 
 
+@pytest.mark.ci
 def test_the_key_may_come_from_the_environment(tiny_gguf, monkeypatch):
     monkeypatch.setenv("TAPER_API_KEY", "secret")
     with Process(tiny_gguf) as server:
@@ -141,6 +143,7 @@ def test_the_key_may_come_from_the_environment(tiny_gguf, monkeypatch):
         assert "secret" not in server.said
 
 
+@pytest.mark.ci
 def test_the_dashboard_draws_metrics_that_exist(tiny_gguf):
     from pathlib import Path
 

@@ -175,6 +175,7 @@ def test_schemas_wait_under_the_deadline_and_only_as_long_as_their_clients(tiny_
         assert set(statuses) == {0, 400, 504}
 
 
+@pytest.mark.ci
 def test_sigterm_while_a_schema_compiles_ends_the_server_after_its_reply(tiny_gguf):
     with Process(tiny_gguf) as server, ThreadPoolExecutor(1) as pool:
         reply = pool.submit(server.chat, response_format=WORST_SCHEMA, taper={})
@@ -226,6 +227,7 @@ def logging_server(tiny_gguf):
         yield server
 
 
+@pytest.mark.ci
 def test_of_two_servers_that_start_together_one_serves(tiny_gguf):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

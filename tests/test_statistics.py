@@ -221,6 +221,7 @@ def test_enough_problems_give_the_right_verdict():
     assert share == pytest.approx(0.8, abs=3 * math.sqrt(0.8 * 0.2 / SIMULATIONS))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("problems", [50, 200, 1000])
 def test_intervals_cover_the_truth_about_as_often_as_stated(problems):
     difference, accuracy = -0.05, 0.4

@@ -106,15 +106,15 @@ def test_a_call_keeps_its_schema_once_it_has_begun(with_tags, kind, form):
     """Even if a random model writes it, strict or not."""
     text, content = BEGINNINGS[form]
     strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
-    for tools, choice in (([WEATHER], "auto"), ([strict], None)):
-        with serving(with_tags[kind], template=TOOLS_TEMPLATE, context=1000) as server:
-            lead(server, text)
+    with serving(with_tags[kind], template=TOOLS_TEMPLATE, context=1000) as server:
+        lead(server, text)
+        for tools, choice in (([WEATHER], "auto"), ([strict], None)):
             fields = {"tools": tools, "max_tokens": 300, "taper": ENDS, "parallel_tool_calls": False}
             reply = server.chat(**fields, tool_choice=choice, temperature=1, seed=5).json()["choices"][0]
-        (call,) = reply["message"]["tool_calls"]
-        assert (reply["message"]["content"], reply["finish_reason"]) == (content, "tool_calls")
-        assert call["function"]["name"] == "weather"
-        assert json.loads(call["function"]["arguments"])["city"] in ("Rome", "Oslo")
+            (call,) = reply["message"]["tool_calls"]
+            assert (reply["message"]["content"], reply["finish_reason"]) == (content, "tool_calls")
+            assert call["function"]["name"] == "weather"
+            assert json.loads(call["function"]["arguments"])["city"] in ("Rome", "Oslo")
 
 
 def test_a_schema_that_cannot_be_kept_is_refused_only_if_it_must_be_kept(with_tags):

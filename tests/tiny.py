@@ -50,6 +50,7 @@ MODEL_TYPES = {"gemma3": "gemma3_text", "gemma4": "gemma4_text", "qwen3moe": "qw
     "glm4moe": "glm4_moe",
     "lfm2moe": "lfm2_moe",
     "ernie4_5-moe": "ernie4_5_moe",
+    "hunyuan-dense": "hunyuan_v1_dense",
 }
 GGUF_NAMES = {
     "granitemoehybrid": "granite",
@@ -133,6 +134,7 @@ GLM4_EXPERTS = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermedia
     "attention_bias": True,
 }
 ERNIE_EXPERTS = {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 32, "moe_layer_start_index": 2}
+HUNYUAN = {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "rope_theta": 10000.0}
 LFM2 = {
     "layers": 7,
     "layer_types": ["conv" if layer in (0, 1, 3, 4, 6) else "full_attention" for layer in range(7)],
@@ -152,6 +154,7 @@ FAMILIES = {
     "olmo3": ("olmo3", {"tied": False, "sliding_window": 16, "rope_parameters": OLMO3}),
     "glm4": ("glm4", {"tied": False}),
     "seed_oss": ("seed_oss", {"tied": False}),
+    "hunyuan": ("hunyuan-dense", {"rope_parameters": HUNYUAN, "max_position_embeddings": 32768}),
     "ernie4_5": ("ernie4_5", {}),
     "ministral3": ("ministral3", {"rope_parameters": MINISTRAL3}),
     "granite": ("granite", SCALES),
@@ -246,13 +249,12 @@ def make_tiny(folder: Path, architecture: str = "llama", *, tied: bool = True, l
         MODEL_TYPES.get(architecture, architecture),
         vocab_size=VOCAB_SIZE,
         num_hidden_layers=layers,
-        max_position_embeddings=1024,
         tie_word_embeddings=tied,
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=0,
         attn_implementation="eager",
-        **(sizes | more),
+        **({"max_position_embeddings": 1024} | sizes | more),
     )
     torch.manual_seed(len(architecture) + layers + 10 * tied)
     model = AutoModelForCausalLM.from_config(config).eval()
@@ -295,7 +297,7 @@ def write_gguf(
     writer.add_embedding_length(config.hidden_size)
     inner = getattr(config, "intermediate_size", 0)
     if architecture in ("lfm2", "lfm2moe"):
-        inner = 96 if architecture == "lfm2" else inner
+        inner = len(tiny.hf.model.layers[0].feed_forward.w1.weight)
         kv_heads = [0 if kind == "conv" else config.num_key_value_heads for kind in config.layer_types]
     elif architecture == "gemma4":
         kv_heads = [config.per_layer_config[i].num_key_value_heads for i in range(config.num_hidden_layers)]
@@ -319,7 +321,7 @@ def write_gguf(
     for name, parameter in (dict(tiny.hf.named_parameters()) | scales).items():
         array = parameter.detach().numpy()
         if ".linear_attn." in name:
-            write_delta_net(writer, config, name, array, dtype)
+            add_matrix(writer, *delta_net_tensor(config, name, array), dtype, quantise)
             continue
         array = array[:, 0] if name.endswith("conv.conv.weight") else array
         if architecture in ("gemma2", "gemma3", "qwen35", "qwen35moe") and name.endswith("norm.weight"):
@@ -367,20 +369,25 @@ def write_gguf(
             name = name.replace("correction_bias", "correction.bias").replace("expert_bias", "expert_bias.bias")
         else:
             name = name.replace("router.", "router.layer.")
-        target = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        if quantise is not None and array.ndim == 2:
-            stored, rows = quantise(target, array)
-            writer.add_tensor(target, rows, raw_dtype=gguf.GGMLQuantizationType[stored])
-        else:
-            is_small = array.ndim == 1 or name.endswith("conv.conv.weight")
-            writer.add_tensor(target, array.astype(np.float32 if is_small else dtype))
+        add_matrix(writer, names.get_name(name, try_suffixes=(".weight", ".bias")), array, dtype, quantise)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def write_delta_net(writer, config, name: str, array: np.ndarray, dtype) -> None:
+def add_matrix(writer, name: str, array: np.ndarray, dtype, quantise) -> None:
+    """Add a tensor, in f32 if it is small."""
+    if array.ndim == 1 or name.endswith(("conv.weight", "conv1d.weight")):
+        writer.add_tensor(name, array.astype(np.float32))
+    elif quantise is not None:
+        stored, rows = quantise(name, array)
+        writer.add_tensor(name, rows, raw_dtype=gguf.GGMLQuantizationType[stored])
+    else:
+        writer.add_tensor(name, array.astype(dtype))
+
+
+def delta_net_tensor(config, name: str, array: np.ndarray) -> tuple[str, np.ndarray]:
     """A tensor of a recurrent layer of Qwen 3.5, as llama.cpp's converter writes it."""
     _, _, layer, _, part = name.split(".", 4)
     heads, groups = config.linear_num_value_heads, config.linear_num_key_heads
@@ -413,8 +420,7 @@ def write_delta_net(writer, config, name: str, array: np.ndarray, dtype) -> None
         "in_proj_b.weight": "ssm_beta.weight",
         "out_proj.weight": "ssm_out.weight",
     }[part]
-    is_small = array.ndim == 1 or part == "conv1d.weight"
-    writer.add_tensor(f"blk.{layer}.{target}", array.astype(np.float32 if is_small else dtype))
+    return f"blk.{layer}.{target}", array
 
 
 def add_vocabulary(writer, vocabulary: str = "byte-level") -> None:
@@ -453,7 +459,11 @@ def add_facts(writer, config) -> None:
         add_gemma4_facts(writer, config)
         return
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
-    writer.add_rope_freq_base(rope["rope_theta"])
+    theta = rope["rope_theta"]
+    if config.model_type == "hunyuan_v1_dense":
+        theta *= rope["alpha"] ** (config.head_dim / (config.head_dim - 2))
+        rope = rope | {"rope_type": "default"}
+    writer.add_rope_freq_base(theta)
     if config.model_type in ("gemma2", "gemma3_text", "gpt_oss"):
         writer.add_sliding_window(config.sliding_window)
         writer.add_key_length(config.head_dim)

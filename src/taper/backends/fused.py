@@ -62,7 +62,7 @@ class FusedLayers:
             and not (spec.v_norm or spec.keys_are_values or spec.cells_of is not None or spec.output_scale != 1.0)
             and not (spec.mixer or spec.output_gate)
             and not (spec.head_dim or spec.num_key_value_heads or spec.intermediate_size)
-            and spec.qk_norm != "whole"
+            and spec.qk_norm in ("", "head")
             for spec in config.layers
         )
         plain = plain and config.logit_cap is None and not config.layer_input_size

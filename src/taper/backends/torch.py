@@ -408,7 +408,7 @@ class TorchBackend:
         if self.config.layers[layer].output_gate:
             q, gate = (half.flatten(1) for half in q.unflatten(1, (self.config.num_attention_heads, 2, -1)).unbind(2))
             gate = gate.sigmoid()
-        return self._rotated(self._heads(q, layer, "q"), layer, rotations), gate
+        return self._rotated(self._heads(q, layer, "q"), layer, "q", rotations), gate
 
     def _mixed(
         self, h: Tensor, layer: int, mixer: Mixer, held: States, reads: Tensor, writes: Tensor, runs: Runs | None
@@ -430,22 +430,25 @@ class TorchBackend:
         spec, k = self.config.layers[layer], self._projected(h, layer, "k")
         v = self._heads(k if spec.keys_are_values else self._projected(h, layer, "v"), layer, "v")
         v = F.rms_norm(v, v.shape[-1:], eps=self.config.rms_norm_eps) if spec.v_norm else v
-        return self._rotated(self._heads(k, layer, "k"), layer, rotations), v
+        return self._rotated(self._heads(k, layer, "k"), layer, "k", rotations), v
 
     def _projected(self, h: Tensor, layer: int, name: str) -> Tensor:
         """One of q, k, v, before norms."""
         return self._times(h, layer, f"{name}_proj", f"{name}_bias")
 
     def _heads(self, projected: Tensor, layer: int, name: str) -> Tensor:
-        """One of q, k, v, normed, before rotation: [n, heads, head_dim]."""
-        norm, whole = f"layers.{layer}.{name}_norm", self.config.layers[layer].qk_norm == "whole"
+        """One of q, k, v, before rotation: [n, heads, head_dim]."""
+        norm, kind = f"layers.{layer}.{name}_norm", self.config.layers[layer].qk_norm
         sizes = -1, self.config.sizes(layer).head_dim
-        heads = (self._norm(projected, norm) if whole else projected).unflatten(-1, sizes)
-        return heads if whole else self._norm(heads, norm)
+        heads = (self._norm(projected, norm) if kind == "whole" else projected).unflatten(-1, sizes)
+        return self._norm(heads, norm) if kind == "head" else heads
 
-    def _rotated(self, x: Tensor, layer: int, rotations: Rotations) -> Tensor:
-        rope = self.config.layers[layer].rope
-        return x if rope is None else rotate(x, rotations[rope][:, : len(x)], rope.interleaved)
+    def _rotated(self, x: Tensor, layer: int, name: str, rotations: Rotations) -> Tensor:
+        """Heads of q or k, rotated by their positions."""
+        spec = self.config.layers[layer]
+        if spec.rope is not None:
+            x = rotate(x, rotations[spec.rope][:, : len(x)], spec.rope.interleaved)
+        return self._norm(x, f"layers.{layer}.{name}_norm") if spec.qk_norm == "rotated" else x
 
     def sinks(self, layer: int) -> Tensor | None:
         """The logits of a layer's attention sinks [heads], if it has some."""

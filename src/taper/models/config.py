@@ -104,14 +104,14 @@ class LayerSpec:
 
     `rope`: None for layers without positions (NoPE). `window`: the size of the sliding window, which includes the token
     itself; None: full attention. `pre_norm`: RMS norms before attention and MLP. `post_norm`: RMS norms after them,
-    before the residual is added. `qk_norm`: RMS norms of queries and keys, of each "head" or of the "whole" vector; ""
-    for none. `o_bias`: of attention's output. `has_sinks`: each head has a logit that takes a share of its attention
-    and gives nothing. `score_cap`: scores are cap * tanh(score / cap), before the softmax. `v_norm`: values are normed
-    too, by no weights. `keys_are_values`: before norms and rotation. `cells_of`: the layer whose keys and values it
-    attends to; None: it has its own. `output_gate`: attention's outputs are multiplied by the sigmoid of as many
-    numbers, which follow the query in each head. `mixer`: takes the place of attention, and has a state instead of keys
-    and values. `experts`: takes the place of the MLP. `output_scale`: multiplies what the layer gives. `head_dim`,
-    `num_key_value_heads`, `intermediate_size`: None: those of the model.
+    before the residual is added. `qk_norm`: RMS norms of queries and keys, of each "head", of the "whole" vector, or of
+    each head when it is "rotated"; "" for none. `o_bias`: of attention's output. `has_sinks`: each head has a logit
+    that takes a share of its attention and gives nothing. `score_cap`: scores are cap * tanh(score / cap), before the
+    softmax. `v_norm`: values are normed too, by no weights. `keys_are_values`: before norms and rotation. `cells_of`:
+    the layer whose keys and values it attends to; None: it has its own. `output_gate`: attention's outputs are
+    multiplied by the sigmoid of as many numbers, which follow the query in each head. `mixer`: takes the place of
+    attention, and has a state instead of keys and values. `experts`: takes the place of the MLP. `output_scale`:
+    multiplies what the layer gives. `head_dim`, `num_key_value_heads`, `intermediate_size`: None: those of the model.
     """
 
     rope: Rope | None
@@ -294,7 +294,7 @@ def _layer_shapes(c: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
         shapes["o_bias"] = (c.hidden_size,)
     if spec.has_sinks:
         shapes["sinks"] = (c.num_attention_heads,)
-    if spec.qk_norm == "head" and spec.mixer is None:
+    if spec.qk_norm in ("head", "rotated") and spec.mixer is None:
         shapes |= {f"{name}_norm": (head_dim,) for name in ("q", *cells[:1])}
     elif spec.qk_norm == "whole":
         shapes |= {"q_norm": (q_size,), "k_norm": (kv_size,)}

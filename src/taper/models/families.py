@@ -268,6 +268,19 @@ def _gpt_oss_header(settings: Settings) -> dict[str, Any]:
     return _unless_said(settings, {**_SWIGLU, "truncate": False})
 
 
+def _hunyuan_folder(settings: Settings) -> dict[str, Any]:
+    # A fixed `alpha` stretches the base of rotary frequencies; the context that it allows is in the config as it is.
+    rope = settings.values.get("rope_parameters") or settings.values.get("rope_scaling") or {}
+    if not isinstance(rope, dict) or not rope.get("alpha"):
+        return {}
+    own = Settings({**settings.values, **rope}, settings.source)
+    alpha, dim = own.get("alpha", float), head_size(settings)
+    if not 0 < alpha < 1e6 or not 4 <= dim <= 1024:
+        raise own.error("alpha", "no model has that")
+    theta = own.get("rope_theta", float, 1e4) * alpha ** (dim / (dim - 2))
+    return {"rope_theta": None, "rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+
+
 def _glm4_moe_folder(settings: Settings) -> dict[str, Any]:
     layers = settings.get("first_k_dense_replace", int)
     return {"num_dense_layers": layers, "num_local_experts": settings.get("n_routed_experts", int), "use_qk_norm": None}
@@ -352,6 +365,13 @@ MODEL_TYPES = {
         defaults={"tie_word_embeddings": True, "rope_theta": 2e6},
     ),
     "ministral3": Family("mistral3", interleaved=True, slides=_every_layer, reads=("llama_4_scaling_beta",)),
+    "hunyuan_v1_dense": Family(
+        "hunyuan-dense",
+        qk_norm="rotated",
+        folder_settings=_hunyuan_folder,
+        layer_names=_PRE_NORMS
+        | {f"self_attn.{theirs}_layernorm.weight": f"{theirs[0]}_norm" for theirs in ("query", "key")},
+    ),
     "seed_oss": Family("seed_oss", defaults={"head_dim": 128}, gguf_layer_names=_MISNAMED),
     "ernie4_5": Family("ernie4_5", interleaved="everywhere", defaults={"head_dim": 128, "tie_word_embeddings": True}),
     "glm4": Family(
@@ -540,6 +560,7 @@ _GGUF_LAYER = {
     **{f"attn_{name}.weight": f"{name}_proj" for name in "qkv"},
     **{f"attn_{name}.bias": f"{name}_bias" for name in "qkv"},
     **{f"attn_{name}_norm.weight": f"{name}_norm" for name in "qk"},
+    **{f"ffn_{name}_shexp.weight": f"{name}_proj" for name in ("gate", "up", "down")},
     **{f"ffn_{name}.weight": f"{name}_proj" for name in ("gate", "up", "down")},
     **{f"ffn_{name}_exps.weight": f"{name}_experts" for name in ("gate", "up", "down")},
     **{f"ffn_{name}_exps.bias": f"{name}_experts_bias" for name in ("gate", "up", "down")},
@@ -552,7 +573,6 @@ _GGUF_LAYER = {
     "ffn_gate_inp.bias": "router_bias",
     "exp_probs_b.bias": "router_correction",
     "ffn_gate_inp_shexp.weight": "shared_gate",
-    **{f"ffn_{name}_shexp.weight": f"{name}_proj" for name in ("gate", "up", "down")},
     "post_attention_norm.weight": "post_attention_norm",
     "post_ffw_norm.weight": "post_mlp_norm",
 }

@@ -345,7 +345,7 @@ class Graph:
         v = k if spec.keys_are_values else self._projected(h, layer, "v")
         v = self._in_heads(v, layer, "v", heads)
         v = ggml.rms_norm(context, v, config.rms_norm_eps) if spec.v_norm else v
-        k = self._rotated(self._in_heads(k, layer, "k", heads), layer)
+        k = self._rotated(self._in_heads(k, layer, "k", heads), layer, "k")
         cells = ggml.view_1d(context, self._inputs["cells"], count, 0)
         self._run(ggml.set_rows(context, keys, ggml.reshape_2d(context, k, width, count), cells))
         elements = ggml.view_1d(context, self._inputs[self.elements[width]], count * width, 0)
@@ -362,7 +362,7 @@ class Graph:
         context, config, active = self._context.pointer, self._model.config, h.contents.ne[1]
         spec, q = config.layers[layer], self._projected(h, layer, "q")
         q, gate = self._halves(q, layer) if spec.output_gate else (q, None)
-        q = self._rotated(self._in_heads(q, layer, "q", config.num_attention_heads), layer)
+        q = self._rotated(self._in_heads(q, layer, "q", config.num_attention_heads), layer, "q")
         mask, (_, head, token) = self._inputs[self.windows[spec.window]], q.contents.nb[:3]
         outputs, sinks = None, self._model.weights.get(f"layers.{layer}.sinks")
         for slot, count, first, end in _side_by_side(self._key.runs, active):
@@ -487,22 +487,24 @@ class Graph:
         return self._plus_bias(self._times(h, layer, f"{name}_proj"), layer, name)
 
     def _in_heads(self, x: Any, layer: int, name: str, heads: int) -> Any:
-        """One of q, k, v, normed, as [head_dim, heads, n]."""
-        whole, norm = self._model.config.layers[layer].qk_norm == "whole", f"layers.{layer}.{name}_norm"
-        x = self._norm(x, norm) if whole else x
+        """One of q, k, v, before rotation, as [head_dim, heads, n]."""
+        kind, norm = self._model.config.layers[layer].qk_norm, f"layers.{layer}.{name}_norm"
+        x = self._norm(x, norm) if kind == "whole" else x
         head_dim, count = self._model.config.sizes(layer).head_dim, x.contents.ne[1]
         x = ggml.reshape_3d(self._context.pointer, x, head_dim, heads, count)
-        return x if whole else self._norm(x, norm)
+        return self._norm(x, norm) if kind == "head" else x
 
-    def _rotated(self, x: Any, layer: int) -> Any:
-        """Heads of the first tokens, x [head_dim, heads, n], rotated by their positions."""
-        context, rope = self._context.pointer, self._model.config.layers[layer].rope
+    def _rotated(self, x: Any, layer: int, name: str) -> Any:
+        """Heads of the first tokens of q or k, x [head_dim, heads, n], rotated by their positions."""
+        context, spec = self._context.pointer, self._model.config.layers[layer]
+        rope = spec.rope
         if rope is None:
             return x
         mode = _ROPE_NEIGHBOURS if rope.interleaved else _ROPE_HALVES
         positions = ggml.view_1d(context, self._inputs["positions"], x.contents.ne[2], 0)
         factors, scaling = self._model.rope_factors[layer], (rope.theta, 1.0, 0.0, rope.attention_factor, 0.0, 0.0)
-        return ggml.rope_ext(context, x, positions, factors, rope.dim, mode, 0, *scaling)
+        x = ggml.rope_ext(context, x, positions, factors, rope.dim, mode, 0, *scaling)
+        return self._norm(x, f"layers.{layer}.{name}_norm") if spec.qk_norm == "rotated" else x
 
 
 def _side_by_side(runs: Runs, active: int) -> list[tuple[int, int, int, int]]:
