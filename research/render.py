@@ -45,6 +45,7 @@ _BY_MODEL = (
         "rising",
         "second_turn",
         "session",
+        "shapes",
         "task_calibration",
         "task_signals",
     ),
