@@ -26,14 +26,14 @@ class Family:
     hold queries and keys permuted, or "everywhere". `pre_norm`, `post_norm`, `qk_norm`, `activation`: as in
     `config.py`. `no_rope_interval`: every so many layers, one has no positions. `slides`: whether a layer has a sliding
     window, where a file gives the window's size without `layer_types`; None: no layer has one. `reads`: the `SWITCHES`
-    that it supports. `experts`: MLPs are mixtures of experts, with these fields of `Experts`. `has_sinks`:
-    as in `config.py`. `scales_embeddings`: by the square root of the hidden size. `norm_offset`: a constant to add to
-    the norm weights of folders. `defaults`: values that config.json may omit, as in transformers. `folder_settings`:
-    what it may say in other ways; `gguf_settings`: what GGUF headers say so or leave unsaid, as in llama.cpp.
-    `layer_facts`: fields of each `LayerSpec`, of settings, windows and tensors, where layers differ by more than
-    windows and positions. `rearranged`: brings the tensors of a folder into the layout of GGUF files. `reads_mxfp4`:
-    such a folder may be in MXFP4. `layer_names`, `gguf_layer_names`: names of tensors besides those that all families
-    share, as in `TensorNames`; default: norms before attention and MLP.
+    that it supports. `experts`: MLPs are mixtures of experts, with these fields of `Experts` (`clamp`: whether they
+    have one). `has_sinks`: as in `config.py`. `scales_embeddings`: by the square root of the hidden size.
+    `norm_offset`: a constant to add to the norm weights of folders. `defaults`: values that config.json may omit, as in
+    transformers. `folder_settings`: what it may say in other ways; `gguf_settings`: what GGUF headers say so or leave
+    unsaid, as in llama.cpp. `layer_facts`: fields of each `LayerSpec`, of settings, windows and tensors, where layers
+    differ by more than windows and positions. `rearranged`: brings the tensors of a folder into the layout of GGUF
+    files. `reads_mxfp4`: such a folder may be in MXFP4. `layer_names`, `gguf_layer_names`: names of tensors besides
+    those that all families share, as in `TensorNames`; default: norms before attention and MLP.
     """
 
     architecture: str
@@ -502,7 +502,7 @@ MODEL_TYPES = {
     "lfm2_moe": Family("lfm2moe", **_LFM2, experts={"scores": "sigmoid", "has_correction": True}, reads=_EXPERTS),
     "gpt_oss": Family(
         "gpt-oss",
-        experts={"has_bias": True},
+        experts={"has_bias": True, "clamp": True},
         has_sinks=True,
         slides=_every_other,
         reads=("num_experts", "num_local_experts", *_SWIGLU),

@@ -186,19 +186,19 @@ def _rope(family: Family, settings: Settings, parameters: dict[str, Any], interl
 
 def _experts(facts: Mapping[str, Any], settings: Settings) -> Experts:
     """The experts of a family with these facts."""
-    clamp = [settings.values.get(key) and settings.get(key, float) for key in ("swiglu_alpha", "swiglu_limit")]
-    count = settings.get("num_experts" if settings.values.get("num_experts") else "num_local_experts", int)
+    get = settings.get
+    count = get("num_experts" if settings.values.get("num_experts") else "num_local_experts", int)
     experts = Experts(
         num_experts=count,
-        num_experts_per_tok=settings.get("num_experts_per_tok", int),
-        intermediate_size=settings.get("moe_intermediate_size", int, settings.get("intermediate_size", int)),
-        norm_topk_prob=settings.get("norm_topk_prob", bool, True),
-        scale=settings.get("routed_scaling_factor", float, 1.0),
-        clamp=(clamp[0], clamp[1]) if clamp[0] and clamp[1] else None,
-        **facts,
+        num_experts_per_tok=get("num_experts_per_tok", int),
+        intermediate_size=get("moe_intermediate_size", int, get("intermediate_size", int)),
+        norm_topk_prob=get("norm_topk_prob", bool, True),
+        scale=get("routed_scaling_factor", float, 1.0),
+        clamp=(get("swiglu_alpha", float), get("swiglu_limit", float)) if facts.get("clamp") else None,
+        **{name: fact for name, fact in facts.items() if name != "clamp"},
     )
     expected = _GATING_FUNCTIONS[experts.scores]
-    if settings.get("expert_gating_func", int, expected) != expected:
+    if get("expert_gating_func", int, expected) != expected:
         raise settings.error("expert_gating_func", f"it must be {expected}, which is {experts.scores}")
     return experts if not experts.beside or _shared_size(settings) else replace(experts, beside="")
 
