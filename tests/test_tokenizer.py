@@ -14,7 +14,7 @@ import sentencepiece
 from tiny import byte_tokenizer
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as FastTokenizer
-from transformers import GemmaTokenizer, Qwen2Tokenizer
+from transformers import GemmaTokenizer, Qwen2Tokenizer, Qwen3_5Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from taper.errors import ModelError, RequestError
@@ -70,15 +70,24 @@ CASED = (
     r"|[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]+[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]*{0}"
     r"|\p{{N}}{1}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-WHOLE_WORDS = ("llama-bpe", "falcon3", "smaug-bpe", "tekken", "glm4")
-COMPOSED = ("qwen2", "deepseek-r1-qwen")
+WHOLE_WORDS = ("llama-bpe", "lfm2", "falcon3", "smaug-bpe", "tekken", "glm4")
+COMPOSED = ("qwen2", "deepseek-r1-qwen", "qwen35")
 PATTERNS = {
     "smollm": GPT2,
     "llama-bpe": LLAMA3,
+    "lfm2": LLAMA3,
     "falcon3": LLAMA3,
     "smaug-bpe": LLAMA3,
     "qwen2": LLAMA3.replace("{1,3}", ""),
     "deepseek-r1-qwen": LLAMA3.replace("{1,3}", ""),
+    "qwen35": (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+        r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+    "hunyuan-dense": (
+        r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+        r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
     "dbrx": LLAMA3,
     "glm4": LLAMA3,
     "chatglm-bpe": LLAMA3,
@@ -118,8 +127,13 @@ class ReferenceBPE:
 
     def words(self, text: str) -> list[str]:
         text = normalized(self.pre, text)
-        parts = regex.findall(r"\p{N}|\P{N}+", text) if self.pre in ("smollm", "refact") else [text]
-        return [word for part in parts for word in regex.findall(PATTERNS[self.pre], part)]
+        parts = [text]
+        if self.pre in ("smollm", "refact"):
+            parts = regex.findall(r"\p{N}|\P{N}+", text)
+        elif self.pre == "hunyuan-dense":
+            parts = regex.findall(r"\p{N}{1,3}|[\u4e00-\u9fa5\u3040-\u30ff]+|[^\p{N}\u4e00-\u9fa5\u3040-\u30ff]+", text)
+        # What a pattern leaves between two matches is a word too.
+        return [word for part in parts for word in regex.split(f"({PATTERNS[self.pre]})", part) if word]
 
     def pieces(self, word: str) -> list[str]:
         pieces = [ALPHABET[byte] for byte in word.encode()]
@@ -197,12 +211,13 @@ def test_byte_level_ids_equal_the_reference_and_survive_the_round_trip(byte_leve
     )
 
 
-def test_qwen2_ids_equal_transformers_own_class(byte_level):
+@pytest.mark.parametrize(("pre", "transformers_own"), [("qwen2", Qwen2Tokenizer), ("qwen35", Qwen3_5Tokenizer)])
+def test_qwen_ids_equal_transformers_own_class(byte_level, pre, transformers_own):
     vocab = {token: i for i, token in enumerate(byte_level["tokens"])}
-    reference = Qwen2Tokenizer(vocab=vocab, merges=[tuple(merge.split(" ")) for merge in byte_level["merges"]])
+    reference = transformers_own(vocab=vocab, merges=[tuple(merge.split(" ")) for merge in byte_level["merges"]])
     reference.add_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
     reference.add_tokens([AddedToken(token, special=False, normalized=False) for token in USER_DEFINED])
-    assert not differing(rebuilt(byte_level, pre="qwen2").encode, reference.encode)
+    assert not differing(rebuilt(byte_level, pre=pre).encode, reference.encode)
 
 
 def test_each_pre_tokenizer_has_its_own_numbers_whole_words_and_normal_form(byte_level):

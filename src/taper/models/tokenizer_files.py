@@ -41,6 +41,7 @@ _SPLIT_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3_SPLIT = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _SPLIT_TAIL
 _SEED_SPLIT = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 _QWEN2_SPLIT = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _SPLIT_TAIL
+_QWEN35_SPLIT = _QWEN2_SPLIT.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
 # Lowercase words that may begin with capitals, then words in capitals that may end in lowercase letters.
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED = r"[^\r\n\p{L}\p{N}]?" + f"{_UPPER}*{_LOWER}+%s|" + r"[^\r\n\p{L}\p{N}]?" + f"{_UPPER}+{_LOWER}*%s"
@@ -48,9 +49,17 @@ _CASED_TAIL = _SPLIT_TAIL.replace(r"[\r\n]*", r"[\r\n/]*")
 _GPT4O_SPLIT = _CASED.replace("%s", f"{_CONTRACTIONS}?") + r"|\p{N}{1,3}" + _CASED_TAIL
 _TEKKEN_SPLIT = _CASED.replace("%s", "") + r"|\p{N}" + _CASED_TAIL
 
-# By GGUF's names of pre-tokenizers: the pattern that splits a text into words before merging.
+_HUNYUAN_SPLITS = (  # of DeepSeek V3 too
+    r"\p{N}{1,3}",
+    "[一-龥\u3040-ゟ゠-ヿ]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"""
+    r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+
+# By GGUF's names of pre-tokenizers: the patterns that split a text into words before merging, one after the other.
 _SPLITS = {
     "llama-bpe": _LLAMA3_SPLIT,
+    "lfm2": _LLAMA3_SPLIT,
     "falcon3": _LLAMA3_SPLIT,
     "smaug-bpe": _LLAMA3_SPLIT,  # SmolLM3
     "dbrx": _LLAMA3_SPLIT,  # Phi 4, OLMo 2
@@ -59,14 +68,16 @@ _SPLITS = {
     "seed-coder": _SEED_SPLIT,
     "qwen2": _QWEN2_SPLIT,
     "deepseek-r1-qwen": _QWEN2_SPLIT,
+    "qwen35": _QWEN35_SPLIT,
+    "hunyuan-dense": _HUNYUAN_SPLITS,
     "gpt-4o": _GPT4O_SPLIT,  # Phi 4 mini
     "tekken": _TEKKEN_SPLIT,  # Mistral Nemo and Small
 }
 _DIGITS_APART = ("smollm", "refact")  # then GPT-2's splits; refact: Granite
-_COMPOSED = ("qwen2", "deepseek-r1-qwen")  # normalise to NFC
+_COMPOSED = ("qwen2", "deepseek-r1-qwen", "qwen35")  # normalise to NFC
 # A word of the vocabulary is one token, whatever the merges say.
-_WHOLE_WORDS = ("llama-bpe", "falcon3", "smaug-bpe", "tekken", "glm4")
-_BOS_LEADS = ("llama-bpe", "tekken")  # BOS leads, unless the file says otherwise
+_WHOLE_WORDS = ("llama-bpe", "lfm2", "falcon3", "smaug-bpe", "tekken", "glm4")
+_BOS_LEADS = ("llama-bpe", "lfm2", "tekken")  # BOS leads, unless the file says otherwise
 # Token types of GGUF's tokenizer.ggml.token_type.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 # Tokens that end a turn, which some files do not list among their stop ids.
@@ -209,8 +220,9 @@ def _byte_level_bpe(settings: Settings, pre: str, vocab: dict[str, int]) -> Fast
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     pipelines: dict[str, list[Any]] = {"gpt-2": [gpt2], "olmo": [gpt2]}
     pipelines |= {name: [pre_tokenizers.Digits(individual_digits=True), gpt2] for name in _DIGITS_APART}
-    for name, pattern in _SPLITS.items():
-        pipelines[name] = [pre_tokenizers.Split(Regex(pattern), "isolated"), byte_level]
+    for name, splits in _SPLITS.items():
+        patterns = (splits,) if isinstance(splits, str) else splits
+        pipelines[name] = [*(pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns), byte_level]
     if pre not in pipelines:
         raise ModelError(f"pre-tokenizer {pre!r} is not supported", f"supported: {', '.join(pipelines)}")
     fast = FastTokenizer(models.BPE(vocab, _merges(settings), ignore_merges=pre in _WHOLE_WORDS))
