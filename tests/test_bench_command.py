@@ -112,6 +112,7 @@ def test_lengths_that_were_asked_for_come_before_prompts(monkeypatch):
     assert phases()[:3] == ["bandwidth", "depth", "prompts"]
 
 
+@pytest.mark.ci
 def test_a_picture_has_no_empty_panel(tmp_path):
     def drawn(*names: str) -> list[str]:
         done = {name: phase for name, phase in result["phases"].items() if name in names}
@@ -175,6 +176,7 @@ def test_outputs_are_greedy_and_sampled_in_the_same_rounds(tiny_gguf, monkeypatc
     assert command._SAMPLED[0] == f"at {run.TEMPERATURE}\n/s"
 
 
+@pytest.mark.ci
 def test_policies_are_those_given(tmp_path):
     policy, files = DepthPolicy.static(6, 3, [1, 2, 3]), [str(tmp_path / name) for name in ("a.json", "b.json")]
     for file, name in zip(files, ("", "full"), strict=True):
@@ -204,6 +206,7 @@ def test_tables_fit_a_terminal_of_80_columns_and_are_whole_without_one(monkeypat
 # What goes wrong while measuring
 
 
+@pytest.mark.ci
 def test_graphs_that_compute_something_else_are_found(monkeypatch, capsys):
     class Wrong(TorchBackend):
         def __init__(self, *args, graphs=True, **options):
@@ -289,6 +292,7 @@ def test_a_phase_without_one_whole_round_is_left_out(tiny_gguf, monkeypatch):
     assert result["dropped"] == ["depth", "outputs of 3", "outputs of 6", "prompts"]
 
 
+@pytest.mark.ci
 def test_a_peer_that_fails_is_left_out_from_then_on(monkeypatch):
     calls = []
 

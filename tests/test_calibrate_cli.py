@@ -103,6 +103,7 @@ def test_it_begins_with_what_it_read(arguments, tmp_path, monkeypatch, name, tex
     assert result.stderr.startswith(said.replace("FILE", str(tmp_path / name))), result.stderr
 
 
+@pytest.mark.ci
 def test_a_policy_that_hardly_tapers_gets_no_verdict_and_the_line_says_why(arguments, monkeypatch, tmp_path):
     late = DepthPolicy(Schedule(6, "constant", 4, start=30), (2, 3))
     monkeypatch.setattr("taper.lab.calibration.search.fit_quality", lambda *_: late)
@@ -114,6 +115,7 @@ def test_a_policy_that_hardly_tapers_gets_no_verdict_and_the_line_says_why(argum
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.ci
 def test_a_budget_that_no_policy_keeps_writes_none_and_names_the_nearest(arguments, tmp_path):
     arguments[arguments.index("--max-kl") + 1] = "1e-9"
     result = CliRunner().invoke(cli, arguments)

@@ -285,6 +285,7 @@ def tiny_transformers(tiny_llama: TinyModel, monkeypatch) -> dict[str, object]:
     return {"taper": taper, "model": tiny_llama.hf, "inputs": inputs, "policy": policy, "prompts": ["why?"] * 8}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page)], ids=lambda page: page.name)
 @pytest.mark.usefixtures("short_outputs", "quick_calibration")
 def test_python_examples_run(page, tiny_transformers, capsys):

@@ -60,6 +60,7 @@ def whole(text: str) -> str:
 # The model class
 
 
+@pytest.mark.ci
 def test_full_depth_gives_the_texts_of_the_harness_own_class(lm, hf):
     asked = instances({"until": ["\x00never"], "max_gen_toks": 40})
     expected = texts(hf, asked)
@@ -102,6 +103,7 @@ def test_many_problems_get_the_strings_of_the_harness_own_class(llm, hf, tmp_pat
     assert len({one["resps"][0][0] for one in theirs}) >= 10
 
 
+@pytest.mark.ci
 def test_control_tokens_end_an_output_as_in_the_harness(lm, hf):
     contexts = ["27", "10", "59"]  # after which the model writes <|im_end|>, <|im_start|> and <|endoftext|>
     # A control token that is not the model's own stop token has no text, so it is found by its id.
@@ -177,6 +179,7 @@ def test_log_likelihoods_are_rejected(lm):
             method([])
 
 
+@pytest.mark.ci
 def test_the_harness_finds_the_class_by_name(tiny_llama, data, tmp_path):
     (tmp_path / "policy.json").write_text(TAPERED.to_json())
     arguments = {"model": str(tiny_llama.folder), "policy": str(tmp_path / "policy.json"), "dtype": "f32"}
@@ -266,6 +269,7 @@ def oracle(doc: dict) -> str:
     return doc["answer"] if "answer" in doc else f"So the answer is {doc['target']}."
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("answer", "expected"), [(oracle, 1.0), (lambda doc: "So the answer is 7.", 0.0)])
 def test_an_oracle_scores_1_and_a_wrong_model_0(data, answer, expected):
     selection = load_tasks(["gsm8k", "bbh_cot_fewshot", "bbh_cot_zeroshot_word_sorting"], data_dir=data)

@@ -41,7 +41,13 @@ CHOSEN = ("d3 late", "skipdecode", "static")
 CONTEXTS = {"phi3 with longrope": 90}  # one token more would choose the other table of factors
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+# Variants of families whose main form is tested beside them.
+RARE = ("phi3 with longrope", "glm4moe with norms", "ernie4_5-moe, nothing shared", "qwen35, as many heads of keys")
+RARE += ("qwen3moe, not normalised", "granite 4 without positions", "qwen2 with yarn", "gemma4, values from keys")
+NAMED = [pytest.param(name, marks=pytest.mark.ci) if name in RARE else name for name in FAMILIES]
+
+
+@pytest.fixture(scope="module", params=NAMED)
 def family(request, tmp_path_factory) -> SimpleNamespace:
     """A tiny model, and what transformers makes of the prompts under a policy."""
     architecture, options = FAMILIES[request.param]
@@ -164,7 +170,7 @@ def test_fused_tensors_and_experts_that_do_not_fit_are_refused(tmp_path):
 
 
 VALUES = [None, True, 0, -1, 1, 7, 64, 1 << 31, 1 << 63, -0.5, 1e308, float("nan"), "a", [], {}, [None], ["conv"] * 7]
-RECENT = ("qwen35", "glm4moe", "ernie4_5", "lfm2")
+RECENT = ("qwen35", "glm4moe", "ernie4_5", "hunyuan", "lfm2")
 
 
 @pytest.mark.parametrize("family", ["qwen35", "qwen35moe", "glm4moe", "ernie4_5-moe", "lfm2", "lfm2moe"])
@@ -174,14 +180,14 @@ def test_damaged_settings_are_refused_in_one_line(tmp_path, family):
     settings = json.loads((folder / "config.json").read_text())
     keys = sorted({*settings, "full_attn_idxs", "full_attention_interval", "attn_output_gate", "block_ff_dim"})
     rng, refused = np.random.default_rng(0), list[str]()
-    for _ in range(100):
+    for _ in range(50):
         key, value = keys[rng.integers(len(keys))], VALUES[rng.integers(len(VALUES))]
         (folder / "config.json").write_text(json.dumps(settings | {key: value}))
         try:
             load_model(folder)
         except ModelError as error:
             refused.append(error.message)
-    assert 20 < len(refused) < 90
+    assert 10 < len(refused) < 45
     assert not any("\n" in message for message in refused)
 
 

@@ -298,6 +298,7 @@ def test_a_checkpoint_holds_all_of_a_training(tiny_llama, tmp_path):
     assert steps(again, 3) == pytest.approx(expected[3:], rel=1e-5)
 
 
+@pytest.mark.ci
 def test_the_command_writes_a_policy_that_generates(tiny_gguf, tmp_path, short):
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
     (tmp_path / "policy.json").write_text(POLICY.to_json())
@@ -377,7 +378,8 @@ def test_calibration_keeps_the_order_and_the_adapters_of_a_healed_policy(llm, ti
         taper.calibrate(llm, PROMPTS, max_kl=90.0, healed=POLICY)
 
 
-@pytest.mark.parametrize("helped", [True, pytest.param(False, marks=pytest.mark.ci)])
+@pytest.mark.ci
+@pytest.mark.parametrize("helped", [True, False])
 def test_calibration_with_healing_writes_only_adapters_that_help(tiny_gguf, tmp_path, monkeypatch, helped):
     trained = []
 

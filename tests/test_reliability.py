@@ -175,6 +175,7 @@ run()
     assert evil in piped.decode()
 
 
+@pytest.mark.ci
 def test_a_signal_whose_handler_returns_costs_no_output_and_reaches_whoever_waits_for_it(tiny_gguf):
     """A graph that a signal ended is computed again, as a handler may do nothing but count."""
     code = """

@@ -145,6 +145,7 @@ def short_calibration(monkeypatch, tmp_path):
     monkeypatch.setattr(taper.lab.calibration.run, "MAX_TOKENS", 40)
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("short_calibration")
 def test_a_calibration_gives_the_policy(run, arguments, tmp_path):
     arguments += ["--lengths=24", "--tasks=gsm8k", "--min-agreement=0.01"]

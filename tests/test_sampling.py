@@ -148,7 +148,7 @@ def random_logits(rng: np.random.Generator) -> np.ndarray:
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", range(60))
 def test_the_same_tokens_are_kept_with_the_same_probabilities_as_by_sorting(seed):
     rng = np.random.default_rng(seed)
     for top_k, top_p, min_p in itertools.product((0, 1, 40, 3000), (1.0, 0.95, 0.5, 1e-9), (0.0, 0.05, 1.0)):

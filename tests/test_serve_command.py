@@ -93,6 +93,7 @@ def test_after_a_kill_a_restart_serves_at_once(tiny_gguf):
             assert again.seconds_to_ready < (3 if os.environ.get("TAPER_TIMED") else 30)  # a busy machine is slower
 
 
+@pytest.mark.ci
 def test_a_policy_file_is_served_under_its_name_and_is_the_default(tiny_gguf, tmp_path):
     from taper import DepthPolicy
 

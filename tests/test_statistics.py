@@ -246,6 +246,7 @@ def test_the_bootstrap_of_counts_is_that_of_resampled_problems():
 # Interim tests
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("lost", "gained", "wrong"), [(0.10, 0.05, "holds"), (0.05, 0.05, "fails")])
 def test_interim_tests_keep_the_error_rates(lost, gained, wrong, monkeypatch):
     """A policy that loses exactly the margin holds, and one that loses nothing fails, in at most 5 % of 1,000 runs."""
