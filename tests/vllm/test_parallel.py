@@ -45,7 +45,7 @@ def test_two_processes_give_the_ids_of_one(tiny_folder, tmp_path, expected, kind
     )
     settings = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     command = [sys.executable, __file__, str(tiny_folder), str(file), json.dumps({kind: 2})]
-    done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-8000:]
     assert json.loads(file.read_text()) == expected
 

@@ -33,7 +33,7 @@ def server(tiny_folder):
     log = (tiny_folder.parent / "serve.log").open("w+")
     process = subprocess.Popen([*command, *flags], env=os.environ | settings, stdout=log, stderr=log)
     try:
-        for _ in range(240):
+        for _ in range(800):
             assert process.poll() is None, Path(log.name).read_text()[-6000:]
             try:
                 get(port, "/health")
