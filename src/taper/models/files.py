@@ -114,6 +114,15 @@ class Settings:
         return ModelError(f"{self.source}: {self._names.get(key, key)} is {shown(self.values.get(key))}; {rule}")
 
 
+def recurrent_layers(kinds: Any, recurrent: str, source: str) -> list[bool]:
+    """Which layers have a state, of `layer_types` whose items are `recurrent` or full attention."""
+    settings, full = Settings({"layer_types": kinds}, source), "full_attention"
+    kinds = settings.get("layer_types", list)
+    if not all(kind in (full, recurrent) for kind in kinds) or full not in kinds:
+        raise settings.error("layer_types", f"each layer must be {full} or {recurrent}, and some the former")
+    return [kind == recurrent for kind in kinds]
+
+
 def parts_of(path: Path) -> list[Path]:
     """All files of a GGUF model, given any of them: parts are named as llama.cpp names them."""
     match = _PART.fullmatch(path.name)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .config import ShortConvolution
-from .files import Settings
+from .files import Settings, recurrent_layers
 from .tensors import Tensor
 
 _FULL, _RECURRENT = "full_attention", "conv"
@@ -29,13 +29,10 @@ def folder_settings(settings: Settings) -> dict[str, Any]:
     if kinds is None:
         attention = get("full_attn_idxs", list)
         kinds = [_FULL if layer in attention else _RECURRENT for layer in range(min(count, 1 << 12))]
-    kinds = Settings({"layer_types": kinds}, settings.source).get("layer_types", list)
-    if not all(kind in (_FULL, _RECURRENT) for kind in kinds) or _FULL not in kinds:
-        raise settings.error("layer_types", f"each layer must be {_FULL} or {_RECURRENT}, and some the former")
     return {
         "intermediate_size": _inner_size(settings),
         "layer_types": None,
-        "recurrent_layers": [kind == _RECURRENT for kind in kinds],
+        "recurrent_layers": recurrent_layers(kinds, _RECURRENT, settings.source),
         "rms_norm_eps": get("norm_eps", float),
         "tie_word_embeddings": get("tie_embedding", bool, get("tie_word_embeddings", bool, True)),
     }

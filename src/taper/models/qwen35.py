@@ -14,7 +14,7 @@ import numpy as np
 from ..errors import ModelError
 from ..policy import MAX_LAYERS
 from .config import DeltaNet
-from .files import Settings
+from .files import Settings, recurrent_layers
 from .tensors import WEIGHT_TYPES, Tensor, as_f32
 
 _FULL, _RECURRENT = "full_attention", "linear_attention"
@@ -52,12 +52,8 @@ def _layer_types(count: int, interval: int) -> list[str]:
     return [_RECURRENT if (layer + 1) % interval else _FULL for layer in range(count)]
 
 
-def _flags(layer_types: Any, settings: Settings) -> dict[str, Any]:
-    settings = Settings({"layer_types": layer_types}, settings.source)
-    kinds = settings.get("layer_types", list)
-    if not all(kind in (_FULL, _RECURRENT) for kind in kinds) or _FULL not in kinds:
-        raise settings.error("layer_types", f"each layer must be {_FULL} or {_RECURRENT}, and some the former")
-    return {"layer_types": None, "recurrent_layers": [kind == _RECURRENT for kind in kinds]}
+def _flags(kinds: Any, settings: Settings) -> dict[str, Any]:
+    return {"layer_types": None, "recurrent_layers": recurrent_layers(kinds, _RECURRENT, settings.source)}
 
 
 def layer_facts(settings: Settings, windows: Sequence[int | None], tensors: dict[str, Tensor]) -> list[dict[str, Any]]:
