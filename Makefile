@@ -15,6 +15,8 @@ BIN := $(VENV)/bin
 LARGE := qwen2.5-coder-1.5b-instruct
 # Python compiles what it imports: a fraction of what is installed, and of the minutes that pip would take.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+# Tests start hundreds of processes: what they import is compiled once, also where the environment forbids it.
+export PYTHONDONTWRITEBYTECODE :=
 LIBRARIES := from taper.backends.ggml import library; print(*(place.folder for place in library._places()))
 BACKEND_TESTS := $(addprefix tests/test_,$(addsuffix .py,library parity families filled quantisation quantise repack \
 	weights fuzz interrupts reliability))
