@@ -393,10 +393,10 @@ def test_a_policy_proposes_only_where_it_could_pay():
     dear, cheap = planner({1: 1.0, 2: 1.9}), planner({1: 1.0, 2: 1.0, 3: 1.0, 4: 1.0, 5: 1.0})
     for clock in (dear, cheap):
         clock.note_draft(0.2)
-    assert dear.plan_policy(certain(True), 1, 4, is_probe=True) == 0
-    assert cheap.plan_policy(certain(True), 1, 4, is_probe=False) == 4
-    assert cheap.plan_policy(certain(False), 1, 4, is_probe=False) == 0
-    assert cheap.plan_policy(certain(False), 1, 4, is_probe=True) == 1
+    assert dear.plan_predictions(certain(True), 1, 4, is_probe=True) == 0
+    assert cheap.plan_predictions(certain(True), 1, 4, is_probe=False) == 4
+    assert cheap.plan_predictions(certain(False), 1, 4, is_probe=False) == 0
+    assert cheap.plan_predictions(certain(False), 1, 4, is_probe=True) == 1
 
 
 # Bits

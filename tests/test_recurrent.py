@@ -41,7 +41,8 @@ CHOSEN = {"full": FULL, "late": LATE, "static": policies(LAYERS)["static"]}
 @pytest.fixture(scope="module")
 def recurrent(tmp_path_factory) -> SimpleNamespace:
     architecture, options = FAMILIES["qwen35"]
-    tiny = make_tiny(tmp_path_factory.mktemp("recurrent"), architecture, **options)
+    without_mtp = options | {"mtp_num_hidden_layers": 0}
+    tiny = make_tiny(tmp_path_factory.mktemp("recurrent"), architecture, **without_mtp)
     return SimpleNamespace(tiny=tiny, loaded=tiny.load())
 
 

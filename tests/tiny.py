@@ -123,7 +123,9 @@ GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2
     "hidden_size_per_layer_input": 0
 }
 QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
-QWEN35 = {"layers": 7, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+QWEN35 = {"layers": 7, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16} | {
+    "mtp_num_hidden_layers": 1
+}
 QWEN35_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48} | {
     "shared_expert_intermediate_size": 64
 }
@@ -258,6 +260,8 @@ def make_tiny(folder: Path, architecture: str = "llama", *, tied: bool = True, l
     )
     torch.manual_seed(len(architecture) + layers + 10 * tied)
     model = AutoModelForCausalLM.from_config(config).eval()
+    if more.get("mtp_num_hidden_layers"):
+        model.mtp = Mtp(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Wide enough that attention and position matter, and that logits have no ties.
@@ -270,6 +274,41 @@ def make_tiny(folder: Path, architecture: str = "llama", *, tied: bool = True, l
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "<|im_end|>"}))
     return TinyModel(model, folder)
+
+
+class Mtp(torch.nn.Module):
+    """The MTP layer of Qwen 3.5, which transformers leaves out; named and saved as in published folders."""
+
+    def __init__(self, model) -> None:
+        super().__init__()
+        size, last = model.config.hidden_size, model.config.layer_types.index("full_attention")
+        like = model.model.layers[last]
+        self.fc = torch.nn.Linear(2 * size, size, bias=False)
+        self.layers = torch.nn.ModuleList([type(like)(model.config, last)])
+        for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+            setattr(self, name, type(model.model.norm)(size))
+
+    @torch.inference_mode()
+    def forward(self, model, read, token_ids) -> tuple[torch.Tensor, torch.Tensor]:
+        """What it predicts after tokens [n] that follow positions 0 to n, where the head read [n, hidden_size].
+
+        Returns:
+            Logits [n, vocab_size], and what the head read of the layer itself.
+        """
+        embedded = self.pre_fc_norm_embedding(model.model.embed_tokens(torch.tensor(token_ids)))
+        x = self.fc(torch.cat((embedded, self.pre_fc_norm_hidden(torch.as_tensor(read))), -1))[None]
+        places = torch.arange(len(token_ids))[None]
+        mask = torch.full((1, 1, len(token_ids), len(token_ids)), -torch.inf).triu(1)
+        rotations = model.model.rotary_emb(x, places)
+        x = self.layers[0](x, position_embeddings=rotations, attention_mask=mask, position_ids=places)
+        read = self.norm(x if isinstance(x, torch.Tensor) else x[0])[0]
+        return model.lm_head(read), read
+
+
+# Of published folders -> GGUF's.
+MTP_NAMES = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm"} | {
+    "norm": "shared_head_norm"
+}
 
 
 def official_gemma4(folder: Path) -> dict:
@@ -292,7 +331,10 @@ def write_gguf(
     config = tiny.hf.config
     architecture = GGUF_NAMES.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(path, architecture)
-    writer.add_block_count(config.num_hidden_layers)
+    further = getattr(config, "mtp_num_hidden_layers", 0)
+    writer.add_block_count(config.num_hidden_layers + further)
+    if further:
+        writer.add_nextn_predict_layers(further)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     inner = getattr(config, "intermediate_size", 0)
@@ -316,10 +358,17 @@ def write_gguf(
     add_facts(writer, config)
     add_vocabulary(writer, vocabulary)
     by_name = {name: architecture for architecture, name in gguf.MODEL_ARCH_NAMES.items()}
-    names = gguf.get_tensor_name_map(by_name[architecture], config.num_hidden_layers)
+    names = gguf.get_tensor_name_map(by_name[architecture], config.num_hidden_layers + further)
     scales = {name: scale for name, scale in tiny.hf.named_buffers() if name.endswith(BUFFERS)}
     for name, parameter in (dict(tiny.hf.named_parameters()) | scales).items():
         array = parameter.detach().numpy()
+        if name.startswith("mtp."):
+            if (part := name.split(".")[1]) in MTP_NAMES:
+                array = array if part == "fc" else array + 1
+                name = f"blk.{config.num_hidden_layers}.nextn.{MTP_NAMES[part]}.weight"
+                add_matrix(writer, name, array, dtype, quantise)
+                continue
+            name = name.replace("mtp.layers.0", f"model.layers.{config.num_hidden_layers}")
         if ".linear_attn." in name:
             add_matrix(writer, *delta_net_tensor(config, name, array), dtype, quantise)
             continue

@@ -432,7 +432,7 @@ class LLM:
         """How to draft for a kind of drafts, or for the default of a mode; None if nothing is drafted.
 
         Args:
-            draft: "auto", "ngram", "policy" or "off"; a `Drafting` is returned as it is.
+            draft: "auto", "ngram", "mtp", "policy" or "off"; a `Drafting` is returned as it is.
             mode: in mode exact, the default is auto.
             policy: in mode exact the policy that drafts; by default, and in other modes, the fastest shipped one.
             exact_bits: verify no more tokens at a time than give the same bits as single ones (`Engine.bitwise_width`);

@@ -36,22 +36,30 @@ class TokenBatch:
     Forwards of the same tokens that differ only from some layer on can share what comes before: the first one asks
     for its hidden states there (`output_hidden_states`), the others begin from them at `first_layer`. Keys and values
     of the layers below are then as the cells hold them.
+
+    A model with an MTP layer (`ModelConfig.has_mtp`) runs it alone, in a forward that begins at layer L. Its tokens are
+    the next ones: `hidden_states` holds what the head read at the positions before them, which `positions` names.
     """
 
     tokens: np.ndarray  # int32 [N]
     positions: np.ndarray  # int32 [N], index in the sequence
     slots: np.ndarray  # int32 [N], which sequence of the key-value cache
-    num_active: tuple[int, ...]  # [num_hidden_layers], each 0 to N
+    num_active: tuple[int, ...]  # [num_hidden_layers], each 0 to N; one more for an MTP layer
     logits_rows: tuple[int, ...] = ()  # the tokens whose logits come back, in this order
     greedy_rows: tuple[int, ...] = ()  # the tokens whose argmax comes back, in this order
     shortlist: bool = False  # where the backend has a preview: argmaxes are those of shortlists
     preview_rows: tuple[int, ...] = ()  # with `shortlist`, the tokens whose previewed logits come back, in this order
     output_hidden_states: tuple[int, ...] = ()  # layers before which hidden states come back; L: after the last
+    head_inputs: bool = False  # what the head reads of each token comes back
     first_layer: int = 0  # above 0: begin from `hidden_states`
     hidden_states: np.ndarray | None = None  # float32 [N, hidden_size], what enters `first_layer`
     adapters: Adapters | None = None  # of the layers that tokens skip
     fill: bool = False  # write keys and values in skipped layers too
     tentative: bool = False  # only other tentative forwards go on from the states that it leaves in recurrent layers
+
+    def is_mtp(self, config: ModelConfig) -> bool:
+        """Whether it runs the MTP layer alone."""
+        return len(self.num_active) > config.num_hidden_layers
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,7 @@ class ForwardOutput:
     logits: np.ndarray  # float32 [len(logits_rows), vocab_size]
     greedy_ids: np.ndarray  # int64 [len(greedy_rows)]; -1 where the largest logit is not a finite number
     hidden_states: dict[int, np.ndarray] = field(default_factory=dict)  # layer -> float32 [N, hidden_size]
+    head_inputs: np.ndarray | None = None  # float32 [N, hidden_size]
     previews: tuple[PreviewedLogits, ...] = ()  # of `preview_rows`
 
 
@@ -239,7 +248,8 @@ def available_threads() -> int:
 def needed(batch: TokenBatch, config: ModelConfig) -> TokenBatch:
     """The batch without layers whose outcome nobody reads: of a part of a prompt, those without keys and values."""
     end = config.last_writer + 1
-    if end == len(batch.num_active) or batch.logits_rows + batch.greedy_rows + batch.preview_rows:
+    reads_head = batch.head_inputs or batch.logits_rows + batch.greedy_rows + batch.preview_rows
+    if reads_head or end == len(batch.num_active) or batch.is_mtp(config):
         return batch
     if any(layer > end for layer in batch.output_hidden_states):
         return batch

@@ -41,7 +41,7 @@ class StateRecords:
 
     def __init__(self, config: ModelConfig, num_slots: int) -> None:
         assert config.mixer is not None
-        self._layers = np.array(list(config.recurrent_layers))
+        self._config, self._layers = config, np.array(list(config.recurrent_layers))
         mixer = config.mixer
         size = mixer.conv_width * (mixer.conv_size - 1) + mixer.num_matrices * mixer.head_dim**2
         size *= 4 * len(self._layers)
@@ -56,7 +56,12 @@ class StateRecords:
         return max((tokens for tokens in self._held[slot] if tokens <= num_tokens), default=0)
 
     def passages(self, batch: TokenBatch) -> list[Passage]:
-        """Where the states of each slot of a batch lie before and after it, in the order of their first tokens."""
+        """Where the states of each slot of a batch lie before and after it, in the order of their first tokens.
+
+        None of a batch for an MTP layer, which has no state.
+        """
+        if batch.is_mtp(self._config):
+            return []
         slots, firsts = np.unique(batch.slots, return_index=True)
         active = np.array(batch.num_active)[self._layers]
         passages = []

@@ -217,7 +217,7 @@ class TorchBackend:
         runs = runs_by_slot(batch.slots)
         count = len(batch.tokens)
         one_depth = set(batch.num_active) <= {0, count}
-        whole = batch.first_layer == 0 and not batch.output_hidden_states
+        whole = batch.first_layer == 0 and not batch.output_hidden_states and not batch.head_inputs
         if self._use_graphs and whole and one_depth and len(runs) == count:
             skips = 0 in batch.num_active
             key = batch.num_active, batch.adapters if skips else None, batch.fill and skips, count, kv_length
@@ -225,18 +225,21 @@ class TorchBackend:
             chosen = logits[list(batch.logits_rows)] if batch.logits_rows else logits[:0]
             return ForwardOutput(chosen.float().cpu().numpy(), greedy.numpy()[list(batch.greedy_rows)])
         inputs = self._upload(rows)
-        if batch.hidden_states is None:
-            x = self.embed(inputs[0])
-        else:
-            x = torch.tensor(batch.hidden_states).to(self.device, self.dtype)
+        is_mtp = batch.is_mtp(self.config)
+        x = self.embed(inputs[0])
+        if batch.hidden_states is not None:
+            given = torch.tensor(batch.hidden_states).to(self.device, self.dtype)
+            x = self.combined(x, given) if is_mtp else given
         adapters = self._adapter_weights(batch.adapters)
         hidden_states = self._decode(x, inputs, batch, adapters, None if len(runs) == count else runs, kv_length)
         num_logits = len(batch.logits_rows)
-        logits = self.logits(x[self._upload(np.array(batch.logits_rows + batch.greedy_rows, np.int32))])
+        x = self.head_inputs(x, is_mtp)
+        logits = self._logits(x[self._upload(np.array(batch.logits_rows + batch.greedy_rows, np.int32))])
         return ForwardOutput(
             logits=logits[:num_logits].float().cpu().numpy(),
             greedy_ids=argmax(logits[num_logits:]).cpu().numpy(),
             hidden_states={layer: states.float().cpu().numpy() for layer, states in hidden_states.items()},
+            head_inputs=x.float().cpu().numpy() if batch.head_inputs else None,
         )
 
     def _kv_length(self, longest: int) -> int:
@@ -379,6 +382,14 @@ class TorchBackend:
         """Hidden states [N, hidden_size] before the first layer, of token ids [N]."""
         return _scaled(F.embedding(tokens, self._weights["embed_tokens"]), self.config.embedding_scale)
 
+    def combined(self, x: Tensor, given: Tensor) -> Tensor:
+        """What enters the MTP layer, of embeddings and of what the head read: all [N, hidden_size]."""
+        layer = self.config.num_hidden_layers
+        normed = (
+            self._norm(part, f"layers.{layer}.{name}_norm") for name, part in (("embedding", x), ("hidden", given))
+        )
+        return self._times(torch.cat((*normed,), -1), layer, "combine_proj")
+
     def inputs_of_layers(self, tokens: Tensor) -> Sequence[Tensor] | None:
         """What each layer gets besides hidden states, [N, layer_input_size]; None if layers get nothing."""
         size, weights = self.config.layer_input_size, self._weights
@@ -470,9 +481,15 @@ class TorchBackend:
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits [N, vocab_size] of hidden states [N, hidden_size] after the last layer."""
+        return self._logits(self.head_inputs(x))
+
+    def head_inputs(self, x: Tensor, is_mtp: bool = False) -> Tensor:
+        """What the head reads, of hidden states [N, hidden_size] after the last layer, or after the MTP layer."""
+        return self._norm(x, f"layers.{self.config.num_hidden_layers}.head_norm" if is_mtp else "norm")
+
+    def _logits(self, read: Tensor) -> Tensor:
         head = self._weights.get("lm_head", self._weights["embed_tokens"])
-        logits = _scaled(F.linear(self._norm(x, "norm"), head), self.config.logit_scale)
-        return capped(logits, self.config.logit_cap)
+        return capped(_scaled(F.linear(read, head), self.config.logit_scale), self.config.logit_cap)
 
     def _added(self, x: Tensor, h: Tensor, norm: str) -> Tensor:
         """Hidden states and what attention or MLP computed, added."""

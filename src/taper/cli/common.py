@@ -141,7 +141,7 @@ def draft_options(command: Command) -> Command:
         click.option("--draft", type=kinds, help="Propose tokens. Default: auto in mode exact, else off."),
         click.option("--draft-max", type=int, help="Most proposed tokens at a time. Default: 16."),
         click.option("--draft-min-match", type=int, help="ngram: least tokens that occurred before. Default: 4."),
-        click.option("--draft-p-min", type=float, help="policy: stop below this probability. Default: 0.5."),
+        click.option("--draft-p-min", type=float, help="mtp, policy: stop below this probability. Default: 0.5."),
         click.option("--exact-bits", is_flag=True, help="Verify only as many tokens as round like single ones."),
     ]
     return with_options(options, command)

@@ -27,6 +27,7 @@ from ..errors import REUSE, RequestError, one_of, whole_number
 from ..policy import DepthPolicy, active_prefixes
 from ..sampling import NOT_A_NUMBER, adjust, check_token_ids, sample, token_logprobs
 from .drafting import PROBE_STEPS, Draft, Planner
+from .mtp import MtpDrafter
 from .sequence import Request, Sequence, StepOutput, TokenFilter, takes_filled
 from .slots import MIN_SHARED, Slots, common_prefix
 
@@ -52,6 +53,13 @@ class Scheduled(NamedTuple):
     num_outputs: int  # how many trailing tokens need a prediction; of those, all but the first are proposed ones
     policy: DepthPolicy
     draft: Draft | None = None  # the proposed ones are the first tokens of it
+
+
+class _Predicted(NamedTuple):
+    """What a forward computed of one part."""
+
+    predictions: list[Prediction]
+    head_inputs: np.ndarray | None  # of each token, float32 [n, hidden_size], where they are needed
 
 
 class _Token(NamedTuple):
@@ -82,6 +90,7 @@ class Engine:
         self._has_idle_layers = backend.config.last_writer < self._num_hidden_layers - 1
         self.slots = Slots(backend)
         self.planner = Planner()
+        self._mtp = MtpDrafter(backend) if backend.config.has_mtp else None
         self.uses_shortlist = backend.has_preview
         self._unfinished: dict[int, Sequence] = {}  # by id, first come, first served
         self._committing: Sequence | None = None  # whose state an interrupt may have left half changed
@@ -102,7 +111,7 @@ class Engine:
 
         Raises:
             RequestError: the prompt cannot be completed (`check_prompt`), there is a bias on an id that the model does
-                not have, or no such kind of reuse.
+                not have, no such kind of reuse, or no MTP layer to draft with.
             PolicyError: the policy was made for another model.
         """
         config = self.backend.config
@@ -110,6 +119,9 @@ class Engine:
         one_of("reuse", request.reuse, REUSE)
         check_token_ids(request.params.logit_bias or (), config.vocab_size)
         request.policy.check_model(config.num_hidden_layers, config.identity)
+        if request.drafting is not None and request.drafting.kind == "mtp" and self._mtp is None:
+            message = "the model's files have no MTP layer, which would predict further tokens"
+            raise RequestError(message, "draft with ngram or policy, or get files that have one", param="draft")
         with self._exclusive():
             sequence = Sequence(next(self._ids), request, config.num_hidden_layers)
             self._unfinished[sequence.id] = sequence
@@ -130,8 +142,10 @@ class Engine:
             self._admit(only)
             scheduled = self._schedule(self._running(only) or self._blocking(only))
             outputs = []
-            for part, predictions in zip(scheduled, self._forward(scheduled), strict=True):
-                outputs += self._accept(part, predictions)
+            for part, predicted in zip(scheduled, self._forward(scheduled), strict=True):
+                outputs += self._accept(part, predicted)
+            if self._mtp is not None:
+                self._mtp.catch_up([part.sequence for part in scheduled if part.sequence.slot is not None])
             return outputs
 
     def abort(self, sequence: Sequence) -> None:
@@ -343,7 +357,7 @@ class Engine:
         return counts
 
     def _predicted(self, most: dict[Sequence, int], first: dict[Sequence, int], room: int) -> dict[Sequence, Draft]:
-        """What the policies for drafting predict, a forward for each token: as many tokens as are worth verifying.
+        """What the MTP layer or policies predict, a forward for each token: as many tokens as are worth verifying.
 
         The keys and values that they write are overwritten by the verification. `first` is where the next forward of
         each running sequence begins.
@@ -351,12 +365,9 @@ class Engine:
         counts: dict[Sequence, int] = {}
         for sequence, limit in most.items():
             drafting = sequence.request.drafting
-            start, last = first[sequence], sequence.num_tokens - 1
-            if sequence.depths_from(start, last - start) != [self._num_hidden_layers] * (last - start):
-                continue  # the policy for drafting may not skip the layers that these tokens skip
-            if drafting is not None and drafting.policy is not None and drafting.kind != "ngram":
+            if drafting is not None and self._can_predict(sequence, first[sequence]):
                 is_probe = sequence.step % PROBE_STEPS == 1
-                planned = self.planner.plan_policy(sequence.predictions, len(first), limit, is_probe)
+                planned = self.planner.plan_predictions(sequence.predictions, len(first), limit, is_probe)
                 if wanted := min(limit if drafting.always else planned, room):
                     counts[sequence] = wanted
                     room -= wanted
@@ -364,10 +375,16 @@ class Engine:
         active = list(counts)
         while active:
             started = time.perf_counter()
-            predictions = self._forward([_predicting(s, first[s], proposed[s]) for s in active], proposes=True)
+            predictions: dict[Sequence, Prediction] = {}
+            if by_policy := [sequence for sequence in active if not self._uses_mtp(sequence)]:
+                predicted = self._forward([_predicting(s, first[s], proposed[s]) for s in by_policy], proposes=True)
+                predictions |= {s: each.predictions[0] for s, each in zip(by_policy, predicted, strict=True)}
+            if self._mtp is not None and len(by_policy) < len(active):
+                further = {sequence: proposed[sequence] for sequence in active if self._uses_mtp(sequence)}
+                predictions |= self._mtp.predict(further, self.uses_shortlist)
             self.planner.note_draft(time.perf_counter() - started)
             going_on = []
-            for sequence, (prediction,) in zip(active, predictions, strict=True):
+            for sequence, prediction in predictions.items():
                 assert not isinstance(prediction, int)
                 logits = prediction if isinstance(prediction, np.ndarray) else prediction.approximate
                 if sequence.is_proposed(proposed[sequence], logits):
@@ -377,12 +394,28 @@ class Engine:
             active = going_on
         return {sequence: Draft(token_ids, 0) for sequence, token_ids in proposed.items() if token_ids}
 
-    def _forward(self, scheduled: list[Scheduled], proposes: bool = False) -> list[list[Prediction]]:
+    def _uses_mtp(self, sequence: Sequence) -> bool:
+        """Whether predictions are those of the MTP layer."""
+        drafting = sequence.request.drafting
+        return self._mtp is not None and drafting is not None and drafting.kind in ("auto", "mtp")
+
+    def _can_predict(self, sequence: Sequence, first: int) -> bool:
+        """Whether the MTP layer or a policy can predict tokens of a sequence, whose next forward begins at `first`."""
+        drafting, last = sequence.request.drafting, sequence.num_tokens - 1
+        if self._mtp is not None and self._uses_mtp(sequence):
+            return self._mtp.can_predict(sequence)
+        if drafting is None or drafting.policy is None or drafting.kind == "ngram":
+            return False
+        # The policy for drafting may not skip the layers that the tokens before the last skip.
+        return sequence.depths_from(first, last - first) == [self._num_hidden_layers] * (last - first)
+
+    def _forward(self, scheduled: list[Scheduled], proposes: bool = False) -> list[_Predicted]:
         """The predictions that each part needs: logits, or the argmax where that suffices.
 
         If it `proposes`, there are logits only, and keys and values are not for later use.
         """
         predictions: list[list[Prediction]] = [[] for _ in scheduled]
+        head_inputs: list[np.ndarray | None] = [None for _ in scheduled]
         for (skip_order, adapters), members in self._group(scheduled).items():
             tokens = [
                 _Token(index, token_id, part.position + offset, depth, offset >= len(part.token_ids) - part.num_outputs)
@@ -408,6 +441,7 @@ class Engine:
                 greedy_rows=tuple(row for row, index in predicted if is_greedy[index]),
                 preview_rows=tuple(row for row, index in others if is_previewed[index]),
                 shortlist=self.uses_shortlist,
+                head_inputs=not proposes and any(self._uses_mtp(part.sequence) for _, part in members),
                 adapters=adapters,
                 fill=not proposes and any(part.sequence.request.takes_filled for _, part in members),
                 tentative=proposes,
@@ -424,7 +458,11 @@ class Engine:
                 predictions[tokens[row].part].append(previewed)
             for row, token_id in zip(batch.greedy_rows, output.greedy_ids.tolist(), strict=True):
                 predictions[tokens[row].part].append(token_id)
-        return predictions
+            if output.head_inputs is not None:
+                for index in requests:
+                    rows = [row for row, token in enumerate(tokens) if token.part == index]
+                    head_inputs[index] = output.head_inputs[rows]
+        return list(map(_Predicted, predictions, head_inputs))
 
     def _group(self, scheduled: list[Scheduled]) -> dict[Layers, list[tuple[int, Scheduled]]]:
         """The parts of each forward; those at full depth run every layer, so they go with any group."""
@@ -439,17 +477,17 @@ class Engine:
             groups.setdefault(next(iter(groups), ((), None)), []).extend(full_depth)
         return groups
 
-    def _accept(self, part: Scheduled, predictions: list[Prediction]) -> list[StepOutput]:
+    def _accept(self, part: Scheduled, predicted: _Predicted) -> list[StepOutput]:
         """Advance a sequence by each prediction, as long as the tokens proposed for the steps before came true."""
         sequence, outputs = part.sequence, list[StepOutput]()
         if not sequence.step and sequence.request.scores_prompt:
-            return self._accept_prompt(part, predictions)
+            return self._accept_prompt(part, predicted.predictions)
         first = len(part.token_ids) - max(1, part.num_outputs)  # the last token that is not a proposed one
         proposed = part.token_ids[first + 1 :]
         sequence.num_drafted += len(proposed)
         self.planner.num_verified.update(range(len(proposed)))
         sequence.count_computed(part.position, part.depths[: first + 1], self._num_hidden_layers)
-        for place, prediction in enumerate(predictions):
+        for place, prediction in enumerate(predicted.predictions):
             if place:
                 depth = part.depths[first + place]
                 sequence.count_computed(part.position + first + place, [depth], self._num_hidden_layers)
@@ -461,6 +499,8 @@ class Engine:
                 self._note_proposed(sequence, part.draft, place, token_id)
             if token_id != expected or sequence.finish_reason is not None:
                 break
+        if self._mtp is not None and predicted.head_inputs is not None:
+            self._mtp.note(sequence, part.position, predicted.head_inputs[: first + max(1, len(outputs))])
         return outputs
 
     def _accept_prompt(self, part: Scheduled, predictions: list[Prediction]) -> list[StepOutput]:

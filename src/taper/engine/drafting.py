@@ -1,9 +1,9 @@
 """Drafting: tokens that are proposed for an output, so that one forward can decide on several of its steps.
 
-Proposals are what followed the same tokens before (`NgramDrafter`), or what the model predicts with fewer layers (a
-policy, which the engine runs). The engine decides on each proposed token as on any other, so none changes the output.
-The `Planner` knows the time of forwards and how often proposals come true. It says how many tokens to propose: none
-where that would be slower. Knows no model and no backend.
+Proposals are what followed the same tokens before (`NgramDrafter`), what the model's MTP layer predicts (`mtp.py`), or
+what the model predicts with fewer layers (a policy, which the engine runs). The engine decides on each proposed token
+as on any other, so none changes the output. The `Planner` knows the time of forwards and how often proposals come true.
+It says how many tokens to propose: none where that would be slower. Knows no model and no backend.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ class Drafting:
     """How the tokens of an output are proposed.
 
     Args:
-        kind: "ngram" proposes what followed the longest suffix of prompt and output that occurred before, "policy" what
-            the model predicts under `policy`, "auto" the first of the two that has a proposal.
+        kind: "ngram" proposes what followed the longest suffix of prompt and output that occurred before, "mtp" what
+            the model's MTP layer predicts, "policy" what the model predicts under `policy`, "auto" the first of the
+            three that there is and that has a proposal.
         max_tokens: most proposed tokens at a time, 1 to 64.
         min_match: the least length of such a suffix, in tokens, 1 to 1024.
-        min_probability: a policy stops proposing at the first token with a lower probability, 0 to 1.
+        min_probability: predictions are proposed up to the first one with a lower probability, 0 to 1.
         policy: for "policy"; "auto" does without if it is None.
         max_width: most tokens in a forward that verifies; None for no limit. See `Engine.bitwise_width`.
         always: verify every proposal, even where that is slower: for tests and measurements.
@@ -174,7 +175,7 @@ class Planner:
         self._seconds: dict[int, float] = {}  # the medians of `_times`
         self._num_forwards = 0
         self._records: dict[int, Record] = {}  # of all sequences, by the size of the match before a token
-        self._draft_times: deque[float] = deque(maxlen=RECENT)  # seconds of forwards under a policy that proposes
+        self._draft_times: deque[float] = deque(maxlen=RECENT)  # seconds of forwards that propose
         self.draft_seconds = self.verify_seconds = 0.0  # of all forwards that proposed, and of those that verified
         self.num_verified, self.num_accepted = Counter[int](), Counter[int]()  # tokens by their place in a draft
 
@@ -193,7 +194,7 @@ class Planner:
                     table.pop(size, None)
 
     def note_draft(self, seconds: float) -> None:
-        """Count the time of a forward under a policy that proposes."""
+        """Count the time of a forward that proposes a token for each of several sequences."""
         self._draft_times.append(seconds)
         self.draft_seconds += seconds
 
@@ -240,8 +241,8 @@ class Planner:
             counts[index] += 1
         return counts
 
-    def plan_policy(self, record: Record, num_tokens: int, most: int, is_probe: bool) -> int:
-        """How many tokens a policy should propose for each of `num_tokens` sequences; one at a probe, if it may pay."""
+    def plan_predictions(self, record: Record, num_tokens: int, most: int, is_probe: bool) -> int:
+        """How many tokens to predict for each of `num_tokens` sequences; one at a probe, if it may pay."""
         now, wider = self.seconds(num_tokens), self.seconds(2 * num_tokens)
         if now is None or wider is None:
             return 0

@@ -120,7 +120,7 @@ class Sequence:
     num_drafted: int = 0  # tokens that were proposed and verified
     drafter: NgramDrafter | None = field(init=False)
     drafts: Record = field(default_factory=Record)  # how often copied tokens came true
-    predictions: Record = field(default_factory=Record)  # how often those that a policy predicted did
+    predictions: Record = field(default_factory=Record)  # how often predicted ones did
     rng: np.random.Generator = field(init=False)
     token_filter: TokenFilter | None = field(init=False)
     counts: TokenCounts | None = field(init=False)  # for the penalties, where there are any
@@ -199,7 +199,7 @@ class Sequence:
         return draft if draft is not None and draft.token_ids else None
 
     def is_proposed(self, before: list[int], logits: np.ndarray) -> bool:
-        """Whether the argmax of a policy's logits, after proposed tokens, is to be proposed too."""
+        """Whether the argmax of predicted logits, after proposed tokens, is to be proposed too."""
         assert self.request.drafting is not None
         token_id = int(np.argmax(logits))
         probability = 1 / float(np.exp(logits - logits[token_id]).sum(dtype=np.float64))

@@ -161,8 +161,9 @@ class ModelConfig:
     `embedding_scale`, `residual_scale`, `logit_scale`: factors of the embeddings, of the outputs of attention and MLP,
     and of the logits. `logit_cap`: logits are cap * tanh(logit / cap). `activation`: of the MLP, "silu" or
     "gelu_pytorch_tanh". `layer_input_size`: above 0, each layer also adds what it makes of an input of this size: one
-    of its own for each token, and a projection of the embedding. `quantization`: the type of most weights, in ggml's
-    names.
+    of its own for each token, and a projection of the embedding. `has_mtp`: there is one more of `layers`, which no
+    token passes on its way to the head. It predicts the token after the next one, from the next one and from what the
+    head read (multi-token prediction, arXiv 2412.19437). `quantization`: the type of most weights, in ggml's names.
     """
 
     architecture: str
@@ -183,11 +184,12 @@ class ModelConfig:
     logit_cap: float | None = None
     activation: str = "silu"
     layer_input_size: int = 0
+    has_mtp: bool = False
 
     @property
     def num_hidden_layers(self) -> int:
-        """How many layers the model has."""
-        return len(self.layers)
+        """How many layers the model has, without the one that predicts a further token."""
+        return len(self.layers) - self.has_mtp
 
     @property
     def rope_theta(self) -> float:
@@ -220,7 +222,8 @@ class ModelConfig:
     @cached_property
     def last_writer(self) -> int:
         """The last layer with keys and values, or a state, of its own; those above matter only for predictions."""
-        return max(layer for layer, spec in enumerate(self.layers) if spec.cells_of is None)
+        layers = self.layers[: self.num_hidden_layers]
+        return max(layer for layer, spec in enumerate(layers) if spec.cells_of is None)
 
     @cached_property
     def recurrent_layers(self) -> dict[int, int]:
@@ -249,7 +252,7 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         width = size * c.num_hidden_layers
         shapes |= {"layer_embeddings": (c.vocab_size, width), "layer_projection": (width, c.hidden_size)}
         shapes["layer_projection_norm"] = (size,)
-    for index in range(c.num_hidden_layers):
+    for index in range(len(c.layers)):
         shapes |= {f"layers.{index}.{name}": shape for name, shape in _layer_shapes(c, index).items()}
     return shapes
 
@@ -304,6 +307,9 @@ def _layer_shapes(c: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
     if size := c.layer_input_size:
         shapes |= {"input_gate": (size, c.hidden_size), "input_proj": (c.hidden_size, size)}
         shapes["post_input_norm"] = (c.hidden_size,)
+    if layer == c.num_hidden_layers:
+        shapes |= dict.fromkeys(("embedding_norm", "hidden_norm", "head_norm"), (c.hidden_size,))
+        shapes["combine_proj"] = (c.hidden_size, 2 * c.hidden_size)
     return shapes
 
 

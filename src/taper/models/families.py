@@ -32,8 +32,9 @@ class Family:
     transformers. `folder_settings`: what it may say in other ways; `gguf_settings`: what GGUF headers say so or leave
     unsaid, as in llama.cpp. `layer_facts`: fields of each `LayerSpec`, of settings, windows and tensors, where layers
     differ by more than windows and positions. `rearranged`: brings the tensors of a folder into the layout of GGUF
-    files. `reads_mxfp4`: such a folder may be in MXFP4. `layer_names`, `gguf_layer_names`: names of tensors besides
-    those that all families share, as in `TensorNames`; default: norms before attention and MLP.
+    files. `reads_mxfp4`: such a folder may be in MXFP4. `runs_mtp`: an MTP layer runs here, and is not left out.
+    `layer_names`, `gguf_layer_names`: names of tensors besides those that all families share, as in `TensorNames`;
+    default: norms before attention and MLP.
     """
 
     architecture: str
@@ -55,6 +56,7 @@ class Family:
     layer_facts: Callable[[Settings, Sequence[int | None], dict[str, Tensor]], list[dict[str, Any]]] | None = None
     rearranged: Callable[[dict[str, Tensor], Settings], dict[str, Tensor]] | None = None
     reads_mxfp4: bool = False
+    runs_mtp: bool = False
     layer_names: Mapping[str, str] | None = None
     gguf_layer_names: Mapping[str, str] = field(default_factory=dict)
 
@@ -331,6 +333,7 @@ _QWEN35: dict[str, Any] = {
     "gguf_settings": qwen35.gguf_settings,
     "layer_facts": qwen35.layer_facts,
     "rearranged": qwen35.rearranged,
+    "runs_mtp": True,
     "gguf_layer_names": _MISNAMED | _DELTA_NET_GGUF,
 }
 _LFM2: dict[str, Any] = {
@@ -541,11 +544,18 @@ _FOLDER_MODEL = {
     "model.norm.weight": "norm",
     "lm_head.weight": "lm_head",
 }
+_MTP = {  # of the layer that predicts a further token
+    "eh_proj.weight": "combine_proj",
+    "enorm.weight": "embedding_norm",
+    "hnorm.weight": "hidden_norm",
+    "shared_head.norm.weight": "head_norm",
+}
 _FOLDER_LAYER = {
     **{f"self_attn.{name}_proj.weight": f"{name}_proj" for name in "qkvo"},
     **{f"self_attn.{name}_proj.bias": f"{name}_bias" for name in "qkvo"},
     **{f"self_attn.{name}_norm.weight": f"{name}_norm" for name in "qk"},
     **{f"mlp.{name}_proj.weight": f"{name}_proj" for name in ("gate", "up", "down")},
+    **_MTP,
 }
 _GGUF_MODEL = {
     "token_embd_norm.weight": "norm",  # of LFM2
@@ -557,6 +567,7 @@ _GGUF_MODEL = {
     "output.weight": "lm_head",
 }
 _GGUF_LAYER = {
+    **{f"nextn.{theirs.replace('shared_head.', 'shared_head_')}": ours for theirs, ours in _MTP.items()},
     **{f"attn_{name}.weight": f"{name}_proj" for name in "qkv"},
     **{f"attn_{name}.bias": f"{name}_bias" for name in "qkv"},
     **{f"attn_{name}_norm.weight": f"{name}_norm" for name in "qk"},

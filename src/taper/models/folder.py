@@ -64,7 +64,7 @@ def load_folder(path: Path) -> LoadedModel:
 
 def _of_language_model(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Those of a multimodal model's language model, by the names that text-only models have."""
-    kept = {name: tensor for name, tensor in tensors.items() if name == "lm_head.weight"}
+    kept = {name: tensor for name, tensor in tensors.items() if name == "lm_head.weight" or name.startswith("mtp.")}
     for name, tensor in tensors.items():
         if match := _LANGUAGE_MODEL.match(name):
             rest = name[match.end() :]

@@ -6,6 +6,7 @@ they are as in GGUF files, as ggml wants them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,13 @@ from .files import Settings, recurrent_layers
 from .tensors import WEIGHT_TYPES, Tensor, as_f32
 
 _FULL, _RECURRENT = "full_attention", "linear_attention"
+_MTP_LAYER = re.compile(r"^mtp\.layers\.(\d{1,3})\.")
+_MTP = {  # names in folders -> as if they were in the layer, as other families have them
+    "mtp.fc.weight": "mtp.layers.0.eh_proj.weight",
+    "mtp.pre_fc_norm_embedding.weight": "mtp.layers.0.enorm.weight",
+    "mtp.pre_fc_norm_hidden.weight": "mtp.layers.0.hnorm.weight",
+    "mtp.norm.weight": "mtp.layers.0.shared_head.norm.weight",
+}
 _INTERVAL = 4  # every so many layers, one has attention
 
 
@@ -87,18 +95,17 @@ def _mixer(settings: Settings) -> DeltaNet:
 
 
 def rearranged(tensors: dict[str, Tensor], settings: Settings) -> dict[str, Tensor]:
-    """The tensors of a folder by its names, in the layout of GGUF files, without those that predict further tokens.
+    """The tensors of a folder by its names, in the layout of GGUF files; the MTP layer follows the others.
 
     Raises:
         ModelError: the shapes of recurrent layers do not fit their settings.
     """
     mixer = _mixer(settings)
     keys, dim = 2 * mixer.num_key_heads * mixer.head_dim, mixer.head_dim
-    result = {}
+    count, result = settings.get("num_hidden_layers", int), {}
     for name, tensor in tensors.items():
         part = name.partition(".linear_attn.")[2]
-        if name.startswith("mtp."):
-            continue
+        name = _MTP_LAYER.sub(lambda match: f"model.layers.{count + int(match[1])}.", _MTP.get(name, name))
         if part == "A_log":
             decay = np.array(-np.exp(_floats(name, tensor)), np.float32)
             tensor = Tensor("F32", tensor.shape, decay.view(np.uint8))

@@ -30,7 +30,8 @@ def read_config(
     Args:
         family: what the model's files leave unsaid.
         settings: what they say.
-        tensors: the weights, by our names. Layers that predict further tokens (MTP) are removed.
+        tensors: the weights, by our names. Layers that predict further tokens (MTP) are removed, but for the first one
+            of families whose MTP layers run here.
         interleaved: as in `Rope`.
         rope_factors: divisors of the rotary frequencies from a tensor, applied on top of any scaling.
 
@@ -41,7 +42,8 @@ def read_config(
         if key not in family.reads and settings.values.get(key) not in (None, neutral):
             raise settings.error(key, f"Taper does not know what this means for {family.architecture} models")
     if "num_nextn_predict_layers" in family.reads:
-        drop_layers(tensors, settings.get("num_hidden_layers", int))
+        count = settings.get("num_hidden_layers", int)
+        drop_layers(tensors, count + (family.runs_mtp and f"layers.{count}.combine_proj" in tensors))
     try:
         config = _read(family, settings, tensors, *_ropes(family, settings, interleaved, rope_factors))
     except (TypeError, ValueError, ArithmeticError) as error:  # a value of a type that no formula expects
@@ -76,13 +78,16 @@ def _read(family: Family, settings: Settings, tensors: dict[str, Tensor], rope: 
     windows, has_rope = _windows(family, settings, count), _has_rope(family, settings, count)
     ropes = [(rope if window is None else local_rope) for window in windows]
     facts = family.layer_facts(settings, windows, tensors) if family.layer_facts else [{}] * count
+    layers = tuple(
+        replace(spec if i < dense else mixture, window=window, rope=layer_rope if positions else None, **own)
+        for i, (window, layer_rope, positions, own) in enumerate(zip(windows, ropes, has_rope, facts, strict=True))
+    )
+    if has_mtp := f"layers.{count}.combine_proj" in tensors:  # it computes what the last layer with attention does
+        layers += next((layer,) for layer in reversed(layers) if layer.mixer is None)
     matrices = Counter(tensor.dtype for tensor in tensors.values() if len(tensor.shape) > 1)
     return ModelConfig(
         architecture=family.architecture,
-        layers=tuple(
-            replace(spec if i < dense else mixture, window=window, rope=layer_rope if positions else None, **own)
-            for i, (window, layer_rope, positions, own) in enumerate(zip(windows, ropes, has_rope, facts, strict=True))
-        ),
+        layers=layers,
         hidden_size=hidden,
         intermediate_size=get("intermediate_size", int),
         num_attention_heads=get("num_attention_heads", int),
@@ -99,6 +104,7 @@ def _read(family: Family, settings: Settings, tensors: dict[str, Tensor], rope: 
         logit_cap=_optional(settings, "final_logit_softcapping"),
         activation=family.activation,
         layer_input_size=get("hidden_size_per_layer_input", int, 0),
+        has_mtp=has_mtp,
     )
 
 
@@ -337,7 +343,7 @@ def _check(config: ModelConfig) -> None:
     _check_count("head_dim", config.head_dim, most=1024)
     for name in ("rms_norm_eps", "embedding_scale", "residual_scale", "logit_scale", "logit_cap"):
         _check_positive(name, getattr(config, name))
-    for sizes in {config.sizes(layer) for layer in range(config.num_hidden_layers)}:
+    for sizes in {config.sizes(layer) for layer in range(len(config.layers))}:
         _check_count("head_dim", sizes.head_dim, most=1024)
         _check_count("num_key_value_heads", sizes.num_key_value_heads)
         if config.num_attention_heads % sizes.num_key_value_heads:

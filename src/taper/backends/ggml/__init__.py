@@ -216,6 +216,7 @@ class GgmlBackend:
             kv_length=self._model.cache.bucket(int(batch.positions.max()) + 1),
             first_layer=batch.first_layer,
             output_hidden_states=batch.output_hidden_states,
+            head_inputs=batch.head_inputs,
             adapters=batch.adapters if skips else None,
             fill=batch.fill and skips,
         )
@@ -237,6 +238,7 @@ class GgmlBackend:
             logits=graph.logits[:num_logits].copy(),
             greedy_ids=greedy_ids,
             hidden_states={layer: states.copy() for layer, states in graph.hidden_states.items()},
+            head_inputs=graph.head_inputs.copy() if batch.head_inputs else None,
             previews=tuple(previews[:num_previews]),
         )
 
@@ -292,7 +294,7 @@ class GgmlBackend:
     def _fill(self, graph: Graph, key: GraphKey, batch: TokenBatch, passages: list[Passage]) -> None:
         """Write the inputs of a graph."""
         inputs = graph.inputs
-        if self._states is not None:
+        if self._states is not None and passages:
             fill_state_inputs(inputs, self._states, passages)
         self._fill_places(graph, batch.slots, batch.positions)
         for window, name in graph.windows.items():
@@ -318,7 +320,7 @@ class GgmlBackend:
     def _write_cells(self, layer: int, slot: int, positions: np.ndarray, states: np.ndarray) -> None:
         """Write the keys and values of a layer for the inputs of its attention, float32 [n, hidden_size]."""
         none, count = (0,) * self.config.num_hidden_layers, len(positions)
-        key = GraphKey(none, ((slot, 0, count),), 0, 0, 0, layer, (), None, fill=True, only_cells=True)
+        key = GraphKey(none, ((slot, 0, count),), 0, 0, 0, layer, (), False, None, fill=True, only_cells=True)
         graph = self._graph(key)
         self._fill_places(graph, np.full(count, slot), positions)
         graph.inputs["hidden_states"][:] = states

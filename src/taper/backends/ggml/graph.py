@@ -50,6 +50,7 @@ class GraphKey(NamedTuple):
     kv_length: int
     first_layer: int
     output_hidden_states: tuple[int, ...]
+    head_inputs: bool
     adapters: Adapters | None
     fill: bool
     only_cells: bool = False  # only write keys and values of `first_layer`, from the inputs of its attention
@@ -69,11 +70,21 @@ class Model:
     preview: PreviewTensors | None = None
 
 
+class _Results(NamedTuple):
+    """What a forward computes; what is not asked for is missing."""
+
+    hidden_states: dict[int, Any]  # by layer: [hidden_size, tokens]
+    logits: Any = None  # [vocab_size, outputs]
+    previews: Any = None  # [vocab_size, previews]
+    states: Any = None  # of the previewed rows, what the head reads: [hidden_size, previews]
+    head_inputs: Any = None  # [hidden_size, tokens]
+
+
 class Graph:
     """A prepared forward. Set `inputs`, compute, then read the results: all numpy views.
 
     `logits`, and for previewed rows `previews`, the approximations, and `states`, what the head is multiplied with;
-    `hidden_states` by layer.
+    `hidden_states` by layer; `head_inputs`, if they are asked for.
 
     `windows`: the windows of its layers, and the names of their masks among the inputs. `elements`: the same for the
     widths of cells, and for where the numbers of values go.
@@ -95,12 +106,13 @@ class Graph:
         shapes |= {name: ((count, width), np.int64) for width, name in self.elements.items()}
         if key.first_layer:
             shapes["hidden_states"] = ((count, config.hidden_size), np.float32)
-        if not key.first_layer or config.layer_input_size:
+        self._is_mtp = len(key.num_active) > config.num_hidden_layers
+        if not key.first_layer or config.layer_input_size or self._is_mtp:
             shapes["tokens"] = ((count,), np.int32)
         if config.mixer is not None:
             num_slots = len({slot for slot, _, _ in key.runs})
             shapes |= state_inputs(config.mixer, len(config.recurrent_layers), num_slots)
-        active = zip(config.layers, key.num_active, strict=True)
+        active = zip(config.layers, key.num_active, strict=False)  # an MTP layer runs alone
         self.windows = {spec.window: f"mask of {spec.window}" for spec, n in active if n}
         shapes |= dict.fromkeys(self.windows.values(), ((count, key.kv_length), np.float16))
         if key.num_outputs + key.num_previews:
@@ -111,7 +123,7 @@ class Graph:
         self._context = TensorContext(nodes, graph_nodes=nodes)
         self._inputs = {name: new_input(self._context, shape, dtype) for name, (shape, dtype) in shapes.items()}
         self.pointer = ggml.new_graph_custom(self._context.pointer, nodes, False)
-        logits, previews, states, hidden_states = self._build()
+        results = self._build()
         if not ggml.gallocr_alloc_graph(allocator, self.pointer):
             raise ModelError("there is not enough memory for this many tokens", "lower --context or shorten the prompt")
         # An input that no retained layer reads has no memory; what is written to it goes nowhere.
@@ -120,58 +132,61 @@ class Graph:
             for name, tensor in self._inputs.items()
         }
         self.hidden_states = {
-            layer: view(tensor, (count, config.hidden_size), np.float32) for layer, tensor in hidden_states.items()
+            layer: view(tensor, (count, config.hidden_size), np.float32)
+            for layer, tensor in results.hidden_states.items()
         }
-        self.logits, self.previews, self.states = (
+        self.logits, self.previews, self.states, self.head_inputs = (
             np.empty((rows, width), np.float32) if tensor is None else view(tensor, (rows, width), np.float32)
             for tensor, rows, width in (
-                (logits, key.num_outputs, config.vocab_size),
-                (previews, key.num_previews, config.vocab_size),
-                (states, key.num_previews, config.hidden_size),
+                (results.logits, key.num_outputs, config.vocab_size),
+                (results.previews, key.num_previews, config.vocab_size),
+                (results.states, key.num_previews, config.hidden_size),
+                (results.head_inputs, count, config.hidden_size),
             )
         )
 
-    def _build(self) -> tuple[Any, Any, Any, dict[int, Any]]:
-        """Add the nodes in the order in which they run.
-
-        Returns:
-            Logits [vocab_size, outputs], previews [vocab_size, previews] and their states [hidden_size, previews], each
-            None if there are none; and the hidden states that were asked for, by layer.
-        """
+    def _build(self) -> _Results:
+        """Add the nodes in the order in which they run."""
         key, context, weights = self._key, self._context.pointer, self._model.weights
         if "tokens" in self._inputs:
             x = ggml.get_rows(context, weights["embed_tokens"], self._inputs["tokens"])
             x = self._scaled(x, self._model.config.embedding_scale)  # [hidden_size, tokens]
             self._layer_inputs = self._inputs_of_layers(x)
         if key.first_layer:
-            x = self._inputs["hidden_states"]
-        hidden_states: dict[int, Any] = {}
+            given = self._inputs["hidden_states"]
+            x = self._combined(x, given) if self._is_mtp else given
+        results = _Results({})
         if key.only_cells:
             self._write_cells(x, key.first_layer)
-            return None, None, None, hidden_states
-        layers = self._model.config.num_hidden_layers
+            return results
+        layers = len(key.num_active)
         for layer in range(key.first_layer, layers + 1):
             if layer in key.output_hidden_states:
                 # A copy, made before a later layer updates x in place.
-                hidden_states[layer] = self._output(ggml.dup(context, x))
+                results.hidden_states[layer] = self._output(ggml.dup(context, x))
             if layer < layers and (self._model.config.fills(layer, key.fill) or key.num_active[layer]):
                 x = self._layer(x, layer, key.num_active[layer])
             if layer in self._adapters and key.num_active[layer] < key.runs[-1][2]:
                 x = self._adapter(x, layer, key.num_active[layer])
-        logits = previews = states = None
+        norm = f"layers.{key.first_layer}.head_norm" if self._is_mtp else "norm"
+        if key.head_inputs:
+            x = self._output(self._norm(x, norm))
+            results = results._replace(head_inputs=x)
         if num_rows := key.num_outputs + key.num_previews:
-            rows = self._norm(ggml.get_rows(context, x, self._inputs["rows"]), "norm")
+            rows = ggml.get_rows(context, x, self._inputs["rows"])
+            rows = rows if key.head_inputs else self._norm(rows, norm)
             if key.num_outputs:
                 head = weights.matrix(weights.head, key.num_outputs)
                 whole = ggml.mul_mat(context, head, _rows(context, rows, 0, key.num_outputs))
                 config = self._model.config
                 logits = self._output(capped(context, whole, config.logit_scale, config.logit_cap))
+                results = results._replace(logits=logits)
             if (preview := self._model.preview) is not None and key.num_previews:
                 states = self._output(ggml.dup(context, _rows(context, rows, key.num_outputs, num_rows)))
                 inner = ggml.add(context, ggml.mul_mat(context, preview.rotation, states), preview.shift)
                 previews = ggml.add(context, ggml.mul_mat(context, preview.table, inner), preview.bias)
-                previews = self._output(previews)
-        return logits, previews, states, hidden_states
+                results = results._replace(previews=self._output(previews), states=states)
+        return results
 
     def _run(self, tensor: Any) -> None:
         ggml.build_forward_expand(self.pointer, tensor)
@@ -219,6 +234,14 @@ class Graph:
             prefix = scale(context, prefix, spec.output_scale)
         self._run(prefix)
         return prefix if active == count else x
+
+    def _combined(self, x: Any, given: Any) -> Any:
+        """What enters the MTP layer, of embeddings and of what the head read: all [hidden_size, tokens]."""
+        layer = self._key.first_layer
+        normed = (
+            self._norm(part, f"layers.{layer}.{name}_norm") for name, part in (("embedding", x), ("hidden", given))
+        )
+        return self._times(ggml.concat(self._context.pointer, *normed, 0), layer, "combine_proj")
 
     def _inputs_of_layers(self, embeddings: Any) -> Any:
         """What layers get besides hidden states: [layer_input_size, layers, tokens]; None if they get nothing."""
