@@ -78,7 +78,7 @@ def _read(family: Family, settings: Settings, tensors: dict[str, Tensor], rope: 
     facts = family.layer_facts(settings, windows, tensors) if family.layer_facts else [{}] * count
     matrices = Counter(tensor.dtype for tensor in tensors.values() if len(tensor.shape) > 1)
     return ModelConfig(
-        architecture=family.architecture,
+        architecture=get("gguf_architecture", str, family.architecture),
         layers=tuple(
             replace(spec if i < dense else mixture, window=window, rope=layer_rope if positions else None, **own)
             for i, (window, layer_rope, positions, own) in enumerate(zip(windows, ropes, has_rope, facts, strict=True))
@@ -184,10 +184,12 @@ def _rope(family: Family, settings: Settings, parameters: dict[str, Any], interl
     return Rope(theta, dim, interleaved, **(scaled(parameters, theta, dim) if scaled else {}))
 
 
-def _experts(facts: Mapping[str, Any], settings: Settings) -> Experts:
-    """The experts of a family with these facts."""
+def _experts(facts: Mapping[str, Any], settings: Settings) -> Experts | None:
+    """The experts of a family with these facts; None if the model has none."""
     get = settings.get
     count = get("num_experts" if settings.values.get("num_experts") else "num_local_experts", int)
+    if not count:
+        return None
     experts = Experts(
         num_experts=count,
         num_experts_per_tok=get("num_experts_per_tok", int),
