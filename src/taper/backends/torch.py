@@ -427,10 +427,10 @@ class TorchBackend:
             z, xbc, dt = self._times(h, layer, "in_proj").split(sizes, -1)
             own = {part: weights[f"{name}.{part}"].float() for part in ("conv", "conv_bias", "decay", "direct")}
             dt = F.softplus(dt.float() + weights[f"{name}.dt_bias"].float())
-            out = pass_tokens(partial(state_space, mixer, own), (xbc.float(), dt), held, *records).to(h.dtype)
-            gated = (out * F.silu(z)).unflatten(-1, (mixer.num_groups, -1))
-            normed = F.rms_norm(gated, gated.shape[-1:], eps=self.config.rms_norm_eps)
-            return normed.flatten(1) * weights[f"{name}.mixer_norm"]
+            out = pass_tokens(partial(state_space, mixer, own), (xbc.float(), dt), held, *records)
+            gated = (out * F.silu(z.float())).unflatten(-1, (mixer.num_groups, -1))
+            normed = F.rms_norm(gated, gated.shape[-1:], eps=self.config.rms_norm_eps).flatten(1)
+            return (normed * weights[f"{name}.mixer_norm"].float()).to(h.dtype)
         b, c, x = self._times(h, layer, "in_proj").chunk(3, -1)
         return pass_tokens(partial(short_convolution, conv), ((b * x).float(),), held, *records).to(h.dtype) * c
 

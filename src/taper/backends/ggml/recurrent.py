@@ -119,7 +119,8 @@ class RecurrentLayer:
         for part in {part.place: part for part in tokens}.values():
             for held, new, name in zip(self._held, latest[part.place], _WRITTEN, strict=False):
                 ids = self._ids(name, part.slots, part.place)
-                rows = ggml.reshape_2d(context, ggml.cont(context, new), held.contents.ne[0], ids.contents.ne[0])
+                new = new if ggml.is_contiguous(new) else ggml.cont(context, new)
+                rows = ggml.reshape_2d(context, new, held.contents.ne[0], ids.contents.ne[0])
                 self._run(ggml.set_rows(context, held, rows, ids))
         return outputs
 
