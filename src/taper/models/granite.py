@@ -24,7 +24,8 @@ _SIZES = {  # of `Mamba2`: names in folders, and keys of headers
 
 def gguf_settings(settings: Settings) -> dict[str, Any]:
     """What a header says in another way than config.json, by the names there."""
-    get, result = settings.get, dict[str, Any]()
+    get = settings.get
+    result: dict[str, Any] = {"num_local_experts": get("num_local_experts", int, 0)}
     if settings.values.get("shared_intermediate_size") is not None:
         result |= _inner_sizes(settings)
     if isinstance(settings.values.get("num_key_value_heads"), list):
