@@ -44,6 +44,7 @@ CONTEXTS = {"phi3 with longrope": 90}  # one token more would choose the other t
 # Variants of families whose main form is tested beside them.
 RARE = ("phi3 with longrope", "glm4moe with norms", "ernie4_5-moe, nothing shared", "qwen35, as many heads of keys")
 RARE += ("qwen3moe, not normalised", "granite 4 without positions", "qwen2 with yarn", "gemma4, values from keys")
+RARE += ("granite 4 h, two groups",)
 NAMED = [pytest.param(name, marks=pytest.mark.ci) if name in RARE else name for name in FAMILIES]
 
 
@@ -170,10 +171,10 @@ def test_fused_tensors_and_experts_that_do_not_fit_are_refused(tmp_path):
 
 
 VALUES = [None, True, 0, -1, 1, 7, 64, 1 << 31, 1 << 63, -0.5, 1e308, float("nan"), "a", [], {}, [None], ["conv"] * 7]
-RECENT = ("qwen35", "glm4moe", "ernie4_5", "hunyuan", "lfm2")
+RECENT = ("qwen35", "glm4moe", "ernie4_5", "hunyuan", "lfm2", "granite 4 h")
 
 
-@pytest.mark.parametrize("family", ["qwen35", "qwen35moe", "glm4moe", "ernie4_5-moe", "lfm2", "lfm2moe"])
+@pytest.mark.parametrize("family", ["qwen35", "qwen35moe", "glm4moe", "ernie4_5-moe", "lfm2", "lfm2moe", "granite 4 h"])
 def test_damaged_settings_are_refused_in_one_line(tmp_path, family):
     architecture, options = FAMILIES[family]
     folder = make_tiny(tmp_path, architecture, **options).folder
@@ -214,3 +215,29 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
     loaded = load_model(tmp_path)
     assert loaded.config == expected.config
     assert loaded.tensors.keys() == expected.tensors.keys()
+
+
+def test_granite_4_h_is_read_by_its_published_names_and_other_variants_are_refused(tmp_path):
+    architecture, options = FAMILIES["granite 4 h with experts"]
+    expected = make_tiny(tmp_path, architecture, **options).load()
+    settings = json.loads((tmp_path / "config.json").read_text())
+    del settings["time_step_limit"]
+    kinds = ["attention" if kind == "full_attention" else "mamba" for kind in settings["layer_types"]]
+
+    def loaded(**changed):
+        (tmp_path / "config.json").write_text(json.dumps(settings | {"layer_types": kinds} | changed))
+        return load_model(tmp_path)
+
+    assert loaded(mamba_d_head="auto").config == expected.config
+    for says, changed in {
+        "the convolution alone must have a bias": {"mamba_conv_bias": False},
+        "alone must have a bias": {"mamba_proj_bias": True},
+        "limits of time steps": {"time_step_limit": [0.0, 0.1]},
+        "experts are supported only beside recurrent layers": {"layer_types": ["attention"] * 7},
+        "each layer must be": {"layer_types": ["mamba"] * 7},
+        "must be a kind for each of 7 layers": {"layer_types": kinds[:-1]},
+        "'num_groups': 3": {"mamba_n_groups": 3},
+        "head_dim of recurrent layers is 0": {"mamba_d_head": 0},
+    }.items():
+        with pytest.raises(ModelError, match=says):
+            loaded(**changed)

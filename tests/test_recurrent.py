@@ -38,11 +38,10 @@ FULL, LATE = DepthPolicy.full(LAYERS), policies(LAYERS)["d3 late"]
 CHOSEN = {"full": FULL, "late": LATE, "static": policies(LAYERS)["static"]}
 
 
-@pytest.fixture(scope="module")
-def recurrent(tmp_path_factory) -> SimpleNamespace:
-    architecture, options = FAMILIES["qwen35"]
-    without_mtp = options | {"mtp_num_hidden_layers": 0}
-    tiny = make_tiny(tmp_path_factory.mktemp("recurrent"), architecture, **without_mtp)
+@pytest.fixture(scope="module", params=["qwen35", pytest.param("granite 4 h", marks=pytest.mark.ci)])
+def recurrent(request, tmp_path_factory) -> SimpleNamespace:
+    architecture, options = FAMILIES[request.param]
+    tiny = make_tiny(tmp_path_factory.mktemp("recurrent"), architecture, **options | {"mtp_num_hidden_layers": 0})
     return SimpleNamespace(tiny=tiny, loaded=tiny.load())
 
 

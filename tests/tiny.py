@@ -59,7 +59,8 @@ GGUF_NAMES = {
     "ministral3": "mistral3",
     "olmo3": "olmo2",
 } | {name: ours for ours, name in MODEL_TYPES.items()}
-PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "mistral3")  # GGUF files have their rotary pairs side by side
+# GGUF files have their rotary pairs side by side.
+PERMUTED = ("llama", "smollm3", "granite", "granitehybrid", "granitemoe", "mistral3")
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -93,6 +94,18 @@ GRANITE4 = {
     "num_local_experts": 0,
     "num_experts_per_tok": 0,
 }
+GRANITE4H = {  # states are not square
+    "layers": 7,
+    "layer_types": [f"{'full' if layer in (2, 5) else 'linear'}_attention" for layer in range(7)],
+    "num_local_experts": 0,
+    "num_experts_per_tok": 0,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 32,
+    "mamba_d_state": 16,
+    "shared_intermediate_size": 128,
+    "position_embedding_type": "nope",
+}
+GRANITE4H_EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 48}
 GEMMA = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -162,6 +175,9 @@ FAMILIES = {
     "granite": ("granite", SCALES),
     "granite 4": ("granitemoehybrid", SCALES | GRANITE4 | {"position_embedding_type": "rope"}),
     "granite 4 without positions": ("granitemoehybrid", SCALES | GRANITE4 | {"position_embedding_type": "nope"}),
+    "granite 4 h": ("granitemoehybrid", SCALES | GRANITE4H),
+    "granite 4 h, two groups": ("granitemoehybrid", SCALES | GRANITE4H | {"mamba_n_groups": 2, "tied": False}),
+    "granite 4 h with experts": ("granitemoehybrid", SCALES | GRANITE4H | GRANITE4H_EXPERTS),
     "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None}),
     "qwen3moe": ("qwen3moe", QWEN_EXPERTS),
     "qwen3moe, not normalised": ("qwen3moe", QWEN_EXPERTS | {"norm_topk_prob": False}),
@@ -330,12 +346,14 @@ def write_gguf(
     """
     config = tiny.hf.config
     architecture = GGUF_NAMES.get(config.model_type, config.model_type)
+    is_hybrid = config.model_type == "granitemoehybrid" and "linear_attention" in config.layer_types
+    architecture = "granitehybrid" if is_hybrid else architecture
     writer = gguf.GGUFWriter(path, architecture)
     further = getattr(config, "mtp_num_hidden_layers", 0)
     writer.add_block_count(config.num_hidden_layers + further)
     if further:
         writer.add_nextn_predict_layers(further)
-    writer.add_context_length(config.max_position_embeddings)
+    writer.add_context_length(1 << 20 if is_hybrid else config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     inner = getattr(config, "intermediate_size", 0)
     if architecture in ("lfm2", "lfm2moe"):
@@ -350,7 +368,7 @@ def write_gguf(
     else:
         kv_heads = config.num_key_value_heads
         if config.model_type == "granitemoehybrid":
-            kv_heads = [kv_heads] * config.num_hidden_layers
+            kv_heads = [kv_heads if kind == "full_attention" else 0 for kind in config.layer_types]
     writer.add_feed_forward_length(inner)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(kv_heads)
@@ -372,6 +390,9 @@ def write_gguf(
         if ".linear_attn." in name:
             add_matrix(writer, *delta_net_tensor(config, name, array), dtype, quantise)
             continue
+        if ".mamba." in name:
+            add_matrix(writer, *mamba_tensor(config, name, array), dtype, quantise)
+            continue
         array = array[:, 0] if name.endswith("conv.conv.weight") else array
         if architecture in ("gemma2", "gemma3", "qwen35", "qwen35moe") and name.endswith("norm.weight"):
             array = array + 1
@@ -386,10 +407,12 @@ def write_gguf(
             writer.add_tensor(f"blk.{layer}.ffn_gate_up_exps.weight", array.astype(dtype))
             continue
         if name.endswith("shared_mlp.input_linear.weight"):
+            kind = "_shexp" if config.num_local_experts else ""
             for part, half in zip(("gate", "up"), np.split(array, 2), strict=True):
-                writer.add_tensor(f"blk.{layer}.ffn_{part}.weight", half.astype(dtype))
+                writer.add_tensor(f"blk.{layer}.ffn_{part}{kind}.weight", half.astype(dtype))
             continue
-        name = name.replace("shared_mlp.output_linear", "mlp.down_proj")
+        if not getattr(config, "num_local_experts", 0):
+            name = name.replace("shared_mlp.output_linear", "mlp.down_proj")
         if ".experts." in name:
             kind, halves = "weight", {"down": array}
             if architecture == "gpt-oss":
@@ -427,7 +450,7 @@ def write_gguf(
 
 def add_matrix(writer, name: str, array: np.ndarray, dtype, quantise) -> None:
     """Add a tensor, in f32 if it is small."""
-    if array.ndim == 1 or name.endswith(("conv.weight", "conv1d.weight")):
+    if array.ndim == 1 or name.endswith(("conv.weight", "conv1d.weight", "ssm_a", "ssm_d", "ssm_norm.weight")):
         writer.add_tensor(name, array.astype(np.float32))
     elif quantise is not None:
         stored, rows = quantise(name, array)
@@ -470,6 +493,23 @@ def delta_net_tensor(config, name: str, array: np.ndarray) -> tuple[str, np.ndar
         "out_proj.weight": "ssm_out.weight",
     }[part]
     return f"blk.{layer}.{target}", array
+
+
+def mamba_tensor(config, name: str, array: np.ndarray) -> tuple[str, np.ndarray]:
+    """The same of Granite 4 H."""
+    _, _, layer, _, part = name.split(".", 4)
+    target, shape = {
+        "A_log": ("ssm_a", (-1, 1)),
+        "D": ("ssm_d", (-1, 1)),
+        "conv1d.bias": ("ssm_conv1d.bias", array.shape),
+        "conv1d.weight": ("ssm_conv1d.weight", (-1, config.mamba_d_conv)),
+        "dt_bias": ("ssm_dt.bias", array.shape),
+        "in_proj.weight": ("ssm_in.weight", array.shape),
+        "norm.weight": ("ssm_norm.weight", (config.mamba_n_groups, -1)),
+        "out_proj.weight": ("ssm_out.weight", array.shape),
+    }[part]
+    array = -torch.from_numpy(array).exp().numpy() if part == "A_log" else array
+    return f"blk.{layer}.{target}", array.reshape(shape)
 
 
 def add_vocabulary(writer, vocabulary: str = "byte-level") -> None:
@@ -552,6 +592,10 @@ def add_facts(writer, config) -> None:
         writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
         writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
         writer.add_ssm_conv_kernel(config.mamba_d_conv)
+        writer.add_ssm_state_size(config.mamba_d_state)
+        writer.add_ssm_group_count(config.mamba_n_groups)
+        writer.add_ssm_inner_size(config.mamba_n_heads * config.mamba_d_head)
+        writer.add_ssm_time_step_rank(config.mamba_n_heads)
     if config.model_type in ("granite", "granitemoe", "granitemoehybrid"):
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)

@@ -199,7 +199,8 @@ def _forward_by_step(
 ) -> Callable[..., Any]:
     """The forward of a flex layer. `counted`: the layer by which the cache counts has run before it."""
     adapter, run = _adapter(policy, index), layer.forward
-    has_cells = hasattr(layer, "self_attn")  # a recurrent layer that a token skips keeps its state as it is
+    # A recurrent layer that a token skips keeps its state as it is.
+    has_cells = getattr(layer, "self_attn", None) is not None
     lends = getattr(getattr(layer, "self_attn", None), "store_full_length_kv", False)  # to layers that share them
 
     def forward(hidden_states: Any, *args: Any, past_key_values: Any, **kwargs: Any) -> Any:

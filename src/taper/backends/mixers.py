@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..models.config import DeltaNet
+from ..models.config import DeltaNet, Mamba2
 from . import Runs
 
 _TINY = 1e-6  # added to squared lengths
 
-# Of n sequences, f32: what the convolution saw last [n, conv_width, conv_size - 1], and for `DeltaNet` the matrices
-# [n, value heads, head_dim of values, head_dim of keys].
+# Of n sequences, f32: what the convolution saw last [n, conv_width, conv_size - 1], and [n, *mixer.matrices], if there
+# are some: for `DeltaNet` [n, value heads, head_dim of values, head_dim of keys].
 States = tuple[Tensor, ...]
 # What a layer makes of tokens before, [n, tokens, ...] each; the outputs [n, tokens, size] and the states after them.
 Step = Callable[[tuple[Tensor, ...], States], tuple[Tensor, States]]
@@ -64,6 +64,37 @@ def delta_rule(mixer: DeltaNet, weights: Tensor, given: tuple[Tensor, ...], stat
         matrices = matrices + change.unsqueeze(-1) * k[:, token].unsqueeze(-2)
         outputs.append(torch.einsum("nhvk,nhk->nhv", matrices, q[:, token]))
     return torch.stack(outputs, 1), (inputs, matrices)
+
+
+def state_space(
+    mixer: Mamba2, weights: Mapping[str, Tensor], given: tuple[Tensor, ...], states: States
+) -> tuple[Tensor, States]:
+    """A state space model (Mamba 2, arXiv 2405.21060).
+
+    Args:
+        mixer: its sizes.
+        weights: f32: `conv` and `conv_bias` of the convolution; `decay`, and `direct`, by which inputs are multiplied
+            to go straight to the outputs, both [heads].
+        given: x, B and C [n, tokens, conv_width], before the convolution; and time steps [n, tokens, heads].
+        states: before the first token.
+
+    Returns:
+        The outputs [n, tokens, inner_size], before gate and norm, and the states after the last token.
+    """
+    (xbc, dt), (inputs, matrices) = given, states
+    mixed, inputs = convolve(xbc, inputs, weights["conv"])
+    groups = mixer.num_groups * mixer.state_size
+    x, b, c = F.silu(mixed + weights["conv_bias"]).split((mixer.inner_size, groups, groups), -1)
+    x = x.unflatten(-1, (mixer.num_heads, mixer.head_dim))
+    share = mixer.num_heads // mixer.num_groups
+    b, c = (part.unflatten(-1, (mixer.num_groups, -1)).repeat_interleave(share, 2) for part in (b, c))
+    decay, new = (dt * weights["decay"]).exp(), x * dt.unsqueeze(-1)
+    outputs = []
+    for token in range(xbc.shape[1]):
+        matrices = matrices * decay[:, token, :, None, None] + new[:, token, ..., None] * b[:, token, :, None]
+        outputs.append(torch.einsum("nhds,nhs->nhd", matrices, c[:, token]))
+    out = torch.stack(outputs, 1) + x * weights["direct"].unsqueeze(-1)
+    return out.flatten(2), (inputs, matrices)
 
 
 def pass_tokens(

@@ -8,6 +8,7 @@ as it was. A token that skips a layer leaves its state as it is, so the state af
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -43,7 +44,7 @@ class StateRecords:
         assert config.mixer is not None
         self._config, self._layers = config, np.array(list(config.recurrent_layers))
         mixer = config.mixer
-        size = mixer.conv_width * (mixer.conv_size - 1) + mixer.num_matrices * mixer.head_dim**2
+        size = mixer.conv_width * (mixer.conv_size - 1) + math.prod(mixer.matrices)
         size *= 4 * len(self._layers)
         self._max_snapshots = min(MAX_SNAPSHOTS, max(1, SNAPSHOT_BYTES // (num_slots * size)))
         self._per_slot = self._max_snapshots + _OTHERS

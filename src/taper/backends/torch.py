@@ -21,10 +21,10 @@ from torch import Tensor
 
 from ..adapters import EPS, Adapters
 from ..errors import ModelError, RequestError
-from ..models.config import DeltaNet, Experts, Mixer, ModelConfig, Rope
+from ..models.config import DeltaNet, Experts, Mamba2, Mixer, ModelConfig, Rope
 from ..models.tensors import Tensor as StoredTensor
 from . import ForwardOutput, Runs, TokenBatch, needed, runs_by_slot
-from .mixers import States, delta_rule, pass_tokens, short_convolution
+from .mixers import States, delta_rule, pass_tokens, short_convolution, state_space
 from .passing import PassingStates
 from .states import Passage, StateRecords
 
@@ -112,8 +112,8 @@ class TorchBackend:
             return []
         count, layers = self._records.num_records, range(len(self.config.recurrent_layers))
         shapes: list[tuple[int, ...]] = [(mixer.conv_width, mixer.conv_size - 1)]
-        if mixer.num_matrices:
-            shapes.append((mixer.num_matrices, mixer.head_dim, mixer.head_dim))
+        if all(mixer.matrices):
+            shapes.append(mixer.matrices)
         return [tuple(torch.zeros(count, *shape, device=self.device) for shape in shapes) for _ in layers]
 
     def _convert(self, name: str, weights: Tensor) -> Tensor:
@@ -433,6 +433,15 @@ class TorchBackend:
             step = partial(delta_rule, mixer, conv)
             out = pass_tokens(step, (qkv, decay, beta.sigmoid()), held, *records).to(h.dtype)
             return self._norm(out, f"{name}.mixer_norm").flatten(1) * F.silu(self._times(h, layer, "z_proj"))
+        if isinstance(mixer, Mamba2):
+            sizes = mixer.inner_size, mixer.conv_width, mixer.num_heads
+            z, xbc, dt = self._times(h, layer, "in_proj").split(sizes, -1)
+            own = {part: weights[f"{name}.{part}"].float() for part in ("conv", "conv_bias", "decay", "direct")}
+            dt = F.softplus(dt.float() + weights[f"{name}.dt_bias"].float())
+            out = pass_tokens(partial(state_space, mixer, own), (xbc.float(), dt), held, *records)
+            gated = (out * F.silu(z.float())).unflatten(-1, (mixer.num_groups, -1))
+            normed = F.rms_norm(gated, gated.shape[-1:], eps=self.config.rms_norm_eps).flatten(1)
+            return (normed * weights[f"{name}.mixer_norm"].float()).to(h.dtype)
         b, c, x = self._times(h, layer, "in_proj").chunk(3, -1)
         return pass_tokens(partial(short_convolution, conv), ((b * x).float(),), held, *records).to(h.dtype) * c
 

@@ -78,9 +78,9 @@ class DeltaNet:
         return (2 * self.num_key_heads + self.num_value_heads) * self.head_dim
 
     @property
-    def num_matrices(self) -> int:
-        """In a state, besides the inputs of the convolution before the next token."""
-        return self.num_value_heads
+    def matrices(self) -> tuple[int, int, int]:
+        """In a state, besides the inputs of the convolution before the next token: how many, and their shape."""
+        return self.num_value_heads, self.head_dim, self.head_dim
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,41 @@ class ShortConvolution:
 
     conv_width: int
     conv_size: int
-    num_matrices = head_dim = 0  # as in `DeltaNet`
+    matrices = 0, 0, 0  # as in `DeltaNet`
 
 
-Mixer = DeltaNet | ShortConvolution
+@dataclass(frozen=True)
+class Mamba2:
+    """What takes the place of attention in a recurrent layer: a state space model (Mamba 2, arXiv 2405.21060).
+
+    Inputs x of each head, and what writes and reads (B and C) of each group of heads, pass through a causal convolution
+    over `conv_size` tokens. Then each head h has a matrix, which decays, gets x times the B of group
+    h // (num_heads / num_groups), and is read by the C of that group.
+    """
+
+    num_heads: int
+    head_dim: int
+    state_size: int
+    num_groups: int
+    conv_size: int
+
+    @property
+    def inner_size(self) -> int:
+        """Numbers in the inputs of all heads, and in their outputs."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def conv_width(self) -> int:
+        """Numbers in x, B and C of a token."""
+        return self.inner_size + 2 * self.num_groups * self.state_size
+
+    @property
+    def matrices(self) -> tuple[int, int, int]:
+        """As in `DeltaNet`."""
+        return self.num_heads, self.head_dim, self.state_size
+
+
+Mixer = DeltaNet | ShortConvolution | Mamba2
 
 
 @dataclass(frozen=True)
@@ -318,6 +349,15 @@ def _mixer_shapes(hidden_size: int, mixer: Mixer) -> dict[str, tuple[int, ...]]:
     if isinstance(mixer, ShortConvolution):
         width = mixer.conv_width
         return {**conv, "in_proj": (3 * width, hidden_size), "out_proj": (hidden_size, width)}
+    if isinstance(mixer, Mamba2):
+        return {
+            **conv,
+            "conv_bias": (mixer.conv_width,),
+            "in_proj": (mixer.inner_size + mixer.conv_width + mixer.num_heads, hidden_size),  # gate, x, B, C and dt
+            **dict.fromkeys(("dt_bias", "decay", "direct"), (mixer.num_heads,)),
+            "mixer_norm": (mixer.inner_size,),
+            "out_proj": (hidden_size, mixer.inner_size),
+        }
     heads, value_size = mixer.num_value_heads, mixer.num_value_heads * mixer.head_dim
     return {
         **conv,

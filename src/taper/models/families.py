@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import ModelError
-from ..policy import MAX_LAYERS
-from . import gemma4, lfm2, qwen35
-from .files import Settings
+from . import gemma4, granite, lfm2, qwen35
+from .files import Settings, layers_without_heads
 from .gpt_oss import rearranged
 from .tensors import Tensor, TensorNames
 
@@ -26,13 +25,14 @@ class Family:
     hold queries and keys permuted, or "everywhere". `pre_norm`, `post_norm`, `qk_norm`, `activation`: as in
     `config.py`. `no_rope_interval`: every so many layers, one has no positions. `slides`: whether a layer has a sliding
     window, where a file gives the window's size without `layer_types`; None: no layer has one. `reads`: the `SWITCHES`
-    that it supports. `experts`: MLPs are mixtures of experts, with these fields of `Experts` (`clamp`: whether they
-    have one). `has_sinks`: as in `config.py`. `scales_embeddings`: by the square root of the hidden size.
-    `norm_offset`: a constant to add to the norm weights of folders. `defaults`: values that config.json may omit, as in
-    transformers. `folder_settings`: what it may say in other ways; `gguf_settings`: what GGUF headers say so or leave
-    unsaid, as in llama.cpp. `layer_facts`: fields of each `LayerSpec`, of settings, windows and tensors, where layers
-    differ by more than windows and positions. `rearranged`: brings the tensors of a folder into the layout of GGUF
-    files. `reads_mxfp4`: such a folder may be in MXFP4. `runs_mtp`: an MTP layer runs here, and is not left out.
+    that it supports. `experts`: MLPs are mixtures of experts, unless a file says that there are 0, with these fields of
+    `Experts` (`clamp`: whether they have one). `has_sinks`: as in `config.py`. `scales_embeddings`: by the square root
+    of the hidden size. `norm_offset`: a constant to add to the norm weights of folders. `defaults`: values that
+    config.json may omit, as in transformers. `folder_settings`: what it may say in other ways (also
+    `gguf_architecture`, if it is another one); `gguf_settings`: what GGUF headers say so or leave unsaid, as in
+    llama.cpp. `layer_facts`: fields of each `LayerSpec`, of settings, windows and tensors, where layers differ by more
+    than windows and positions. `rearranged`: brings the tensors of a folder into the layout of GGUF files.
+    `reads_mxfp4`: such a folder may be in MXFP4. `runs_mtp`: an MTP layer runs here, and is not left out.
     `layer_names`, `gguf_layer_names`: names of tensors besides those that all families share, as in `TensorNames`;
     default: norms before attention and MLP.
     """
@@ -148,6 +148,23 @@ _LFM2_LAYER = {
     **{f"feed_forward.experts.*.{theirs}.weight": f"{ours}_experts.*" for theirs, ours in _W123},
 }
 _LFM2_LAYER_GGUF = {f"shortconv.{name}.weight": name for name in ("conv", "in_proj", "out_proj")}
+_MAMBA = {"A_log": "decay", "D": "direct", "conv1d.bias": "conv_bias", "conv1d.weight": "conv", "dt_bias": "dt_bias"}
+_MAMBA |= {"in_proj.weight": "in_proj", "norm.weight": "mixer_norm", "out_proj.weight": "out_proj"}
+_GRANITE4 = {
+    "shared_mlp.input_linear.weight": "gate_proj+up_proj",
+    "shared_mlp.output_linear.weight": "down_proj",
+    **{f"mamba.{theirs}": ours for theirs, ours in _MAMBA.items()},
+}
+_MAMBA_GGUF = {
+    "ssm_a": "decay",
+    "ssm_d": "direct",
+    "ssm_conv1d.bias": "conv_bias",
+    "ssm_conv1d.weight": "conv",
+    "ssm_dt.bias": "dt_bias",
+    "ssm_in.weight": "in_proj",
+    "ssm_norm.weight": "mixer_norm",
+    "ssm_out.weight": "out_proj",
+}
 _GEMMA4 = {
     "layer_scalar": "output_scale",
     "per_layer_input_gate.weight": "input_gate",
@@ -220,31 +237,6 @@ def _gemma_scalar(settings: Settings, most_layers: int) -> int:
         return head_size(settings)
     size: int = settings.get("hidden_size", int) // max(settings.get("num_attention_heads", int), 1)
     return size
-
-
-def _granite_header(settings: Settings) -> dict[str, Any]:
-    # Files of Granite 4 give what its recurrent models have, and values by layer.
-    heads, inner = settings.values.get("num_key_value_heads"), settings.values.get("shared_intermediate_size")
-    result = {} if inner is None else {"intermediate_size": inner, "shared_intermediate_size": None}
-    if isinstance(heads, list) and heads and heads == heads[:1] * len(heads):
-        result["num_key_value_heads"] = heads[0]
-    if settings.values.get("rope_finetuned") is False:
-        result |= _without_positions(settings)
-    return result
-
-
-def _granite4_folder(settings: Settings) -> dict[str, Any]:
-    kinds = settings.get("layer_types", list, [])
-    if not all(kind in ("attention", "full_attention") for kind in kinds):
-        hint = "take one whose layers are all attention, such as granite-4.0-micro"
-        raise ModelError(f"{settings.source}: recurrent layers are not supported", hint)
-    inner, positions = settings.get("shared_intermediate_size", int), settings.values.get("position_embedding_type")
-    result = {"layer_types": None, "intermediate_size": inner, "shared_intermediate_size": None}
-    return result | (_without_positions(settings) if positions != "rope" else {})
-
-
-def _without_positions(settings: Settings) -> dict[str, Any]:
-    return {"no_rope_layers": [0] * min(settings.get("num_hidden_layers", int), MAX_LAYERS)}
 
 
 def _olmo3_header(settings: Settings) -> dict[str, Any]:
@@ -340,7 +332,7 @@ _LFM2: dict[str, Any] = {
     "qk_norm": "head",
     "defaults": {"rope_theta": 1e6, "conv_L_cache": 3},
     "folder_settings": lfm2.folder_settings,
-    "gguf_settings": lfm2.gguf_settings,
+    "gguf_settings": layers_without_heads,
     "layer_facts": lfm2.layer_facts,
     "layer_names": _LFM2_LAYER,
     "gguf_layer_names": _LFM2_LAYER_GGUF,
@@ -439,16 +431,21 @@ MODEL_TYPES = {
         interleaved=True,
         reads=(*_MULTIPLIERS, "no_rope_layers"),
         defaults={"attention_multiplier": 1.0},
-        gguf_settings=_granite_header,
+        gguf_settings=granite.gguf_settings,
     ),
-    "granitemoehybrid": Family(  # those without experts and recurrent layers
-        "granite",
+    "granitemoehybrid": Family(
+        "granitehybrid",
         interleaved=True,
-        reads=(*_MULTIPLIERS, "no_rope_layers"),
-        defaults={"attention_multiplier": 1.0},
-        folder_settings=_granite4_folder,
-        layer_names=_PRE_NORMS
-        | {"shared_mlp.input_linear.weight": _GATE_UP, "shared_mlp.output_linear.weight": "down_proj"},
+        experts={"beside": "plain"},
+        reads=(*_MULTIPLIERS, "no_rope_layers", "num_local_experts", "shared_intermediate_size"),
+        defaults={"attention_multiplier": 1.0, "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256}
+        | {"mamba_d_head": "auto", "mamba_d_conv": 4, "mamba_expand": 2},
+        folder_settings=granite.folder_settings,
+        gguf_settings=granite.gguf_settings,
+        layer_facts=granite.layer_facts,
+        rearranged=granite.rearranged,
+        layer_names=_PRE_NORMS | _GRANITE_EXPERTS | _GRANITE4,
+        gguf_layer_names=_MAMBA_GGUF,
     ),
     "granitemoe": Family(
         "granitemoe",

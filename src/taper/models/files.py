@@ -123,6 +123,14 @@ def recurrent_layers(kinds: Any, recurrent: str, source: str) -> list[bool]:
     return [kind == recurrent for kind in kinds]
 
 
+def layers_without_heads(settings: Settings) -> dict[str, Any]:
+    """Which layers of a GGUF header have a state: those without key-value heads, of which all others have as many."""
+    heads = settings.get("num_key_value_heads", list)
+    if not all(type(number) is int and number >= 0 for number in heads) or len({*heads} - {0}) != 1:
+        raise settings.error("num_key_value_heads", "it must be the same for all layers that have some")
+    return {"num_key_value_heads": max(heads), "recurrent_layers": [number == 0 for number in heads]}
+
+
 def parts_of(path: Path) -> list[Path]:
     """All files of a GGUF model, given any of them: parts are named as llama.cpp names them."""
     match = _PART.fullmatch(path.name)

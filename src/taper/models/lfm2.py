@@ -12,14 +12,6 @@ from .tensors import Tensor
 _FULL, _RECURRENT = "full_attention", "conv"
 
 
-def gguf_settings(settings: Settings) -> dict[str, Any]:
-    """What a header says in another way than config.json: layers without key-value heads have a convolution."""
-    heads = settings.get("num_key_value_heads", list)
-    if not all(type(number) is int and number >= 0 for number in heads) or len({*heads} - {0}) != 1:
-        raise settings.error("num_key_value_heads", "it must be the same for all layers that have some")
-    return {"num_key_value_heads": max(heads), "recurrent_layers": [number == 0 for number in heads]}
-
-
 def folder_settings(settings: Settings) -> dict[str, Any]:
     """What a folder says by its own names."""
     get, count = settings.get, settings.get("num_hidden_layers", int)

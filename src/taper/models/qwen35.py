@@ -16,7 +16,7 @@ from ..errors import ModelError
 from ..policy import MAX_LAYERS
 from .config import DeltaNet
 from .files import Settings, recurrent_layers
-from .tensors import WEIGHT_TYPES, Tensor, as_f32
+from .tensors import WEIGHT_TYPES, Tensor, decay_rates
 
 _FULL, _RECURRENT = "full_attention", "linear_attention"
 _MTP_LAYER = re.compile(r"^mtp\.layers\.(\d{1,3})\.")
@@ -107,8 +107,7 @@ def rearranged(tensors: dict[str, Tensor], settings: Settings) -> dict[str, Tens
         part = name.partition(".linear_attn.")[2]
         name = _MTP_LAYER.sub(lambda match: f"model.layers.{count + int(match[1])}.", _MTP.get(name, name))
         if part == "A_log":
-            decay = np.array(-np.exp(_floats(name, tensor)), np.float32)
-            tensor = Tensor("F32", tensor.shape, decay.view(np.uint8))
+            tensor = decay_rates(name, tensor)
         if part in ("in_proj_qkv.weight", "conv1d.weight"):
             tensor = _reordered(name, tensor, mixer, dim, keys)
         elif part == "in_proj_z.weight":
@@ -119,13 +118,6 @@ def rearranged(tensors: dict[str, Tensor], settings: Settings) -> dict[str, Tens
             tensor = _reordered(name, tensor, mixer, dim, axis=1)
         result[name] = tensor
     return result
-
-
-def _floats(name: str, tensor: Tensor) -> np.ndarray:
-    try:
-        return as_f32(tensor)
-    except KeyError:
-        raise ModelError(f"tensor {name} is of type {tensor.dtype}", "supported: F32, F16, BF16") from None
 
 
 def _misshapen(name: str, tensor: Tensor) -> ModelError:

@@ -82,11 +82,12 @@ def _read(family: Family, settings: Settings, tensors: dict[str, Tensor], rope: 
         replace(spec if i < dense else mixture, window=window, rope=layer_rope if positions else None, **own)
         for i, (window, layer_rope, positions, own) in enumerate(zip(windows, ropes, has_rope, facts, strict=True))
     )
-    if has_mtp := f"layers.{count}.combine_proj" in tensors:  # it computes what the last layer with attention does
-        layers += next((layer,) for layer in reversed(layers) if layer.mixer is None)
+    with_attention = [layer for layer in layers if layer.mixer is None]
+    has_mtp = bool(with_attention) and f"layers.{count}.combine_proj" in tensors
+    layers += tuple(with_attention[-1:] if has_mtp else ())  # which computes what the last one with attention does
     matrices = Counter(tensor.dtype for tensor in tensors.values() if len(tensor.shape) > 1)
     return ModelConfig(
-        architecture=family.architecture,
+        architecture=get("gguf_architecture", str, family.architecture),
         layers=layers,
         hidden_size=hidden,
         intermediate_size=get("intermediate_size", int),
@@ -190,10 +191,12 @@ def _rope(family: Family, settings: Settings, parameters: dict[str, Any], interl
     return Rope(theta, dim, interleaved, **(scaled(parameters, theta, dim) if scaled else {}))
 
 
-def _experts(facts: Mapping[str, Any], settings: Settings) -> Experts:
-    """The experts of a family with these facts."""
+def _experts(facts: Mapping[str, Any], settings: Settings) -> Experts | None:
+    """The experts of a family with these facts; None if the model has none."""
     get = settings.get
     count = get("num_experts" if settings.values.get("num_experts") else "num_local_experts", int)
+    if not count:
+        return None
     experts = Experts(
         num_experts=count,
         num_experts_per_tok=get("num_experts_per_tok", int),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -69,6 +70,19 @@ def as_f32(tensor: Tensor) -> np.ndarray:
     return (values.astype(np.uint32) << 16).view(np.float32) if tensor.dtype == "BF16" else values.astype(np.float32)
 
 
+def decay_rates(name: str, tensor: Tensor) -> Tensor:
+    """Minus e to the power of what folders hold (A_log), as GGUF files have it, in F32.
+
+    Raises:
+        ModelError: it is quantised.
+    """
+    try:
+        rates = np.array(-np.exp(as_f32(tensor)), np.float32)
+    except KeyError:
+        raise ModelError(f"tensor {name} is of type {tensor.dtype}", "supported: F32, F16, BF16") from None
+    return Tensor("F32", tensor.shape, rates.view(np.uint8))
+
+
 @dataclass(frozen=True)
 class LoadedModel:
     """Everything read from a model's files, checked. Tensor names are those of `expected_shapes`.
@@ -134,7 +148,7 @@ def row_bytes(dtype: str, columns: int) -> int:
 def fit_tensors(config: ModelConfig, tensors: dict[str, Tensor], names: TensorNames) -> dict[str, Tensor]:
     """The tensors of a config, by our names: fused ones split, experts stacked, all shapes checked.
 
-    Dimensions of one, which convolutions and gates have in folders, are dropped.
+    Dimensions of one, which convolutions and gates have in folders, are dropped; vectors may be given as matrices.
 
     Args:
         config: facts of the model.
@@ -153,7 +167,7 @@ def fit_tensors(config: ModelConfig, tensors: dict[str, Tensor], names: TensorNa
             raise ModelError(f"tensor {names.theirs(name)} is missing", "the file is incomplete; download it again")
         dtype, given, data = tensors[name].dtype, tensors[name].shape, tensors[name].data
         if given != shape:
-            if tuple(size for size in given if size != 1) != shape:
+            if shape not in (tuple(size for size in given if size != 1), (math.prod(given),)):
                 raise _wrong_shape(names.theirs(name), given, shape)
             tensors[name] = Tensor(dtype, shape, data)
     if unknown := sorted(set(tensors) - set(shapes)):

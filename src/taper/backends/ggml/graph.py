@@ -15,7 +15,7 @@ import numpy as np
 
 from ...adapters import EPS, Adapters
 from ...errors import ModelError
-from ...models.config import DeltaNet, Experts, Mixer, ModelConfig
+from ...models.config import DeltaNet, Experts, Mamba2, Mixer, ModelConfig
 from .. import Runs
 from .cache import KeyValueCache
 from .library import ggml
@@ -27,6 +27,7 @@ from .recurrent import (
     convolved,
     delta_rule,
     state_inputs,
+    state_space,
     together,
 )
 from .shortlist import PreviewTensors
@@ -419,11 +420,12 @@ class Graph:
         assert states is not None
         nodes = RecurrentLayer(context, self._run, mixer, states[place], self._inputs, place)
         tokens = together(self._key.runs, h.contents.ne[1])
-        out = (
-            self._by_delta_rule(h, layer, mixer, nodes, tokens)
-            if isinstance(mixer, DeltaNet)
-            else self._by_convolution(h, layer, nodes, tokens)
-        )
+        if isinstance(mixer, DeltaNet):
+            out = self._by_delta_rule(h, layer, mixer, nodes, tokens)
+        elif isinstance(mixer, Mamba2):
+            out = self._by_state_space(h, layer, mixer, nodes, tokens, states.order)
+        else:
+            out = self._by_convolution(h, layer, nodes, tokens)
         return self._times(out, layer, "out_proj")
 
     def _by_delta_rule(self, h: Any, layer: int, mixer: DeltaNet, nodes: RecurrentLayer, tokens: list[Tokens]) -> Any:
@@ -445,6 +447,33 @@ class Graph:
         heads = ggml.reshape_3d(context, out, mixer.head_dim, mixer.num_value_heads, h.contents.ne[1])
         out = ggml.reshape_2d(context, self._norm(heads, f"{name}.mixer_norm"), *out.contents.ne[:2])
         return ggml.mul(context, out, ggml.silu(context, z))
+
+    def _by_state_space(
+        self, h: Any, layer: int, mixer: Mamba2, nodes: RecurrentLayer, tokens: list[Tokens], order: Any
+    ) -> Any:
+        """`Mamba2`, before the last product: [inner_size, active]."""
+        context, count, inner = self._context.pointer, h.contents.ne[1], mixer.inner_size
+        names = ("conv", "conv_bias", "dt_bias", "decay", "direct", "mixer_norm")
+        weights = {name: self._model.weights[f"layers.{layer}.{name}"] for name in names}
+        products = self._times(h, layer, "in_proj")
+        item, row = products.contents.nb[:2]
+
+        def columns(width: int, first: int) -> Any:
+            return ggml.view_2d(context, products, width, count, row, first * item)
+
+        z, xbc = columns(inner, 0), columns(mixer.conv_width, inner)
+        dt = ggml.add(context, columns(mixer.num_heads, inner + mixer.conv_width), weights["dt_bias"])
+
+        def one(part: Tokens, before: States) -> tuple[Any, States]:
+            mixed, inputs = convolved(context, xbc, part, before[0], weights["conv"])
+            mixed = ggml.silu(context, ggml.add(context, mixed, weights["conv_bias"]))
+            out, matrices = state_space(context, mixer, part, mixed, dt, weights, before[1], order)
+            return out, (inputs, matrices)
+
+        gated = ggml.swiglu_split(context, z, nodes.outputs(tokens, one))
+        groups = ggml.reshape_3d(context, gated, inner // mixer.num_groups, mixer.num_groups, count)
+        normed = ggml.rms_norm(context, groups, self._model.config.rms_norm_eps)
+        return ggml.mul(context, ggml.reshape_2d(context, normed, inner, count), weights["mixer_norm"])
 
     def _by_convolution(self, h: Any, layer: int, nodes: RecurrentLayer, tokens: list[Tokens]) -> Any:
         """`ShortConvolution`, before the last product: [hidden_size, active]."""

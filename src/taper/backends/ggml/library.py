@@ -175,6 +175,7 @@ _RECURRENT: dict[str, tuple[Any, ...]] = {
     "l2_norm": (*_OF_ONE, c_float),
     "ssm_conv": _OF_TWO,
     "gated_delta_net": (*_OF_THREE, _T, _T, _T, c_int64),
+    "ssm_scan": (*_OF_THREE, _T, _T, _T, _T, c_int64),  # older versions have no last argument, and ignore it
 }
 
 

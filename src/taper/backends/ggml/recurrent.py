@@ -5,12 +5,13 @@ Shapes in comments are in ggml's order: the dimension that changes fastest comes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...models.config import DeltaNet, Mixer, ModelConfig
+from ...models.config import DeltaNet, Mamba2, Mixer, ModelConfig
 from .. import Runs
 from ..states import Passage
 from .library import ggml
@@ -42,17 +43,18 @@ class StateTensors:
     """
 
     def __init__(self, config: ModelConfig, mixer: Mixer, num_records: int) -> None:
-        layers, heads = len(config.recurrent_layers), mixer.num_matrices
+        layers, (heads, *shape) = len(config.recurrent_layers), mixer.matrices
         self._inputs = np.zeros((layers, num_records, mixer.conv_width * (mixer.conv_size - 1)), np.float32)
         # A row for each head, so that threads share the copying of a record.
-        self._matrices = np.zeros((layers, num_records * heads, mixer.head_dim**2), np.float32)
-        self._heads, context = heads, TensorContext(2 * layers)
+        self._matrices = np.zeros((layers, num_records * heads, math.prod(shape)), np.float32)
+        self._heads, context = heads, TensorContext(2 * layers + 1)
         self._context = context
         held = (self._inputs, self._matrices) if heads else (self._inputs,)
         self._tensors = [tuple(context.over(part) for part in parts) for parts in zip(*held, strict=True)]
+        self.order = context.over(np.arange(num_records, dtype=np.int32))  # 0, 1, 2 and so on
 
     def __getitem__(self, place: int) -> tuple[Any, ...]:
-        """The inputs [width * (conv_size - 1), records] and matrices [head_dim ** 2, records * heads] of a layer."""
+        """The inputs [width * (conv_size - 1), records] and matrices [their sizes, records * heads] of a layer."""
         return self._tensors[place]
 
     def rows(self, records: np.ndarray) -> np.ndarray:
@@ -73,7 +75,7 @@ _READ, _WRITTEN = ("reads", "rows read"), ("writes", "rows written")  # inputs o
 
 def state_inputs(mixer: Mixer, layers: int, slots: int) -> dict[str, tuple[tuple[int, ...], type]]:
     """The inputs of a graph that say which records it reads and writes: their shapes and types."""
-    shapes = (layers, slots), (layers, slots, mixer.num_matrices)
+    shapes = (layers, slots), (layers, slots, mixer.matrices[0])
     kinds = ((_READ, np.int32), (_WRITTEN, np.int64))
     return {
         name: (shape, dtype) for names, dtype in kinds for name, shape in zip(names, shapes, strict=True) if all(shape)
@@ -117,7 +119,8 @@ class RecurrentLayer:
         for part in {part.place: part for part in tokens}.values():
             for held, new, name in zip(self._held, latest[part.place], _WRITTEN, strict=False):
                 ids = self._ids(name, part.slots, part.place)
-                rows = ggml.reshape_2d(context, ggml.cont(context, new), held.contents.ne[0], ids.contents.ne[0])
+                new = new if ggml.is_contiguous(new) else ggml.cont(context, new)
+                rows = ggml.reshape_2d(context, new, held.contents.ne[0], ids.contents.ne[0])
                 self._run(ggml.set_rows(context, held, rows, ids))
         return outputs
 
@@ -126,7 +129,7 @@ class RecurrentLayer:
         context, mixer = self._context, self._mixer
         shapes = (
             (mixer.conv_size - 1, mixer.conv_width, num_slots, 1),
-            (mixer.head_dim, mixer.head_dim, mixer.num_matrices, num_slots),
+            (*mixer.matrices[::-1], num_slots),
         )
         rows = (
             ggml.get_rows(context, held, self._ids(name, num_slots))
@@ -197,6 +200,49 @@ def delta_rule(
     out = ggml.view_2d(context, packed, size, tokens, size * item, 0)
     strides = dim * item, dim * dim * item, dim * size * item
     return out, ggml.view_4d(context, packed, dim, dim, heads, slots, *strides, tokens * size * item)
+
+
+def state_space(
+    context: Any,
+    mixer: Mamba2,
+    part: Tokens,
+    mixed: Any,
+    dt: Any,
+    weights: dict[str, Any],
+    matrices: Any,
+    order: Any,
+) -> tuple[Any, Any]:
+    """A state space model on the tokens of a part.
+
+    Args:
+        context: of the graph.
+        mixer: its sizes.
+        part: the tokens.
+        mixed: x, B and C [conv_width, rows, slots], after the convolution.
+        dt: time steps before softplus, [heads, active].
+        weights: `decay` and `direct`, both [heads].
+        matrices: [state_size, head_dim, heads, slots], before them.
+        order: 0, 1, 2 and so on, at least as many as slots.
+
+    Returns:
+        Outputs [inner_size, tokens], before gate and norm, and the matrices after them.
+    """
+    rows, slots, tokens = (part.end - part.first) // part.slots, part.slots, part.end - part.first
+    heads, dim, size, inner = mixer.num_heads, mixer.head_dim, mixer.state_size, mixer.inner_size
+    item, row, slot = mixed.contents.nb[:3]
+
+    def parts(width: int, number: int, first: int) -> Any:
+        return ggml.view_4d(context, mixed, width, number, rows, slots, width * item, row, slot, first * item)
+
+    x, b = parts(dim, heads, 0), parts(size, mixer.num_groups, inner)
+    c = parts(size, mixer.num_groups, inner + mixer.num_groups * size)
+    decay, direct = (ggml.reshape_2d(context, weights[name], 1, heads) for name in ("decay", "direct"))
+    ids = ggml.view_1d(context, order, slots, 0)
+    packed = ggml.ssm_scan(context, matrices, x, _columns(context, dt, part), decay, b, c, ids, 1)
+    out = ggml.view_4d(context, packed, dim, heads, rows, slots, dim * item, inner * item, rows * inner * item, 0)
+    out = ggml.reshape_2d(context, ggml.add(context, ggml.mul(context, x, direct), out), inner, tokens)
+    strides = size * item, dim * size * item, inner * size * item
+    return out, ggml.view_4d(context, packed, size, dim, heads, slots, *strides, tokens * inner * item)
 
 
 def _part(context: Any, x: Any, part: Tokens) -> Any:
