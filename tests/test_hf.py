@@ -154,7 +154,7 @@ def test_assistants_are_refused(tiny_llama):
 
 def test_attention_of_another_kind_is_refused(tmp_path):
     model = make_tiny(tmp_path, layers=6).hf
-    model.config.layer_types, model.config.attention_chunk_size = ["full_attention"] * 5 + ["chunked_attention"], 8
+    model.config.layer_types = ["full_attention"] * 5 + ["compressed_sparse_attention"]
     with pytest.raises(RequestError, match="hybrid"):
         generate(model, [random_prompt(30)])
 
