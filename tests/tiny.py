@@ -142,7 +142,7 @@ MAVERICK = {"interleave_moe_layer_step": 2, "num_local_experts": 128, "num_exper
 MOBILE_LLM = {"moe_layers": [], "num_local_experts": 0, "interleave_moe_layer_step": 0, "num_experts_per_tok": 0} | {
     "layer_types": ["full_attention"] * 5,
     "no_rope_layers": [1] * 5,
-    "attn_temperature_tuning": False,
+    "max_position_embeddings": 16384,
     "tied": True,
 }
 HUNYUAN = {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "rope_theta": 10000.0}

@@ -1,8 +1,8 @@
 """How the layers of Llama 4 differ, and how GGUF headers and folders say it.
 
-Some layers have experts beside a shared one, the others a larger MLP. Layers with positions norm queries and keys by no
-weights; here these are ones. They attend within chunks, and the other layers sharpen attention from some position on:
-contexts end before either matters (`read_config`).
+Some layers have experts beside a shared one, the others a larger MLP. Layers with positions norm queries and keys
+without weights; here the weights are ones. They attend within chunks, and layers without positions sharpen attention
+from some token on: contexts here end before either matters (`read_config`).
 """
 
 from __future__ import annotations
@@ -39,19 +39,26 @@ def gguf_settings(settings: Settings) -> dict[str, Any]:
 
 
 def folder_settings(settings: Settings) -> dict[str, Any]:
-    """What a folder says by its own names."""
+    """What a folder says by its own names. Chunks and sharper attention count where a layer has them."""
     get = settings.get
-    if not all(kind in (_CHUNKED, _FULL) for kind in get("layer_types", list, [])):
+    kinds, positions = get("layer_types", list, []), get("no_rope_layers", list, []) or _positions(settings)
+    if not all(kind in (_CHUNKED, _FULL) for kind in kinds):
         raise settings.error("layer_types", f"each layer must be {_CHUNKED} or {_FULL}")
-    size, listed = get("intermediate_size", int), settings.values.get("moe_layers")
+    for key, least in (("attention_chunk_size", 1), ("floor_scale", 2)):
+        if get(key, int, least) < least:
+            raise settings.error(key, f"it must be at least {least}")
+    has_chunks = _CHUNKED in kinds if kinds else any(positions)
+    size, with_experts = get("intermediate_size", int), settings.values.get("moe_layers")
+    if with_experts is None:
+        with_experts = _layers_with_experts(settings, get("interleave_moe_layer_step", int))
     return {
+        "attention_chunk_size": settings.values.get("attention_chunk_size") if has_chunks else None,
+        "attn_temperature_tuning": bool(settings.values.get("attn_temperature_tuning")) and not all(positions),
         "intermediate_size": get("intermediate_size_mlp", int),
         "layer_types": None,
         "moe_intermediate_size": size,
-        "moe_layers": _layers_with_experts(settings, get("interleave_moe_layer_step", int))
-        if listed is None
-        else listed,
-        "no_rope_layers": settings.values.get("no_rope_layers") or _positions(settings),
+        "moe_layers": with_experts,
+        "no_rope_layers": positions,
         "shared_intermediate_size": size,
     }
 
@@ -85,7 +92,7 @@ def layer_facts(settings: Settings, windows: Sequence[int | None], tensors: dict
 
 
 def rearranged(tensors: dict[str, Tensor], settings: Settings) -> dict[str, Tensor]:
-    """The tensors of a folder by its names, with the matrices of experts turned: its rows are inputs."""
+    """The tensors of a folder by its names, with the matrices of experts turned: there, columns are outputs."""
     return {name: _turned(tensor) if ".experts." in name else tensor for name, tensor in tensors.items()}
 
 

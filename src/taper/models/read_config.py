@@ -153,9 +153,9 @@ def _context(settings: Settings) -> int:
         return min(limit, original)
     if kind in ("linear", "yarn") and _positive(factor):
         limit = max(limit, int((original if type(original) is int else limit) * factor))
+    chunk: int = settings.get("attention_chunk_size", int, limit)
     sharpens = settings.values.get("attn_temperature_tuning")
-    sharp = settings.get("floor_scale", int) - 1 if sharpens else limit
-    return min(limit, sharp, settings.get("attention_chunk_size", int, limit))
+    return min(limit, chunk, int(settings.get("floor_scale", int)) - 1 if sharpens else limit)
 
 
 def _rope(family: Family, settings: Settings, parameters: dict[str, Any], interleaved: bool) -> Rope:
