@@ -48,6 +48,17 @@ def test_contexts_end_where_attention_would_change(tmp_path, kind, options, limi
     assert plain[: len(said)] == said
 
 
+@BACKENDS
+def test_experts_are_chosen_by_logits_where_their_shares_are_all_one(tmp_path, kind):
+    tiny, prompt = make(tmp_path, num_experts_per_tok=2), random_prompt(12)
+    with torch.no_grad():
+        for layer in tiny.hf.model.layers:
+            layer.feed_forward.router.weight *= 300
+    tiny.hf.save_pretrained(tmp_path)
+    said = complete(Engine(make_backend(kind, tiny.load())), [prompt], [DepthPolicy.full(5)])
+    assert said == [reference_ids(tiny, prompt, None)]
+
+
 def test_the_context_of_files_ends_with_the_first_chunk(tmp_path):
     write_gguf(tmp_path / "tiny.gguf", make(tmp_path))
     assert load_model(tmp_path / "tiny.gguf").config.max_position_embeddings == 8191

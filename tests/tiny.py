@@ -136,7 +136,7 @@ GLM4_EXPERTS = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermedia
 }
 ERNIE_EXPERTS = {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 32, "moe_layer_start_index": 2}
 LLAMA4 = {"num_local_experts": 6, "intermediate_size": 48, "intermediate_size_mlp": 128, "tied": False}
-# Scout's, whose factors are equal, and what few files say: a model of 128 experts norms neither queries nor keys.
+# In GGUF files, the number of Maverick's experts says that queries and keys are not normed.
 SCOUT = {"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}, "max_position_embeddings": 16384}
 MAVERICK = {"interleave_moe_layer_step": 2, "num_local_experts": 128, "num_experts_per_tok": 2, "use_qk_norm": False}
 MOBILE_LLM = {"moe_layers": [], "num_local_experts": 0, "interleave_moe_layer_step": 0, "num_experts_per_tok": 0} | {
@@ -191,7 +191,7 @@ FAMILIES = {
     "lfm2moe": ("lfm2moe", LFM2 | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}),
     "llama4": ("llama4", LLAMA4 | SCOUT),
     "llama4, experts in every other layer": ("llama4", LLAMA4 | MAVERICK),
-    "mobilellm": ("llama4", LLAMA4 | MOBILE_LLM),
+    "mobilellm": ("llama4", LLAMA4 | MOBILE_LLM),  # llama.cpp asks for experts
     "gemma3": ("gemma3", {"layers": 7, "sliding_window": 16, "query_pre_attn_scalar": 16, "rope_parameters": GEMMA}),
 }
 # What GGUF files cannot say is tested from folders alone.

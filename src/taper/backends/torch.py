@@ -506,7 +506,7 @@ class TorchBackend:
         logits = self._times(routed, layer, "router", "router_bias").float()
         scores = logits.sigmoid() if experts.scores == "sigmoid" else logits.softmax(-1)
         correction = self._weights.get(f"layers.{layer}.router_correction")
-        ranks = logits if correction is None else scores + correction
+        ranks = logits if correction is None else scores + correction  # logits: no two large ones are equal
         ids = ranks.topk(experts.num_experts_per_tok).indices  # [n, chosen]
         shares = scores.gather(-1, ids)
         shares = shares / shares.sum(-1, keepdim=True) if experts.norm_topk_prob else shares
@@ -525,7 +525,7 @@ class TorchBackend:
         if len(x) <= FEW_TOKENS or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             # Each token gets a copy of its experts, so that the operations do not depend on the router's choice.
             gates, ups = (of_chosen("nh,nkih->nki", x, part) for part in ("gate", "up"))
-            if experts.scales_inputs:  # which is the same, and needs no copies of them
+            if experts.scales_inputs:  # products of scaled inputs are scaled products
                 gates, ups = ((part * shares.unsqueeze(-1)).to(x.dtype) for part in (gates, ups))
             outs = of_chosen("nki,nkhi->nkh", self._gated(gates, ups, experts), "down")
             return (outs if experts.scales_inputs else outs * shares.unsqueeze(-1)).sum(1).to(x.dtype)

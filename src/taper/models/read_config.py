@@ -140,8 +140,8 @@ def _context(settings: Settings) -> int:
     `max_position_embeddings` is the length before it is scaled for "linear" and "yarn", unless the original one is
     given, and the length after it for "llama3" and "longrope". "dynamic" scaling changes with the length of a text,
     which a key-value cache cannot follow, so these models have their original length; so do those that sharpen
-    attention beyond it (Ministral 3). Llama 4 sharpens it from token `floor_scale` on, and some of its layers attend
-    within chunks, so it ends before that token and with the first chunk.
+    attention beyond it (Ministral 3). Llama 4 sharpens it from token `floor_scale` on, and attends within chunks: its
+    length ends before that token, and with the first chunk.
     """
     limit: int = settings.get("max_position_embeddings", int)
     parameters = _rope_parameters(settings)

@@ -317,7 +317,7 @@ class Graph:
 
         rows = ggml.reshape_3d(context, h, size, 1, active)
         gate, up = times(rows, "gate_experts"), times(rows, "up_experts")
-        if experts.scales_inputs:  # which is the same, and needs no copies of them
+        if experts.scales_inputs:  # products of scaled inputs are scaled products
             gate, up = ggml.mul(context, gate, shares), ggml.mul(context, up, shares)
         inner = ggml.swiglu_oai(context, gate, up, *experts.clamp) if experts.clamp else self._gated(gate, up)
         out = times(inner, "down_experts")  # [hidden_size, chosen, active]
