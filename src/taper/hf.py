@@ -50,8 +50,8 @@ def custom_generate(
         RequestError: `reuse` is neither of these, or `max_drafted` is below 1.
 
     Raises (from `generate`):
-        RequestError: attention that is neither full nor of a sliding window, beams, assistants, a static cache or
-            none, one that has dropped tokens, `inputs_embeds`, recurrent layers with `exact` or `reuse="exact"`;
+        RequestError: attention that is neither full nor in a window or in chunks, beams, assistants, a static cache
+            or none, one that has dropped tokens, `inputs_embeds`, recurrent layers with `exact` or `reuse="exact"`;
             `stop_strings`, whose tokenizer transformers loses on the way: `StopStringCriteria` among the
             `stopping_criteria` does what they would.
         PolicyError: the policy was made for another model, or skips the layer from which transformers reads
