@@ -171,10 +171,12 @@ def test_fused_tensors_and_experts_that_do_not_fit_are_refused(tmp_path):
 
 
 VALUES = [None, True, 0, -1, 1, 7, 64, 1 << 31, 1 << 63, -0.5, 1e308, float("nan"), "a", [], {}, [None], ["conv"] * 7]
-RECENT = ("qwen35", "glm4moe", "ernie4_5", "hunyuan", "lfm2", "granite 4 h")
+RECENT = ("qwen35", "glm4moe", "ernie4_5", "hunyuan", "lfm2", "granite 4 h", "llama4")
 
 
-@pytest.mark.parametrize("family", ["qwen35", "qwen35moe", "glm4moe", "ernie4_5-moe", "lfm2", "lfm2moe", "granite 4 h"])
+@pytest.mark.parametrize(
+    "family", ["qwen35", "qwen35moe", "glm4moe", "ernie4_5-moe", "lfm2", "lfm2moe", "granite 4 h", "llama4"]
+)
 def test_damaged_settings_are_refused_in_one_line(tmp_path, family):
     architecture, options = FAMILIES[family]
     folder = make_tiny(tmp_path, architecture, **options).folder

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import make_tiny, policies, random_prompt, reference_ids
+from tiny import LLAMA4, make_tiny, policies, random_prompt, reference_ids
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 
 import taper.hf
@@ -12,6 +12,7 @@ from taper.errors import PolicyError, RequestError
 from taper.policy import DepthPolicy, ModelIdentity, Schedule
 
 POLICY = policies(6)["d3"]
+CHUNKS = LLAMA4 | {"attention_chunk_size": 8, "floor_scale": 8, "attn_scale": 1.0}
 
 
 def generate(model, prompts, policy=POLICY, tokens=20, **options):
@@ -37,7 +38,11 @@ def naive(model, prompt: list[int], policy: DepthPolicy, tokens: int) -> list[in
             mask = torch.full((1, 1, n, n), -torch.inf).triu(1)
             if window := getattr(model.config, "sliding_window", None):
                 mask += torch.full((1, 1, n, n), -torch.inf).tril(-window)
-            ran = layer(x[:, :n], attention_mask=mask, position_embeddings=tuple(e[:, :n] for e in embeddings))
+            if getattr(model.config, "layer_types", [])[index : index + 1] == ["chunked_attention"]:
+                chunk = torch.arange(n) // model.config.attention_chunk_size
+                mask[..., chunk[:, None] != chunk] = -torch.inf
+            rotation = embeddings[:, :n] if torch.is_tensor(embeddings) else tuple(e[:, :n] for e in embeddings)
+            ran = layer(x[:, :n], attention_mask=mask, position_embeddings=rotation)
             x = torch.cat([ran, x[:, n:]], 1)
         ids.append(int(model.lm_head(inner.norm(x[:, -1])).argmax()))
     return ids[len(prompt) :]
@@ -45,9 +50,12 @@ def naive(model, prompt: list[int], policy: DepthPolicy, tokens: int) -> list[in
 
 @pytest.mark.ci
 @torch.no_grad()
-@pytest.mark.parametrize("window", [None, 8])
-def test_equals_a_loop_without_any_cache(tmp_path, window):
-    tiny, prompt = make_tiny(tmp_path, "mistral", layers=6, sliding_window=window), random_prompt(20)
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [("mistral", {"sliding_window": None}), ("mistral", {"sliding_window": 8}), ("llama4", CHUNKS)],
+)
+def test_equals_a_loop_without_any_cache(tmp_path, architecture, options):
+    tiny, prompt = make_tiny(tmp_path, architecture, layers=6, **options), random_prompt(20)
     for policy in policies(6).values():
         assert reference_ids(tiny, prompt, policy, 24) == naive(tiny.hf, prompt, policy, 24)
 
@@ -154,7 +162,7 @@ def test_assistants_are_refused(tiny_llama):
 
 def test_attention_of_another_kind_is_refused(tmp_path):
     model = make_tiny(tmp_path, layers=6).hf
-    model.config.layer_types, model.config.attention_chunk_size = ["full_attention"] * 5 + ["chunked_attention"], 8
+    model.config.layer_types = ["full_attention"] * 5 + ["indexed_attention"]
     with pytest.raises(RequestError, match="hybrid"):
         generate(model, [random_prompt(30)])
 
@@ -187,6 +195,17 @@ def test_exact_gives_the_tokens_of_plain_generate(tiny, sampling, max_drafted):
         options = {"do_sample": False, "max_new_tokens": 30} | sampling | custom
         outputs.append(tiny.hf.generate(torch.tensor(prompt), attention_mask=torch.ones(1, 23), **options).tolist())
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.ci
+def test_exact_counts_positions_where_layers_were_skipped(tmp_path):
+    """In Llama 4, a layer without positions sharpens attention by the length of its own cache."""
+    model, prompt = make_tiny(tmp_path, "llama4", layers=6, **CHUNKS).hf, random_prompt(32)
+    for policy in policies(6).values():
+        exact = taper.hf.custom_generate(policy, exact=True)
+        assert torch.equal(
+            generate(model, [prompt], custom_generate=exact), generate(model, [prompt], custom_generate=None)
+        )
 
 
 def test_exact_takes_one_row(tiny_llama):

@@ -70,7 +70,7 @@ CASED = (
     r"|[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]+[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]*{0}"
     r"|\p{{N}}{1}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-WHOLE_WORDS = ("llama-bpe", "lfm2", "falcon3", "smaug-bpe", "tekken", "glm4")
+WHOLE_WORDS = ("llama-bpe", "llama4", "lfm2", "falcon3", "smaug-bpe", "tekken", "glm4")
 COMPOSED = ("qwen2", "deepseek-r1-qwen", "qwen35")
 PATTERNS = {
     "smollm": GPT2,
@@ -96,6 +96,7 @@ PATTERNS = {
     "gpt-2": GPT2,
     "olmo": GPT2,
     "gpt-4o": CASED.format("(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "{1,3}"),
+    "llama4": CASED.format("(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "{1,3}"),
     "tekken": CASED.format("", ""),
 }
 # GPT-2's printable stand-in for each byte.
@@ -239,7 +240,7 @@ def test_special_tokens_are_left_out_of_text_and_user_defined_ones_stay(byte_lev
 
 def test_bos_leads_where_the_file_or_the_family_says_so(byte_level):
     cases = [("llama-bpe", None, 1), ("llama-bpe", False, 0), ("smollm", None, 0), ("qwen2", True, 1)]
-    for pre, says, leads in [*cases, ("tekken", None, 1), ("falcon3", None, 0)]:
+    for pre, says, leads in [*cases, ("tekken", None, 1), ("llama4", None, 1), ("falcon3", None, 0)]:
         tokenizer = rebuilt(byte_level, pre=pre, bos_token_id=1, add_bos_token=says)
         assert tokenizer.encode("a") == [1] * leads + tokenizer.encode("a", add_special_tokens=False)
 

@@ -51,6 +51,7 @@ MODEL_TYPES = {"gemma3": "gemma3_text", "gemma4": "gemma4_text", "qwen3moe": "qw
     "lfm2moe": "lfm2_moe",
     "ernie4_5-moe": "ernie4_5_moe",
     "hunyuan-dense": "hunyuan_v1_dense",
+    "llama4": "llama4_text",
 }
 GGUF_NAMES = {
     "granitemoehybrid": "granite",
@@ -149,6 +150,16 @@ GLM4_EXPERTS = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermedia
     "attention_bias": True,
 }
 ERNIE_EXPERTS = {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 32, "moe_layer_start_index": 2}
+LLAMA4 = {"num_local_experts": 6, "intermediate_size": 48, "intermediate_size_mlp": 128, "tied": False}
+# In GGUF files, the number of Maverick's experts says that queries and keys are not normed.
+SCOUT = {"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}, "max_position_embeddings": 16384}
+MAVERICK = {"interleave_moe_layer_step": 2, "num_local_experts": 128, "num_experts_per_tok": 2, "use_qk_norm": False}
+MOBILE_LLM = {"moe_layers": [], "num_local_experts": 0, "interleave_moe_layer_step": 0, "num_experts_per_tok": 0} | {
+    "layer_types": ["full_attention"] * 5,
+    "no_rope_layers": [1] * 5,
+    "max_position_embeddings": 16384,
+    "tied": True,
+}
 HUNYUAN = {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "rope_theta": 10000.0}
 LFM2 = {
     "layers": 7,
@@ -196,6 +207,9 @@ FAMILIES = {
     "ernie4_5-moe, nothing shared": ("ernie4_5-moe", ERNIE_EXPERTS | {"moe_num_shared_experts": 0}),
     "lfm2": ("lfm2", LFM2),
     "lfm2moe": ("lfm2moe", LFM2 | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}),
+    "llama4": ("llama4", LLAMA4 | SCOUT),
+    "llama4, experts in every other layer": ("llama4", LLAMA4 | MAVERICK),
+    "mobilellm": ("llama4", LLAMA4 | MOBILE_LLM),  # llama.cpp asks for experts
     "gemma3": ("gemma3", {"layers": 7, "sliding_window": 16, "query_pre_attn_scalar": 16, "rope_parameters": GEMMA}),
 }
 # What GGUF files cannot say is tested from folders alone.
@@ -367,6 +381,7 @@ def write_gguf(
             inner = [inner] * own + [2 * inner] * config.num_kv_shared_layers
     else:
         kv_heads = config.num_key_value_heads
+        inner = getattr(config, "intermediate_size_mlp", inner)
         if config.model_type == "granitemoehybrid":
             kv_heads = [kv_heads if kind == "full_attention" else 0 for kind in config.layer_types]
     writer.add_feed_forward_length(inner)
@@ -414,6 +429,7 @@ def write_gguf(
         if not getattr(config, "num_local_experts", 0):
             name = name.replace("shared_mlp.output_linear", "mlp.down_proj")
         if ".experts." in name:
+            array = array.swapaxes(1, 2) if architecture == "llama4" else array
             kind, halves = "weight", {"down": array}
             if architecture == "gpt-oss":
                 kind = "bias" if name.endswith("_bias") else "weight"
@@ -439,7 +455,7 @@ def write_gguf(
         elif name.endswith(("shared_expert_gate.weight", *BUFFERS)):
             name, array = name.replace("gate.moe_statics", "moe_statics"), array.reshape(-1)
             name = name.replace("correction_bias", "correction.bias").replace("expert_bias", "expert_bias.bias")
-        else:
+        elif architecture != "llama4":
             name = name.replace("router.", "router.layer.")
         add_matrix(writer, names.get_name(name, try_suffixes=(".weight", ".bias")), array, dtype, quantise)
     writer.write_header_to_file()
@@ -586,6 +602,11 @@ def add_facts(writer, config) -> None:
     if config.model_type == "lfm2_moe":
         writer.add_leading_dense_block_count(config.num_dense_layers)
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if config.model_type == "llama4_text":
+        writer.add_interleave_moe_layer_step(config.interleave_moe_layer_step)
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+        if "chunked_attention" not in config.layer_types:
+            writer.add_sliding_window(0)
     if hasattr(config, "moe_intermediate_size"):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if config.model_type == "granitemoehybrid":
@@ -633,7 +654,7 @@ def add_facts(writer, config) -> None:
         plain = rope["rope_theta"] ** (-np.arange(0, config.head_dim, 2) / config.head_dim)
         turns = rope["original_max_position_embeddings"] * plain / (2 * np.pi)
         low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-        blend = np.clip((turns - low) / (high - low), 0.0, 1.0)
+        blend = np.clip((turns - low) / max(high - low, 1e-9), 0.0, 1.0)
         factors = 1 / ((1 - blend) / rope["factor"] + blend)
         writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))
     elif rope["rope_type"] != "default":

@@ -26,6 +26,7 @@ from .errors import REUSE, PolicyError, RequestError, limited_attention, one_of,
 from .policy import DepthPolicy
 
 _RECURRENT = {"linear_attention", "conv"}  # among the types of layers in a config
+_CHUNKED = "chunked_attention"  # there, masks limit layers that keep all tokens, as they do those with windows
 
 
 def custom_generate(
@@ -49,8 +50,8 @@ def custom_generate(
         RequestError: `reuse` is neither of these, or `max_drafted` is below 1.
 
     Raises (from `generate`):
-        RequestError: attention that is neither full nor of a sliding window, beams, assistants, a static cache or
-            none, one that has dropped tokens, `inputs_embeds`, recurrent layers with `exact` or `reuse="exact"`;
+        RequestError: attention that is neither full nor in a window or in chunks, beams, assistants, a static cache
+            or none, one that has dropped tokens, `inputs_embeds`, recurrent layers with `exact` or `reuse="exact"`;
             `stop_strings`, whose tokenizer transformers loses on the way: `StopStringCriteria` among the
             `stopping_criteria` does what they would.
         PolicyError: the policy was made for another model, or skips the layer from which transformers reads
@@ -173,7 +174,8 @@ def _exact(
 @contextmanager
 def _layers_by_step(model: Any, policy: DepthPolicy, fill: bool, prompt_length: int) -> Iterator[None]:
     """Let each flex layer pass its input on at the steps that skip it; restored whatever happens."""
-    layers, counter = model.get_decoder().layers, _first_attention(model.config.get_text_config())
+    decoder, counter = model.get_decoder(), _first_attention(model.config.get_text_config())
+    layers = decoder.layers if hasattr(decoder, "layers") else decoder.model.layers  # Llama 4's is the whole model
     own = {index: layers[index].__dict__.get("forward") for index in policy.skip_order}
     try:
         for index in policy.skip_order:
@@ -261,7 +263,7 @@ def _check(
     """Refuse what would go wrong; `keeps_all` says that the cache is never cut back."""
     config = model.config.get_text_config()
     kinds = {*(getattr(config, "layer_types", None) or []), "full_attention"}
-    is_recurrent, kinds = bool(kinds & _RECURRENT), kinds - _RECURRENT
+    is_recurrent, kinds = bool(kinds & _RECURRENT), kinds - {*_RECURRENT, _CHUNKED}
     windowed = [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, DynamicSlidingWindowLayer)]
     dropped = any(layer.get_seq_length() for layer in windowed)
     mode = generation_config.get_generation_mode(assistant)

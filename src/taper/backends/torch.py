@@ -531,8 +531,9 @@ class TorchBackend:
         """The MLPs of the experts that the router chooses for each row, weighted: [n, hidden_size]."""
         logits = self._times(routed, layer, "router", "router_bias").float()
         scores = logits.sigmoid() if experts.scores == "sigmoid" else logits.softmax(-1)
-        correction = self._weights.get(f"layers.{layer}.router_correction", 0.0)
-        ids = (scores + correction).topk(experts.num_experts_per_tok).indices  # [n, chosen]
+        correction = self._weights.get(f"layers.{layer}.router_correction")
+        ranks = logits if correction is None else scores + correction  # logits: no two large ones are equal
+        ids = ranks.topk(experts.num_experts_per_tok).indices  # [n, chosen]
         shares = scores.gather(-1, ids)
         shares = shares / shares.sum(-1, keepdim=True) if experts.norm_topk_prob else shares
         shares = shares * experts.scale
@@ -550,13 +551,17 @@ class TorchBackend:
         if len(x) <= FEW_TOKENS or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             # Each token gets a copy of its experts, so that the operations do not depend on the router's choice.
             gates, ups = (of_chosen("nh,nkih->nki", x, part) for part in ("gate", "up"))
+            if experts.scales_inputs:  # products of scaled inputs are scaled products
+                gates, ups = ((part * shares.unsqueeze(-1)).to(x.dtype) for part in (gates, ups))
             outs = of_chosen("nki,nkhi->nkh", self._gated(gates, ups, experts), "down")
-            return (outs * shares.unsqueeze(-1)).sum(1).to(x.dtype)
+            return (outs if experts.scales_inputs else outs * shares.unsqueeze(-1)).sum(1).to(x.dtype)
         out = torch.zeros_like(x)
         for expert in ids.unique().tolist():
             tokens, place = (ids == expert).nonzero(as_tuple=True)
-            h = self._gated(of_one(x[tokens], "gate", expert), of_one(x[tokens], "up", expert), experts)
-            out.index_add_(0, tokens, (of_one(h, "down", expert) * shares[tokens, place, None]).to(x.dtype))
+            share, rows = shares[tokens, place, None], x[tokens]
+            rows = (rows * share).to(x.dtype) if experts.scales_inputs else rows
+            h = of_one(self._gated(of_one(rows, "gate", expert), of_one(rows, "up", expert), experts), "down", expert)
+            out.index_add_(0, tokens, (h if experts.scales_inputs else h * share).to(x.dtype))
         return out
 
     def _gated(self, gate: Tensor, up: Tensor, experts: Experts | None = None) -> Tensor:

@@ -44,7 +44,8 @@ class Experts:
     (a shared expert); else how its output is added: "plain", "gated" by the sigmoid of a product of the layer's input,
     or "normed", as that of the experts is, whose router then sees hidden states that are normed apart. `clamp`: None
     for ordinary experts; else (alpha, limit), and the product of one is gate * sigmoid(alpha * gate) * (up + 1), of a
-    gate of at most `limit` and an up between -limit and limit.
+    gate of at most `limit` and an up between -limit and limit. `scales_inputs`: shares multiply the inputs of experts,
+    not their outputs.
     """
 
     num_experts: int
@@ -57,6 +58,7 @@ class Experts:
     has_correction: bool = False
     scale: float = 1.0
     clamp: tuple[float, float] | None = None
+    scales_inputs: bool = False
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import ModelError
-from . import gemma4, granite, lfm2, qwen35
-from .files import Settings, layers_without_heads
+from . import gemma4, granite, lfm2, llama4, qwen35
+from .files import Settings, head_size, layers_without_heads
 from .gpt_oss import rearranged
 from .tensors import Tensor, TensorNames
 
@@ -164,6 +164,13 @@ _MAMBA_GGUF = {
     "ssm_in.weight": "in_proj",
     "ssm_norm.weight": "mixer_norm",
     "ssm_out.weight": "out_proj",
+}
+_LLAMA4_LAYER = {
+    **{f"feed_forward.{name}_proj.weight": f"{name}_proj" for name in ("gate", "up", "down")},
+    **{f"feed_forward.shared_expert.{name}_proj.weight": f"{name}_proj" for name in ("gate", "up", "down")},
+    "feed_forward.router.weight": "router",
+    "feed_forward.experts.gate_up_proj": "gate_experts+up_experts",
+    "feed_forward.experts.down_proj": "down_experts",
 }
 _GEMMA4 = {
     "layer_scalar": "output_scale",
@@ -500,6 +507,23 @@ MODEL_TYPES = {
     ),
     "lfm2": Family("lfm2", **_LFM2),
     "lfm2_moe": Family("lfm2moe", **_LFM2, experts={"scores": "sigmoid", "has_correction": True}, reads=_EXPERTS),
+    "llama4_text": Family(
+        "llama4",
+        interleaved="everywhere",
+        experts={"beside": "plain", "scores": "sigmoid", "scales_inputs": True},
+        reads=(
+            *("attention_chunk_size", "attn_temperature_tuning", "decoder_sparse_step", "no_rope_layer_interval"),
+            *("no_rope_layers", "num_local_experts", "shared_intermediate_size", "use_qk_norm"),
+        ),
+        defaults={"head_dim": 128, "rope_theta": 5e5, "num_local_experts": 16, "num_experts_per_tok": 1}
+        | {"norm_topk_prob": False, "interleave_moe_layer_step": 1, "use_qk_norm": True}
+        | {"attention_chunk_size": 8192, "attn_temperature_tuning": True, "floor_scale": 8192},
+        folder_settings=llama4.folder_settings,
+        gguf_settings=llama4.gguf_settings,
+        layer_facts=llama4.layer_facts,
+        rearranged=llama4.rearranged,
+        layer_names=_PRE_NORMS | _LLAMA4_LAYER,
+    ),
     "gpt_oss": Family(
         "gpt-oss",
         experts={"has_bias": True, "clamp": True},
@@ -523,12 +547,6 @@ def find_family(name: str, families: Mapping[str, Family]) -> Family:
     if name not in families:
         raise ModelError(f"architecture {name!r} is not supported", f"supported: {', '.join(sorted(families))}")
     return families[name]
-
-
-def head_size(settings: Settings) -> int:
-    """`head_dim` as the file gives it, else an equal share of the hidden size."""
-    share = settings.get("hidden_size", int) // max(settings.get("num_attention_heads", int), 1)
-    return int(settings.get("head_dim", int, share))
 
 
 # Names of tensors -> ours, in all families.
@@ -591,7 +609,7 @@ SWITCHES: dict[str, Any] = {
     **dict.fromkeys(("final_logit_softcapping", "logit_scale", "no_rope_layer_interval", "no_rope_layers")),
     **dict.fromkeys(("llama_4_scaling_beta", "query_pre_attn_scalar", "rope_local_base_freq")),
     **dict.fromkeys(("swiglu_alpha", "swiglu_limit")),
-    **dict.fromkeys(("mlp_bias", "use_bidirectional_attention", "use_qk_norm"), False),
+    **dict.fromkeys(("attn_temperature_tuning", "mlp_bias", "use_bidirectional_attention", "use_qk_norm"), False),
     **dict.fromkeys(("hidden_size_per_layer_input", "num_experts", "num_kv_shared_layers", "num_local_experts"), 0),
     **dict.fromkeys(("n_shared_experts", "num_dense_layers", "num_nextn_predict_layers"), 0),
     **dict.fromkeys(("shared_expert_intermediate_size", "shared_intermediate_size"), 0),

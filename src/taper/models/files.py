@@ -114,6 +114,12 @@ class Settings:
         return ModelError(f"{self.source}: {self._names.get(key, key)} is {shown(self.values.get(key))}; {rule}")
 
 
+def head_size(settings: Settings) -> int:
+    """`head_dim` as the file gives it, else an equal share of the hidden size."""
+    share = settings.get("hidden_size", int) // max(settings.get("num_attention_heads", int), 1)
+    return int(settings.get("head_dim", int, share))
+
+
 def recurrent_layers(kinds: Any, recurrent: str, source: str) -> list[bool]:
     """Which layers have a state, of `layer_types` whose items are `recurrent` or full attention."""
     settings, full = Settings({"layer_types": kinds}, source), "full_attention"

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import ModelError
-from .families import ARCHITECTURES, MODEL_TYPES, Family, find_family, head_size
-from .files import Settings, open_file, parts_of
+from .families import ARCHITECTURES, MODEL_TYPES, Family, find_family
+from .files import Settings, head_size, open_file, parts_of
 from .read_config import read_config
 from .tensors import WEIGHT_TYPES, LoadedModel, Tensor, fit_tensors, row_bytes
 from .tokenizer_files import tokenizer_from_gguf

@@ -13,8 +13,8 @@ from typing import Any
 from ..errors import ModelError, limited_attention, shown
 from ..policy import MAX_LAYERS
 from .config import Experts, LayerSpec, ModelConfig, Rope
-from .families import SWITCHES, Family, head_size
-from .files import Settings
+from .families import SWITCHES, Family
+from .files import Settings, head_size
 from .tensors import Tensor, drop_layers
 
 
@@ -147,7 +147,8 @@ def _context(settings: Settings) -> int:
     `max_position_embeddings` is the length before it is scaled for "linear" and "yarn", unless the original one is
     given, and the length after it for "llama3" and "longrope". "dynamic" scaling changes with the length of a text,
     which a key-value cache cannot follow, so these models have their original length; so do those that sharpen
-    attention beyond it (Ministral 3).
+    attention beyond it (Ministral 3). Llama 4 sharpens it from token `floor_scale` on, and attends within chunks: its
+    length ends before that token, and with the first chunk.
     """
     limit: int = settings.get("max_position_embeddings", int)
     parameters = _rope_parameters(settings)
@@ -157,9 +158,11 @@ def _context(settings: Settings) -> int:
     original = parameters.get("original_max_position_embeddings", original)
     if type(original) is int and (parameters.get(_SHARPENS) or settings.values.get(_SHARPENS)):
         return min(limit, original)
-    if kind not in ("linear", "yarn") or not _positive(factor):
-        return limit
-    return max(limit, int((original if type(original) is int else limit) * factor))
+    if kind in ("linear", "yarn") and _positive(factor):
+        limit = max(limit, int((original if type(original) is int else limit) * factor))
+    chunk: int = settings.get("attention_chunk_size", int, limit)
+    sharpens = settings.values.get("attn_temperature_tuning")
+    return min(limit, chunk, int(settings.get("floor_scale", int)) - 1 if sharpens else limit)
 
 
 def _rope(family: Family, settings: Settings, parameters: dict[str, Any], interleaved: bool) -> Rope:
@@ -273,12 +276,10 @@ def _llama3(parameters: dict[str, Any], theta: float, dim: int) -> dict[str, Any
     """Divide long wavelengths by `factor`, keep short ones, and blend those between."""
     original = parameters["original_max_position_embeddings"]
     factor, low, high = parameters["factor"], parameters["low_freq_factor"], parameters["high_freq_factor"]
-    if high == low:
-        raise ModelError("rope scaling 'llama3' needs low_freq_factor below high_freq_factor")
     factors = []
     for pair in range(dim // 2):
         wavelength = 2 * math.pi * theta ** (2 * pair / dim)
-        smooth = min(1.0, max(0.0, (original / wavelength - low) / (high - low)))
+        smooth = min(1.0, max(0.0, (original / wavelength - low) / ((high - low) or 1e-9)))
         factors.append(1.0 / ((1.0 - smooth) / factor + smooth))
     return {"factors": tuple(factors)}
 

@@ -71,19 +71,20 @@ _SPLITS = {
     "qwen35": _QWEN35_SPLIT,
     "hunyuan-dense": _HUNYUAN_SPLITS,
     "gpt-4o": _GPT4O_SPLIT,  # Phi 4 mini
+    "llama4": _GPT4O_SPLIT,
     "tekken": _TEKKEN_SPLIT,  # Mistral Nemo and Small
 }
 _DIGITS_APART = ("smollm", "refact")  # then GPT-2's splits; refact: Granite
 _COMPOSED = ("qwen2", "deepseek-r1-qwen", "qwen35")  # normalise to NFC
 # A word of the vocabulary is one token, whatever the merges say.
-_WHOLE_WORDS = ("llama-bpe", "lfm2", "falcon3", "smaug-bpe", "tekken", "glm4")
-_BOS_LEADS = ("llama-bpe", "lfm2", "tekken")  # BOS leads, unless the file says otherwise
+_WHOLE_WORDS = ("llama-bpe", "llama4", "lfm2", "falcon3", "smaug-bpe", "tekken", "glm4")
+_BOS_LEADS = ("llama-bpe", "llama4", "lfm2", "tekken")  # BOS leads, unless the file says otherwise
 # Token types of GGUF's tokenizer.ggml.token_type.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 # Tokens that end a turn, which some files do not list among their stop ids.
 _END_OF_TURN = (
     *("<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end_of_text|>"),
-    *("<|end|>", "<end_of_turn>", "<turn|>"),  # Phi, Gemma, Gemma 4
+    *("<|end|>", "<end_of_turn>", "<turn|>", "<|eot|>", "<|eom|>"),  # Phi, Gemma, Gemma 4, Llama 4
     *("<|eom_id|>", "<end_of_utterance>", "<EOT>"),  # Llama's calls of tools, SmolVLM, and files of llama.cpp
 )
 _ENDS = ("eos", "eot", "eom")  # tokens that end an output, by GGUF's names: of text, of a turn, of a message

@@ -320,7 +320,7 @@ class Graph:
         logits = self._plus_bias(self._times(routed, layer, "router"), layer, "router")
         shares = (ggml.sigmoid if experts.scores == "sigmoid" else ggml.soft_max)(context, logits)
         correction = weights.get(f"layers.{layer}.router_correction")
-        scores = shares if correction is None else ggml.add(context, shares, correction)
+        scores = logits if correction is None else ggml.add(context, shares, correction)
         ids = ggml.argsort_top_k(context, scores, chosen)  # [chosen, active]
 
         def of_chosen(values: Any) -> Any:
@@ -341,9 +341,11 @@ class Graph:
 
         rows = ggml.reshape_3d(context, h, size, 1, active)
         gate, up = times(rows, "gate_experts"), times(rows, "up_experts")
+        if experts.scales_inputs:  # products of scaled inputs are scaled products
+            gate, up = ggml.mul(context, gate, shares), ggml.mul(context, up, shares)
         inner = ggml.swiglu_oai(context, gate, up, *experts.clamp) if experts.clamp else self._gated(gate, up)
-        out = times(inner, "down_experts")
-        out = ggml.mul(context, out, shares)  # [hidden_size, chosen, active]
+        out = times(inner, "down_experts")  # [hidden_size, chosen, active]
+        out = out if experts.scales_inputs else ggml.mul(context, out, shares)
         _, stride, row = out.contents.nb[:3]
         parts = [ggml.view_2d(context, out, size, active, row, place * stride) for place in range(chosen)]
         return reduce(partial(ggml.add, context), parts)
