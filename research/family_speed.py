@@ -1,4 +1,4 @@
-"""Random weights in the shapes of models, in Q4_K: decoding and prompts on Taper and llama.cpp, and skipped layers.
+"""Random weights in the shapes of models, in Q4_K: speed and memory of Taper and llama.cpp, and skipped layers.
 
     python research/family_speed.py --shape experts-8-of-64 --folder FOLDER --llama "ggml 0.15.3=DIR" \\
         --out research/results/experts.json
@@ -10,15 +10,20 @@ minutes, measuring about five. Leave the machine alone meanwhile.
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from decode import conditions, write
+from decode import conditions, median, write
 from formats import ROUNDS, THREADS, TOKENS, compare
 
 from taper import DepthPolicy
+from taper.backends import TokenBatch
 from taper.backends.ggml import GgmlBackend
 from taper.backends.ggml.weights import convert
 from taper.lab.bench.measure import step_bytes, step_ms_by_depth
@@ -57,6 +62,27 @@ _QWEN35_2B = {
     "linear_num_value_heads": 16,
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
+    "mtp_num_hidden_layers": 1,
+}
+_QWEN35_4B = _QWEN35_2B | {
+    "layers": 32,
+    "hidden_size": 2560,
+    "intermediate_size": 9216,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "linear_num_value_heads": 32,
+}
+_GPT_OSS = {
+    "layers": 3,  # of 24, or the model in f32, of which the file is made, has 84 GB
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "head_dim": 64,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "tied": False,
 }
 _LFM2_1_2B = {
     "layers": 16,
@@ -77,6 +103,8 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma-4-e2b": ("gemma4", _GEMMA4_E2B),
     "qwen-3.5-2b": ("qwen35", _QWEN35_2B),
+    "qwen-3.5-4b": ("qwen35", _QWEN35_4B),
+    "gpt-oss-3-layers": ("gpt-oss", _GPT_OSS),
     "lfm2-1.2b": ("lfm2", _LFM2_1_2B),
 }
 
@@ -93,7 +121,12 @@ def make(path: Path, shape: str) -> None:
 
     part = path.with_suffix(".part")
     architecture, sizes = SHAPES[shape]
-    write_gguf(part, make_tiny(path.parent / "folder", architecture, **sizes), quantise=quantise)
+    tiny, experts = make_tiny(path.parent / "folder", architecture, **sizes), ""
+    if (
+        architecture == "gpt-oss"
+    ):  # as published: the experts in MXFP4; rows of 2880 weights are no whole blocks of Q4_K
+        quantise, experts = None, "MXFP4"
+    write_gguf(part, tiny, dtype=np.float16 if experts else np.float32, quantise=quantise, experts=experts)
     part.rename(path)
 
 
@@ -111,6 +144,43 @@ def skipping(path: Path) -> dict[str, Any]:
     return {"depth": depth, "speedup": round(speedup, 3), "ideal": round(ideal, 3), "realised": round(realised, 3)}
 
 
+def mtp(path: Path) -> dict[str, Any]:
+    """A prediction of the MTP layer against a step at full depth, in turn."""
+    loaded = load_model(path)
+    config, layers = loaded.config, loaded.config.num_hidden_layers
+    backend = GgmlBackend(config, loaded.tensors, context_length=2 * STEPS, threads=THREADS)
+    runs: dict[str, list[float]] = {"step": [], "prediction": []}
+    for position in range(STEPS):
+        arrays = np.array([7], np.int32), np.array([position], np.int32), np.zeros(1, np.int32)
+        started = time.perf_counter()
+        output = backend.forward(TokenBatch(*arrays, (1,) * layers, logits_rows=(0,), head_inputs=True))
+        middle = time.perf_counter()
+        read = {"first_layer": layers, "hidden_states": output.head_inputs, "head_inputs": True}
+        backend.forward(TokenBatch(*arrays, (0,) * layers + (1,), logits_rows=(0,), **read))
+        runs["step"].append(middle - started)
+        runs["prediction"].append(time.perf_counter() - middle)
+    step, prediction = (median(seconds) for seconds in runs.values())
+    return {"steps": STEPS, "share_of_a_step": round(prediction / step, 3)}
+
+
+def peak_mib(command: Sequence[object]) -> int:
+    """The most resident memory of a program, the mapped file included, in MiB."""
+    process = subprocess.Popen([*map(str, command)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        raise SystemExit(f"it failed: {command}")
+    return usage.ru_maxrss // 1024
+
+
+def memory(path: Path, name: str, programs: Path) -> dict[str, Any]:
+    """Of a prompt of 128 tokens and 32 more, in a context of 512."""
+    ours = [sys.executable, "-m", "taper", "generate", "x" * 100, "--model", path, "--mode", "full"]
+    ours += ["--context", 512, "--max-tokens", 32, "--threads", THREADS]
+    llama = [programs / "llama-bench", "-m", path, "-p", 128, "-n", 32, "-r", 1, "-t", THREADS]
+    commands = {"Taper": ours, name: llama}
+    return {"peak_mib": {each: peak_mib(command) for each, command in commands.items()}}
+
+
 def main() -> None:
     """Make the file unless it is there, and measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -121,12 +191,14 @@ def main() -> None:
     options = parser.parse_args()
     name, _, programs = options.llama.partition("=")
     options.folder.mkdir(parents=True, exist_ok=True)
-    path = options.folder / f"{options.shape}.q4_k.gguf"
+    path = options.folder / f"{options.shape}.gguf"
     if not path.exists():
         make(path, options.shape)
     about = {"answer_tokens": TOKENS, "rounds": ROUNDS, "file_mib": round(path.stat().st_size / 2**20)}
     tests = {f"{kind} {size}": compare(path, {name: Path(programs)}, kind, size) for kind, size in TESTS}
-    write(options.out, {"conditions": conditions(path) | about, **tests, "two_thirds": skipping(path)})
+    more = {"two_thirds": skipping(path), "memory": memory(path, name, Path(programs))}
+    more |= {"mtp": mtp(path)} if load_model(path).config.has_mtp else {}
+    write(options.out, {"conditions": conditions(path) | about, **tests, **more})
 
 
 if __name__ == "__main__":
