@@ -313,8 +313,9 @@ def make_models(folder: Path) -> None:
     for name in ("byte-level", "sentencepiece"):
         write_gguf(folder / f"{name}.gguf", tiny, np.float32, vocabulary=name)
     for name, (architecture, options) in (PLAIN | FAMILIES).items():
-        kinds = {"layer_types": options["layer_types"][-4:]} if "layer_types" in options else {}
-        write_gguf(folder / f"{name}.gguf", make_tiny(folder / name, architecture, **options | kinds | {"layers": 4}))
+        by_layer = {key: value[-4:] for key, value in options.items() if isinstance(value, list)}
+        four = options | by_layer | {"layers": 4}
+        write_gguf(folder / f"{name}.gguf", make_tiny(folder / name, architecture, **four))
     save_policy(folder / "adapters.safetensors", with_adapters(DepthPolicy.d3(4, 0.8, skip_order=[1, 2]), 64, rank=8))
     shutil.copytree(folder / "f32", folder / "bf16")
     tiny.hf.bfloat16().save_pretrained(folder / "bf16")

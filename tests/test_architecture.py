@@ -52,7 +52,7 @@ OTHERS_NAMES = {
 }
 HEAVY = {
     "torch": {
-        *(f"backends/{name}.py" for name in ("__init__", "fused", "mixers", "torch")),
+        *(f"backends/{name}.py" for name in ("__init__", "fused", "mixers", "streams", "torch")),
         *(f"lab/healing/{name}.py" for name in ("precision", "stages", "student", "train")),
         *(
             "hf.py",

@@ -61,11 +61,12 @@ def expected(p: np.ndarray, engine: Engine, reference: Reference, policy: DepthP
         ("llama", 128),
         ("llama", 7),
         pytest.param("gemma3", 7, marks=pytest.mark.ci),
+        pytest.param("gemma3n", 7, marks=pytest.mark.ci),
         pytest.param("granitemoe", 7, marks=pytest.mark.ci),
     ],
 )
 def test_replay_equals_decoding_step_by_step(tiny_llama, tmp_path, kind, family, window, monkeypatch):
-    """Also in layers with sliding windows or experts."""
+    """Also in layers with sliding windows or experts, and of several hidden states a token."""
     monkeypatch.setattr(replay_module, "WINDOW", window)
     monkeypatch.setattr(replay_module, "TOP", 50)
     if family == "llama":
@@ -79,7 +80,7 @@ def test_replay_equals_decoding_step_by_step(tiny_llama, tmp_path, kind, family,
     full = [log_softmax(step_by_step(alone, reference, DepthPolicy.full(layers))) for reference in known]
     plain = policies(layers)
     healed = [with_adapters(plain[name], loaded.config.hidden_size, scale=0.5) for name in ("d3", "early exit")]
-    for policy in [*plain.values(), *healed]:
+    for policy in [*plain.values(), *(healed if loaded.config.num_streams == 1 else ())]:
         scores = replay.score(policy)
         assert scores.kl.max() > 1e-3, "the policy changes nothing, so this proves nothing"
         for index, reference in enumerate(known):

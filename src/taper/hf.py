@@ -51,9 +51,9 @@ def custom_generate(
 
     Raises (from `generate`):
         RequestError: attention that is neither full nor in a window or in chunks, beams, assistants, a static cache
-            or none, one that has dropped tokens, `inputs_embeds`, recurrent layers with `exact` or `reuse="exact"`;
-            `stop_strings`, whose tokenizer transformers loses on the way: `StopStringCriteria` among the
-            `stopping_criteria` does what they would.
+            or none, one that has dropped tokens, `inputs_embeds`, recurrent layers with `exact` or `reuse="exact"`,
+            adapters where a token has several hidden states; `stop_strings`, whose tokenizer transformers loses on the
+            way: `StopStringCriteria` among the `stopping_criteria` does what they would.
         PolicyError: the policy was made for another model, or skips the layer from which transformers reads
             lengths, the first with attention.
     """
@@ -206,8 +206,9 @@ def _forward_by_step(
     lends = getattr(getattr(layer, "self_attn", None), "store_full_length_kv", False)  # to layers that share them
 
     def forward(hidden_states: Any, *args: Any, past_key_values: Any, **kwargs: Any) -> Any:
-        # With the tokens of this forward, the cache holds the prompt and one token for each step.
-        step = past_key_values.get_seq_length() + (0 if counted else hidden_states.shape[1]) - prompt_length
+        # With the tokens of this forward, the cache holds the prompt and one token for each step. Hidden states are
+        # [rows, tokens, size], or [streams, rows, tokens, size].
+        step = past_key_values.get_seq_length() + (0 if counted else hidden_states.shape[-2]) - prompt_length
         if step > 0 and index not in policy.retained_layers(step):
             if lends:
                 run(hidden_states, *args, past_key_values=past_key_values, **kwargs)
@@ -266,11 +267,13 @@ def _check(
     is_recurrent, kinds = bool(kinds & _RECURRENT), kinds - {*_RECURRENT, _CHUNKED}
     windowed = [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, DynamicSlidingWindowLayer)]
     dropped = any(layer.get_seq_length() for layer in windowed)
+    has_streams = getattr(config, "altup_num_inputs", 1) > 1
     mode = generation_config.get_generation_mode(assistant)
     for wrong, reason in [
         (model.config.is_encoder_decoder, "the model has an encoder"),
         (limited_attention(SimpleNamespace(layer_types=kinds)) == "hybrid", "the model has hybrid attention"),
         (is_recurrent and not keeps_all, "the states of recurrent layers cannot be cut back"),
+        (has_streams and policy.adapters is not None, "adapters are for models with one hidden state a token"),
         (mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE), f"{mode.value} is not greedy or sampling"),
         (not generation_config.use_cache, "use_cache is off"),
         (dropped, "the cache has dropped what is outside a window"),

@@ -52,7 +52,7 @@ class TokenBatch:
     output_hidden_states: tuple[int, ...] = ()  # layers before which hidden states come back; L: after the last
     head_inputs: bool = False  # what the head reads of each token comes back
     first_layer: int = 0  # above 0: begin from `hidden_states`
-    hidden_states: np.ndarray | None = None  # float32 [N, hidden_size], what enters `first_layer`
+    hidden_states: np.ndarray | None = None  # float32 [N, hidden_width], what enters `first_layer`
     adapters: Adapters | None = None  # of the layers that tokens skip
     fill: bool = False  # write keys and values in skipped layers too
     tentative: bool = False  # only other tentative forwards go on from the states that it leaves in recurrent layers
@@ -68,7 +68,7 @@ class ForwardOutput:
 
     logits: np.ndarray  # float32 [len(logits_rows), vocab_size]
     greedy_ids: np.ndarray  # int64 [len(greedy_rows)]; -1 where the largest logit is not a finite number
-    hidden_states: dict[int, np.ndarray] = field(default_factory=dict)  # layer -> float32 [N, hidden_size]
+    hidden_states: dict[int, np.ndarray] = field(default_factory=dict)  # layer -> float32 [N, hidden_width]
     head_inputs: np.ndarray | None = None  # float32 [N, hidden_size]
     previews: tuple[PreviewedLogits, ...] = ()  # of `preview_rows`
 

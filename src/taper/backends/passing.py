@@ -34,7 +34,7 @@ class PassingStates(Generic[S]):
     @staticmethod
     def fit(config: ModelConfig) -> bool:
         """Whether the input of attention has the size of a key and, because it is normed, fits the range of f16."""
-        if config.mixer is not None:
+        if config.mixer is not None or config.num_streams > 1:
             return False
         has_size = all(config.sizes(layer).cell_width == config.hidden_size for layer in range(len(config.layers)))
         return has_size and not config.lenders and all(spec.pre_norm for spec in config.layers)

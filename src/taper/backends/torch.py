@@ -27,6 +27,7 @@ from . import ForwardOutput, Runs, TokenBatch, needed, runs_by_slot
 from .mixers import States, delta_rule, pass_tokens, short_convolution, state_space
 from .passing import PassingStates
 from .states import Passage, StateRecords
+from .streams import corrected, merged, predicted, spread
 
 if TYPE_CHECKING:
     from .fused import FusedLayers
@@ -309,7 +310,7 @@ class TorchBackend:
     def _decode(
         self, x: Tensor, inputs: Tensor, batch: TokenBatch, adapters: AdapterWeights, runs: Runs | None, kv_length: int
     ) -> dict[int, Tensor]:
-        """Run the layers on x [N, hidden_size], in place; copies of it before the layers of `output_hidden_states`.
+        """Run the layers on x [N, hidden_width], in place; copies of it before the layers of `output_hidden_states`.
 
         Tokens, positions, slots and records are read from `inputs` (`stacked`), not from `batch`: graphs replay with
         others. With `runs` None, each slot has one token, and the operations do not depend on which slots these are.
@@ -338,7 +339,8 @@ class TorchBackend:
             filled = len(x) if self.config.fills(layer, batch.fill) else n
             written = n if self._passing is not None else filled
             if filled:
-                h = self.attention_input(x[:filled], layer)
+                expected = self.expected(x[:filled], layer)
+                h = self.attention_input(expected, layer)
             if written and spec.has_cells:
                 k, v = self.keys_values(h[:written], layer, rotations)
                 keys[slots[:written], :, positions[:written]], values[slots[:written], :, positions[:written]] = k, v
@@ -354,7 +356,7 @@ class TorchBackend:
             seen, scale = visible[spec.window][:n], spec.attention_scale
             attended = attend(q, *cached, seen, slots[:n], runs, scale, spec.score_cap, self.sinks(layer))
             attended = attended if gate is None else attended * gate
-            x[:n] = self.finish_layer(x[:n], attended, layer, layer_inputs and layer_inputs[layer][:n])
+            x[:n] = self.finish_layer(expected[:n], attended, layer, layer_inputs and layer_inputs[layer][:n])
         return hidden_states
 
     def _decode_token(
@@ -379,7 +381,10 @@ class TorchBackend:
                 x.copy_(adapt(x, *adapters[layer]))
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Hidden states [N, hidden_size] before the first layer, of token ids [N]."""
+        """Hidden states [N, hidden_width] before the first layer, of token ids [N]."""
+        return spread(self._embeddings(tokens), self._of_streams("embed"))
+
+    def _embeddings(self, tokens: Tensor) -> Tensor:
         return _scaled(F.embedding(tokens, self._weights["embed_tokens"]), self.config.embedding_scale)
 
     def combined(self, x: Tensor, given: Tensor) -> Tensor:
@@ -390,13 +395,18 @@ class TorchBackend:
         )
         return self._times(torch.cat((*normed,), -1), layer, "combine_proj")
 
+    def _of_streams(self, name: str) -> list[Tensor]:
+        """The matrices of all streams but the first."""
+        return [self._weights[f"streams.{name}_{stream}"] for stream in range(1, self.config.num_streams)]
+
     def inputs_of_layers(self, tokens: Tensor) -> Sequence[Tensor] | None:
         """What each layer gets besides hidden states, [N, layer_input_size]; None if layers get nothing."""
         size, weights = self.config.layer_input_size, self._weights
         if not size:
             return None
-        own = F.embedding(tokens, weights["layer_embeddings"]).unflatten(-1, (-1, size)) * size**0.5
-        projected = F.linear(self.embed(tokens), weights["layer_projection"]) * self.config.hidden_size**-0.5
+        known = torch.where(tokens < self.config.layer_vocab_size, tokens, 0)
+        own = F.embedding(known, weights["layer_embeddings"]).unflatten(-1, (-1, size)) * size**0.5
+        projected = F.linear(self._embeddings(tokens), weights["layer_projection"]) * self.config.hidden_size**-0.5
         projected = self._norm(projected.unflatten(-1, (-1, size)), "layer_projection_norm")
         inputs: Sequence[Tensor] = ((projected + own) * 0.5**0.5).unbind(1)
         return inputs
@@ -405,9 +415,21 @@ class TorchBackend:
         """Cosines and sines at positions [N], for each kind of rotary embedding: [2, N, 1, dim / 2]."""
         return {rope: table[:, positions].unsqueeze(2) for rope, table in self._rotations.items()}
 
-    def attention_input(self, x: Tensor, layer: int) -> Tensor:
-        """The input of a layer's queries, keys and values: hidden states x [n, hidden_size], normed."""
-        return self._norm(x, f"layers.{layer}.pre_attention_norm")
+    def expected(self, x: Tensor, layer: int) -> Tensor:
+        """What a layer starts from: hidden states x [n, hidden_width]; of several streams, what it predicts of them."""
+        if self.config.num_streams == 1:
+            return x
+        modalities = self._modalities(x[:, : self.config.hidden_size], layer)
+        return predicted(x, modalities, self._weights[f"layers.{layer}.predict_coefs"])
+
+    def _modalities(self, x: Tensor, layer: int) -> Tensor:
+        """What coefficients of streams are made of: [n, streams], of the first stream x [n, hidden_size]."""
+        routed = self._times(self._norm(x, f"layers.{layer}.stream_router_norm"), layer, "stream_router")
+        return torch.tanh(routed.float() / self.config.hidden_size).to(x.dtype)
+
+    def attention_input(self, expected: Tensor, layer: int) -> Tensor:
+        """The input of queries, keys and values [n, hidden_size]: the first stream that a layer expects, normed."""
+        return self._norm(expected[:, : self.config.hidden_size], f"layers.{layer}.pre_attention_norm")
 
     def queries(self, h: Tensor, layer: int, rotations: Rotations) -> Tensor:
         """Queries [n, heads, head_dim] of h, the `attention_input` of the first n tokens of `rotations`."""
@@ -474,27 +496,41 @@ class TorchBackend:
         """The logits of a layer's attention sinks [heads], if it has some."""
         return self._weights.get(f"layers.{layer}.sinks")
 
-    def finish_layer(self, x: Tensor, attended: Tensor, layer: int, given: Tensor | None = None) -> Tensor:
-        """Hidden states [n, hidden_size] after a layer, from those before it and from attention's outputs.
+    def finish_layer(self, expected: Tensor, attended: Tensor, layer: int, given: Tensor | None = None) -> Tensor:
+        """Hidden states [n, hidden_width] after a layer, from what it starts from and from attention's outputs.
 
         `given` is what the layer gets besides, [n, layer_input_size].
         """
-        name, spec = f"layers.{layer}", self.config.layers[layer]
+        name, spec, x = f"layers.{layer}", self.config.layers[layer], expected[:, : self.config.hidden_size]
         projected = self._times(attended, layer, "o_proj" if spec.mixer is None else "out_proj", "o_bias")
         x = self._added(x, projected, f"{name}.post_attention_norm")
+        if spec.laurel_rank:
+            h = self.attention_input(expected, layer)
+            beside = self._times(self._times(h, layer, "laurel_left"), layer, "laurel_right")
+            x = (x + h + self._norm(beside, f"{name}.post_laurel_norm")) * 0.5**0.5
         x = self._added(x, self._mlp(x, layer), f"{name}.post_mlp_norm")
+        if self.config.num_streams > 1:
+            x = corrected(expected, x, self._modalities(x, layer), self._weights[f"{name}.correct_coefs"])
         if given is not None:
-            h = self._times(self._gated(self._times(x, layer, "input_gate"), given), layer, "input_proj")
-            x = x + self._norm(h, f"{name}.post_input_norm")
+            x = self._with_input(x, layer, given)
         return _scaled(x, spec.output_scale)
 
+    def _with_input(self, x: Tensor, layer: int, given: Tensor) -> Tensor:
+        """Hidden states x [n, hidden_width], and what a layer makes of its input; of several streams, not the first."""
+        size, count, scale = self.config.hidden_size, self.config.num_streams, f"layers.{layer}.correct_scale"
+        first = x[:, :size] * self._weights[scale] if count > 1 else x
+        h = self._times(self._gated(self._times(first, layer, "input_gate"), given), layer, "input_proj")
+        h = self._norm(h, f"layers.{layer}.post_input_norm")
+        return x + h if count == 1 else torch.cat((x[:, :size], x[:, size:] + h.repeat(1, count - 1)), -1)
+
     def logits(self, x: Tensor) -> Tensor:
-        """Logits [N, vocab_size] of hidden states [N, hidden_size] after the last layer."""
+        """Logits [N, vocab_size] of hidden states [N, hidden_width] after the last layer."""
         return self._logits(self.head_inputs(x))
 
     def head_inputs(self, x: Tensor, is_mtp: bool = False) -> Tensor:
-        """What the head reads, of hidden states [N, hidden_size] after the last layer, or after the MTP layer."""
-        return self._norm(x, f"layers.{self.config.num_hidden_layers}.head_norm" if is_mtp else "norm")
+        """What the head reads [N, hidden_size], of hidden states [N, hidden_width] after the last or the MTP layer."""
+        norm = f"layers.{self.config.num_hidden_layers}.head_norm" if is_mtp else "norm"
+        return self._norm(merged(x, self._of_streams("unembed")), norm)
 
     def _logits(self, read: Tensor) -> Tensor:
         head = self._weights.get("lm_head", self._weights["embed_tokens"])
@@ -515,6 +551,8 @@ class TorchBackend:
         if experts is not None and not experts.beside:
             return self._mixture(h, h, layer, experts)
         gate, up = self._times(h, layer, "gate_proj"), self._times(h, layer, "up_proj")
+        if (cutoff := self.config.layers[layer].gate_cutoff) is not None:
+            gate = F.relu(gate - gate.mean(-1, keepdim=True) - cutoff * gate.std(-1, correction=0, keepdim=True))
         dense = self._times(self._gated(gate, up), layer, "down_proj")
         if experts is None:
             return dense

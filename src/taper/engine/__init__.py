@@ -23,7 +23,7 @@ import numpy as np
 
 from ..adapters import Adapters
 from ..backends import Backend, ForwardOutput, PreviewedLogits, TokenBatch
-from ..errors import REUSE, RequestError, one_of, whole_number
+from ..errors import REUSE, PolicyError, RequestError, one_of, whole_number
 from ..policy import DepthPolicy, active_prefixes
 from ..sampling import NOT_A_NUMBER, adjust, check_token_ids, sample, token_logprobs
 from .drafting import PROBE_STEPS, Draft, Planner
@@ -112,7 +112,7 @@ class Engine:
         Raises:
             RequestError: the prompt cannot be completed (`check_prompt`), there is a bias on an id that the model does
                 not have, no such kind of reuse, or no MTP layer to draft with.
-            PolicyError: the policy was made for another model.
+            PolicyError: the policy was made for another model, or has adapters, and a token several hidden states.
         """
         config = self.backend.config
         self.check_prompt(request.prompt_ids)
@@ -122,6 +122,9 @@ class Engine:
         if request.drafting is not None and request.drafting.kind == "mtp" and self._mtp is None:
             message = "the model's files have no MTP layer, which would predict further tokens"
             raise RequestError(message, "draft with ngram or policy, or get files that have one", param="draft")
+        if request.policy.adapters is not None and config.num_streams > 1:
+            message = f"policy {request.policy.label} has adapters, which are for models with one hidden state a token"
+            raise PolicyError(message, "use the policy without adapters")
         with self._exclusive():
             sequence = Sequence(next(self._ids), request, config.num_hidden_layers)
             self._unfinished[sequence.id] = sequence

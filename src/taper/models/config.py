@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import NormalDist
 from typing import NamedTuple
 
 from ..policy import ModelIdentity
@@ -144,7 +145,10 @@ class LayerSpec:
     the layer whose keys and values it attends to; None: it has its own. `output_gate`: attention's outputs are
     multiplied by the sigmoid of as many numbers, which follow the query in each head. `mixer`: takes the place of
     attention, and has a state instead of keys and values. `experts`: takes the place of the MLP. `output_scale`:
-    multiplies what the layer gives. `head_dim`, `num_key_value_heads`, `intermediate_size`: None: those of the model.
+    multiplies what the layer gives. `laurel_rank`: above 0, a path of this rank runs beside attention, and the sum of
+    both is divided by the square root of 2 (LAuReL, arXiv 2411.07501). `sparsity`: the part of the MLP's gates that is
+    cut to zero, if they are normally distributed (`gate_cutoff`). `head_dim`, `num_key_value_heads`,
+    `intermediate_size`: None: those of the model.
     """
 
     rope: Rope | None
@@ -164,6 +168,8 @@ class LayerSpec:
     mixer: Mixer | None = None
     experts: Experts | None = None
     output_scale: float = 1.0
+    laurel_rank: int = 0
+    sparsity: float = 0.0
     head_dim: int | None = None
     num_key_value_heads: int | None = None
     intermediate_size: int | None = None
@@ -172,6 +178,11 @@ class LayerSpec:
     def has_cells(self) -> bool:
         """Whether it has keys and values of its own."""
         return self.cells_of is None and self.mixer is None
+
+    @property
+    def gate_cutoff(self) -> float | None:
+        """Of gates before their activation, what is above the mean by so many standard deviations counts; None: all."""
+        return NormalDist().inv_cdf(self.sparsity) if self.sparsity else None
 
 
 class LayerSizes(NamedTuple):
@@ -194,9 +205,12 @@ class ModelConfig:
     `embedding_scale`, `residual_scale`, `logit_scale`: factors of the embeddings, of the outputs of attention and MLP,
     and of the logits. `logit_cap`: logits are cap * tanh(logit / cap). `activation`: of the MLP, "silu" or
     "gelu_pytorch_tanh". `layer_input_size`: above 0, each layer also adds what it makes of an input of this size: one
-    of its own for each token, and a projection of the embedding. `has_mtp`: there is one more of `layers`, which no
-    token passes on its way to the head. It predicts the token after the next one, from the next one and from what the
-    head read (multi-token prediction, arXiv 2412.19437). `quantization`: the type of most weights, in ggml's names.
+    of its own for each token, and a projection of the embedding. `layer_vocab_size`: the tokens that have inputs of
+    their own; the others have those of token 0. `num_streams`: above 1, a token has so many hidden states. Each layer
+    predicts them all, runs on the first, and corrects them all by what came of it (AltUp, arXiv 2301.13310); its
+    layer input goes to all but the first. `has_mtp`: there is one more of `layers`, which no token passes on its way to
+    the head. It predicts the token after the next one, from the next one and from what the head read (multi-token
+    prediction, arXiv 2412.19437). `quantization`: the type of most weights, in ggml's names.
     """
 
     architecture: str
@@ -218,6 +232,13 @@ class ModelConfig:
     activation: str = "silu"
     layer_input_size: int = 0
     has_mtp: bool = False
+    layer_vocab_size: int = 0
+    num_streams: int = 1
+
+    @property
+    def hidden_width(self) -> int:
+        """Numbers in the hidden states of a token between layers, one stream after the other."""
+        return self.num_streams * self.hidden_size
 
     @property
     def num_hidden_layers(self) -> int:
@@ -283,8 +304,10 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes["lm_head"] = (c.vocab_size, c.hidden_size)
     if size := c.layer_input_size:
         width = size * c.num_hidden_layers
-        shapes |= {"layer_embeddings": (c.vocab_size, width), "layer_projection": (width, c.hidden_size)}
+        shapes |= {"layer_embeddings": (c.layer_vocab_size, width), "layer_projection": (width, c.hidden_size)}
         shapes["layer_projection_norm"] = (size,)
+    for stream in range(1, c.num_streams):
+        shapes |= dict.fromkeys((f"streams.embed_{stream}", f"streams.unembed_{stream}"), (c.hidden_size,) * 2)
     for index in range(len(c.layers)):
         shapes |= {f"layers.{index}.{name}": shape for name, shape in _layer_shapes(c, index).items()}
     return shapes
@@ -343,6 +366,13 @@ def _layer_shapes(c: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
     if layer == c.num_hidden_layers:
         shapes |= dict.fromkeys(("embedding_norm", "hidden_norm", "head_norm"), (c.hidden_size,))
         shapes["combine_proj"] = (c.hidden_size, 2 * c.hidden_size)
+    if rank := spec.laurel_rank:
+        shapes |= {"laurel_left": (rank, c.hidden_size), "laurel_right": (c.hidden_size, rank)}
+        shapes["post_laurel_norm"] = (c.hidden_size,)
+    if (count := c.num_streams) > 1:
+        shapes |= {"predict_coefs": (count * count, count), "correct_coefs": (count, count)}
+        shapes |= {"stream_router": (count, c.hidden_size)}
+        shapes |= dict.fromkeys(("stream_router_norm", "correct_scale"), (c.hidden_size,))
     return shapes
 
 

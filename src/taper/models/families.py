@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import ModelError
-from . import gemma4, granite, lfm2, llama4, qwen35
+from . import gemma3n, gemma4, granite, lfm2, llama4, qwen35
 from .files import Settings, head_size, layers_without_heads
 from .gpt_oss import rearranged
 from .tensors import Tensor, TensorNames
@@ -172,11 +172,41 @@ _LLAMA4_LAYER = {
     "feed_forward.experts.gate_up_proj": "gate_experts+up_experts",
     "feed_forward.experts.down_proj": "down_experts",
 }
-_GEMMA4 = {
-    "layer_scalar": "output_scale",
+_LAYER_INPUTS = {
     "per_layer_input_gate.weight": "input_gate",
     "per_layer_projection.weight": "input_proj",
     "post_per_layer_input_norm.weight": "post_input_norm",
+}
+_LAYER_INPUTS_GGUF = {
+    "inp_gate.weight": "input_gate",
+    "proj.weight": "input_proj",
+    "post_norm.weight": "post_input_norm",
+}
+_GEMMA3N = {
+    **_LAYER_INPUTS,
+    "altup.correct_output_scale": "correct_scale",
+    "altup.correction_coefs.weight": "correct_coefs",
+    "altup.modality_router.weight": "stream_router",
+    "altup.prediction_coefs.weight": "predict_coefs",
+    "altup.router_norm.weight": "stream_router_norm",
+    "laurel.linear_left.weight": "laurel_left",
+    "laurel.linear_right.weight": "laurel_right",
+    "laurel.post_laurel_norm.weight": "post_laurel_norm",
+}
+_GEMMA3N_GGUF = {
+    **_LAYER_INPUTS_GGUF,
+    "altup_correct_coef.weight": "correct_coefs",
+    "altup_correct_scale.weight": "correct_scale",
+    "altup_predict_coef.weight": "predict_coefs",
+    "altup_router.weight": "stream_router",
+    "altup_router_norm.weight": "stream_router_norm",
+    "laurel_l.weight": "laurel_left",
+    "laurel_r.weight": "laurel_right",
+    "laurel_post_norm.weight": "post_laurel_norm",
+}
+_GEMMA4 = {
+    **_LAYER_INPUTS,
+    "layer_scalar": "output_scale",
     "router.proj.weight": "router",
     "router.scale": "router_scale",
     "router.per_expert_scale": "experts_scale",
@@ -187,10 +217,8 @@ _GEMMA4 = {
     "post_feedforward_layernorm_2.weight": "post_experts_norm",
 }
 _GEMMA4_GGUF = {
+    **_LAYER_INPUTS_GGUF,
     "layer_output_scale.weight": "output_scale",
-    "inp_gate.weight": "input_gate",
-    "proj.weight": "input_proj",
-    "post_norm.weight": "post_input_norm",
     "ffn_gate_inp.scale": "router_scale",
     "ffn_down_exps.scale": "experts_scale",
     "ffn_gate_up_exps.weight": "gate_experts+up_experts",
@@ -414,6 +442,27 @@ MODEL_TYPES = {
         gguf_settings=_gemma3_header,
         layer_names=_FOUR_NORMS,
     ),
+    "gemma3n_text": Family(
+        "gemma3n",
+        post_norm=True,
+        qk_norm="head",
+        slides=_all_but_every_sixth,
+        reads=(
+            *("attention_multiplier", "final_logit_softcapping", "hidden_size_per_layer_input"),
+            *("num_kv_shared_layers", "rope_local_base_freq"),
+        ),
+        activation="gelu_pytorch_tanh",
+        scales_embeddings=True,
+        defaults={"tie_word_embeddings": True, "head_dim": 256, "attention_multiplier": 1.0, "laurel_rank": 64}
+        | {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window": 512, "sliding_window_pattern": 5}
+        | {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144, "num_kv_shared_layers": 15}
+        | {"altup_num_inputs": 4, "final_logit_softcapping": 30.0},
+        folder_settings=gemma3n.folder_settings,
+        gguf_settings=gemma3n.gguf_settings,
+        layer_facts=gemma3n.layer_facts,
+        layer_names=_FOUR_NORMS | _GEMMA3N,
+        gguf_layer_names=_GEMMA3N_GGUF,
+    ),
     "gemma4_text": Family(
         "gemma4",
         post_norm=True,
@@ -558,6 +607,8 @@ _FOLDER_MODEL = {
     "model.per_layer_projection_norm.weight": "layer_projection_norm",
     "model.norm.weight": "norm",
     "lm_head.weight": "lm_head",
+    **{f"model.altup_projections.{i}.weight": f"streams.embed_{i + 1}" for i in range(gemma3n.STREAMS - 1)},
+    **{f"model.altup_unembed_projections.{i}.weight": f"streams.unembed_{i + 1}" for i in range(gemma3n.STREAMS - 1)},
 }
 _MTP = {  # of the layer that predicts a further token
     "eh_proj.weight": "combine_proj",
@@ -580,6 +631,8 @@ _GGUF_MODEL = {
     "per_layer_proj_norm.weight": "layer_projection_norm",
     "output_norm.weight": "norm",
     "output.weight": "lm_head",
+    "altup_proj.weight": "streams." + "+".join(f"embed_{i}" for i in range(1, gemma3n.STREAMS)),
+    "altup_unembd_proj.weight": "streams." + "+".join(f"unembed_{i}" for i in range(1, gemma3n.STREAMS)),
 }
 _GGUF_LAYER = {
     **{f"nextn.{theirs.replace('shared_head.', 'shared_head_')}": ours for theirs, ours in _MTP.items()},

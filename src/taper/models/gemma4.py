@@ -20,7 +20,7 @@ _HEADS = ("head_dim", "num_key_value_heads")
 
 def gguf_settings(settings: Settings) -> dict[str, Any]:
     """What a header says in another way than config.json, by the names there; lists have an item for each layer."""
-    heads, inner = (_by_layer(settings, key) for key in ("num_key_value_heads", "intermediate_size"))
+    heads, inner = (by_layer(settings, key) for key in ("num_key_value_heads", "intermediate_size"))
     kinds = layer_types(settings)
     size, local_size = settings.get("head_dim", int), settings.get("sliding_head_dim", int)
     for key, expected in (("rotary_dim", size), ("sliding_rotary_dim", local_size)):
@@ -74,7 +74,8 @@ def _gives_heads(size: Any) -> bool:
     return isinstance(size, dict) and not size.keys() - set(_HEADS)
 
 
-def _by_layer(settings: Settings, key: str) -> list[int]:
+def by_layer(settings: Settings, key: str) -> list[int]:
+    """A setting that may have one value for each layer."""
     value = settings.values.get(key)
     values: list[Any] = value if isinstance(value, list) else [value]
     if not values or not all(type(number) is int and number > 0 for number in values):
@@ -84,24 +85,16 @@ def _by_layer(settings: Settings, key: str) -> list[int]:
 
 def layer_facts(settings: Settings, windows: Sequence[int | None], tensors: dict[str, Tensor]) -> list[dict[str, Any]]:
     """The fields of each `LayerSpec` that others of the model need not share. Removes the scales from the tensors."""
-    get, count = settings.get, len(windows)
-    shared = get("num_kv_shared_layers", int, 0)
-    if not 0 <= shared < count:
-        raise settings.error("num_kv_shared_layers", f"some of {count} layers must have keys and values of their own")
-    own = count - shared
-    lenders = {window is None: layer for layer, window in enumerate(windows[:own])}  # the last of each kind
-    inner = get("intermediate_size", int)
+    get, inner = settings.get, settings.get("intermediate_size", int)
     facts = []
-    for layer, window in enumerate(windows):
-        full, borrows = window is None, layer >= own
-        if borrows and full not in lenders:
-            raise settings.error("num_kv_shared_layers", "layers of both kinds must have keys and values of their own")
+    for layer, lender in enumerate(lenders(settings, windows)):
+        full, borrows = windows[layer] is None, lender is not None
         facts.append(
             {
                 "head_dim": get("global_head_dim", int) if full else None,
                 "num_key_value_heads": _heads(settings) if full else None,
                 "keys_are_values": full and f"layers.{layer}.v_proj" not in tensors and not borrows,
-                "cells_of": lenders[full] if borrows else None,
+                "cells_of": lender,
                 "v_norm": True,
                 "intermediate_size": 2 * inner if borrows and get("use_double_wide_mlp", bool, False) else None,
                 "experts": _experts(settings) if get("enable_moe_block", bool, False) else None,
@@ -109,6 +102,18 @@ def layer_facts(settings: Settings, windows: Sequence[int | None], tensors: dict
             }
         )
     return facts
+
+
+def lenders(settings: Settings, windows: Sequence[int | None]) -> list[int | None]:
+    """To whose keys and values each layer attends: None for its own, else the last layer of its kind that has some."""
+    count, shared = len(windows), settings.get("num_kv_shared_layers", int, 0)
+    if not 0 <= shared < count:
+        raise settings.error("num_kv_shared_layers", f"some of {count} layers must have keys and values of their own")
+    own = count - shared
+    last = {window is None: layer for layer, window in enumerate(windows[:own])}
+    if any((window is None) not in last for window in windows[own:]):
+        raise settings.error("num_kv_shared_layers", "layers of both kinds must have keys and values of their own")
+    return [None] * own + [last[window is None] for window in windows[own:]]
 
 
 def _heads(settings: Settings) -> int | None:

@@ -20,6 +20,9 @@ from .tokenizer_files import tokenizer_from_gguf
 
 # Keys of a header, without the architecture before them -> transformers' names.
 _KEYS = {
+    "activation_sparsity_scale": "activation_sparsity_scale",
+    "altup.active_idx": "altup_active_idx",
+    "altup.num_inputs": "altup_num_inputs",
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",

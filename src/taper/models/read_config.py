@@ -106,6 +106,8 @@ def _read(family: Family, settings: Settings, tensors: dict[str, Tensor], rope: 
         activation=family.activation,
         layer_input_size=get("hidden_size_per_layer_input", int, 0),
         has_mtp=has_mtp,
+        layer_vocab_size=get("vocab_size_per_layer_input", int, get("vocab_size", int)),
+        num_streams=get("altup_num_inputs", int, 1),
     )
 
 
@@ -355,6 +357,8 @@ def _check(config: ModelConfig) -> None:
             raise ModelError(f"{heads}: the first must be a multiple of the second")
     if config.layer_input_size:
         _check_count("hidden_size_per_layer_input", config.layer_input_size, most=1 << 16)
+        _check_count("vocab_size_per_layer_input", config.layer_vocab_size)
+    _check_count("altup_num_inputs", config.num_streams, most=1 << 8)
     if len({spec.mixer for spec in config.layers} - {None}) > 1:
         raise ModelError("recurrent layers differ in their sizes", "this variant is not supported")
     for spec in set(config.layers):
@@ -364,6 +368,8 @@ def _check(config: ModelConfig) -> None:
             raise ModelError(f"a layer's output is multiplied by {spec.output_scale}", "the file is damaged")
         if spec.window is not None:
             _check_count("sliding_window", spec.window)
+        if spec.laurel_rank:
+            _check_count("laurel_rank", spec.laurel_rank)
         if spec.experts is not None:
             _check_experts(spec.experts)
         if spec.rope is not None:

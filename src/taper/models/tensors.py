@@ -134,7 +134,7 @@ class TensorNames:
         if name.startswith("layers."):
             _, index, rest = name.split(".", 2)
             return f"{self.layer_prefix}{index}.{reverse.get(rest) or reverse[f'{rest}.*']}"
-        return reverse[name]
+        return reverse.get(name, name)
 
 
 def row_bytes(dtype: str, columns: int) -> int:
@@ -189,10 +189,12 @@ def _split_fused(
             continue
         *outer, _, columns = shapes[part_names[0]]
         ends = np.cumsum([shapes[name][-2] for name in part_names])
-        if tensor.shape != (shape := (*outer, int(ends[-1]), columns)):
+        depth, shape = len(outer), (*outer, int(ends[-1]), columns)
+        rows = math.prod(tensor.shape[depth:-1])  # those of stacked parts too
+        if (*tensor.shape[:depth], rows, tensor.shape[-1]) != shape:
             raise _wrong_shape(names.theirs(part_names[0]), tensor.shape, shape)
-        rows = tensor.data.reshape(-1, ends[-1], row_bytes(tensor.dtype, columns))
-        for name, part in zip(part_names, np.split(rows, ends[:-1], axis=1), strict=True):
+        data = tensor.data.reshape(-1, ends[-1], row_bytes(tensor.dtype, columns))
+        for name, part in zip(part_names, np.split(data, ends[:-1], axis=1), strict=True):
             split[name] = Tensor(tensor.dtype, shapes[name], part.reshape(-1))
     return split
 

@@ -49,7 +49,7 @@ from .library import STATUS_ABORTED, STATUS_SUCCESS, AbortCallback, ggml
 from .recurrent import StateTensors, fill_state_inputs
 from .shortlist import HeadProducts, Previewed, PreviewTensors, make_preview, quantised
 from .tensors import TensorContext
-from .weights import AdapterTensors, LoadProgress, Weights, as_floats
+from .weights import AdapterTensors, LoadProgress, Weights
 
 MAX_GRAPHS = 64
 # A preview is measured on one of so many parts of the head, if that is large enough. A second product has an overhead.
@@ -184,8 +184,7 @@ class GgmlBackend:
 
     def _sample_states(self, model: LoadedModel, advance: LoadProgress) -> list[np.ndarray]:
         """What the head is multiplied with on each of the sample texts: float32 [n, hidden_size]."""
-        layers, norm = self.config.num_hidden_layers, as_floats(model.tensors["norm"].data, model.tensors["norm"].dtype)
-        texts, states = sample_texts(), list[np.ndarray]()
+        layers, texts, states = self.config.num_hidden_layers, sample_texts(), list[np.ndarray]()
         for number, text in enumerate(texts):
             ids = model.tokenizer.encode(text)[: min(_SAMPLE_TOKENS, self.context_length)]
             tokens, count = np.array(ids, np.int32), len(ids)
@@ -194,10 +193,11 @@ class GgmlBackend:
                 np.arange(count, dtype=np.int32),
                 np.zeros(count, np.int32),
                 (count,) * layers,
-                output_hidden_states=(layers,),
+                head_inputs=True,
             )
-            x = self.forward(batch).hidden_states[layers][UNUSUAL_TOKENS:]
-            states.append(x / np.sqrt((x * x).mean(-1, keepdims=True) + self.config.rms_norm_eps) * norm)
+            read = self.forward(batch).head_inputs
+            assert read is not None
+            states.append(read[UNUSUAL_TOKENS:])
             advance((number + 1) / len(texts))
         return states
 
@@ -306,6 +306,8 @@ class GgmlBackend:
             inputs["hidden_states"][:] = batch.hidden_states
         if "tokens" in inputs:
             inputs["tokens"][:] = batch.tokens
+        if "layer_tokens" in inputs:
+            inputs["layer_tokens"][:] = np.where(batch.tokens < self.config.layer_vocab_size, batch.tokens, 0)
         if key.num_outputs + key.num_previews:  # those of the whole head come first
             inputs["rows"][:] = (*batch.logits_rows, *batch.preview_rows, *batch.greedy_rows)
 

@@ -17,6 +17,7 @@ from ...adapters import EPS, Adapters
 from ...errors import ModelError
 from ...models.config import DeltaNet, Experts, Mamba2, Mixer, ModelConfig
 from .. import Runs
+from . import streams
 from .cache import KeyValueCache
 from .library import ggml
 from .recurrent import (
@@ -106,10 +107,12 @@ class Graph:
         self.elements = {width: f"elements of {width}" for width in widths}
         shapes |= {name: ((count, width), np.int64) for width, name in self.elements.items()}
         if key.first_layer:
-            shapes["hidden_states"] = ((count, config.hidden_size), np.float32)
+            shapes["hidden_states"] = ((count, config.hidden_width), np.float32)
         self._is_mtp = len(key.num_active) > config.num_hidden_layers
         if not key.first_layer or config.layer_input_size or self._is_mtp:
             shapes["tokens"] = ((count,), np.int32)
+        if config.layer_input_size:
+            shapes["layer_tokens"] = ((count,), np.int32)
         if config.mixer is not None:
             num_slots = len({slot for slot, _, _ in key.runs})
             shapes |= state_inputs(config.mixer, len(config.recurrent_layers), num_slots)
@@ -121,6 +124,8 @@ class Graph:
         chosen = max(spec.experts.num_experts_per_tok if spec.experts else 0 for spec in config.layers)
         nodes_per_layer = _NODES_PER_LAYER + _NODES_PER_EXPERT * chosen + _NODES_PER_RUN * len(key.runs)
         nodes = config.num_hidden_layers * nodes_per_layer + _OTHER_NODES
+        if config.num_streams > 1:
+            nodes += config.num_hidden_layers * streams.NODES_PER_LAYER + streams.NODES
         self._context = TensorContext(nodes, graph_nodes=nodes)
         self._inputs = {name: new_input(self._context, shape, dtype) for name, (shape, dtype) in shapes.items()}
         self.pointer = ggml.new_graph_custom(self._context.pointer, nodes, False)
@@ -133,7 +138,7 @@ class Graph:
             for name, tensor in self._inputs.items()
         }
         self.hidden_states = {
-            layer: view(tensor, (count, config.hidden_size), np.float32)
+            layer: view(tensor, (count, config.hidden_width), np.float32)
             for layer, tensor in results.hidden_states.items()
         }
         self.logits, self.previews, self.states, self.head_inputs = (
@@ -153,6 +158,7 @@ class Graph:
             x = ggml.get_rows(context, weights["embed_tokens"], self._inputs["tokens"])
             x = self._scaled(x, self._model.config.embedding_scale)  # [hidden_size, tokens]
             self._layer_inputs = self._inputs_of_layers(x)
+            x = streams.spread(context, x, self._model.config.num_streams, partial(self._times_stream, "embed"))
         if key.first_layer:
             given = self._inputs["hidden_states"]
             x = self._combined(x, given) if self._is_mtp else given
@@ -169,13 +175,12 @@ class Graph:
                 x = self._layer(x, layer, key.num_active[layer])
             if layer in self._adapters and key.num_active[layer] < key.runs[-1][2]:
                 x = self._adapter(x, layer, key.num_active[layer])
-        norm = f"layers.{key.first_layer}.head_norm" if self._is_mtp else "norm"
         if key.head_inputs:
-            x = self._output(self._norm(x, norm))
+            x = self._output(self._read_by_head(x))
             results = results._replace(head_inputs=x)
         if num_rows := key.num_outputs + key.num_previews:
             rows = ggml.get_rows(context, x, self._inputs["rows"])
-            rows = rows if key.head_inputs else self._norm(rows, norm)
+            rows = rows if key.head_inputs else self._read_by_head(rows)
             if key.num_outputs:
                 head = weights.matrix(weights.head, key.num_outputs)
                 whole = ggml.mul_mat(context, head, _rows(context, rows, 0, key.num_outputs))
@@ -208,10 +213,11 @@ class Graph:
         return ggml.mul(context, ggml.rms_norm(context, x, self._model.config.rms_norm_eps), weight)
 
     def _layer(self, x: Any, layer: int, active: int) -> Any:
-        """Run a layer on the first `active` tokens of x [hidden_size, tokens]; to fill, the rest write their cells."""
+        """Run a layer on the first `active` tokens of x [hidden_width, tokens]; to fill, the rest write their cells."""
         context, count, config = self._context.pointer, self._key.runs[-1][2], self._model.config
         spec, fills = config.layers[layer], config.fills(layer, self._key.fill)
-        h = self._norm(x if fills else _rows(context, x, 0, active), f"layers.{layer}.pre_attention_norm")
+        expected = self._expected(x if fills else _rows(context, x, 0, active), layer)
+        h = self._norm(self._first(expected), f"layers.{layer}.pre_attention_norm")
         if spec.has_cells:
             written = active if self._model.keeps_states else h.contents.ne[1]
             if written:
@@ -220,14 +226,20 @@ class Graph:
                 self._write_states(_rows(context, h, written, count), layer, written)
         if not active:
             return x
-        prefix = _rows(context, x, 0, active)
+        expected, has_streams = _rows(context, expected, 0, active), config.num_streams > 1
+        prefix = self._first(expected)
         # A part of x is updated in place: the rest keeps its value, and a token may re-enter at a later layer.
-        add = ggml.add if active == count else ggml.add_inplace
+        add = ggml.add if active == count or has_streams else ggml.add_inplace
         h = _rows(context, h, 0, active)
         attended = self._attention(h, layer) if spec.mixer is None else self._mixed(h, layer, spec.mixer)
         prefix = add(context, prefix, self._added(attended, f"layers.{layer}.post_attention_norm"))
+        if spec.laurel_rank:
+            prefix = self._with_laurel(prefix, h, layer)
         prefix = add(context, prefix, self._added(self._mlp(prefix, layer), f"layers.{layer}.post_mlp_norm"))
-        if self._layer_inputs is not None:
+        if has_streams:
+            prefix = self._corrected(expected, prefix, layer)
+            prefix = prefix if active == count else ggml.cpy(context, prefix, _rows(context, x, 0, active))
+        elif self._layer_inputs is not None:
             h = self._norm(self._of_layer_input(prefix, layer), f"layers.{layer}.post_input_norm")
             prefix = add(context, prefix, h)
         if spec.output_scale != 1.0:
@@ -244,13 +256,60 @@ class Graph:
         )
         return self._times(ggml.concat(self._context.pointer, *normed, 0), layer, "combine_proj")
 
+    def _read_by_head(self, x: Any) -> Any:
+        """What the head reads, [hidden_size, n], of hidden states x [hidden_width, n]."""
+        if (count := self._model.config.num_streams) > 1:
+            x = streams.merged(self._context.pointer, x, count, partial(self._times_stream, "unembed"))
+        return self._norm(x, f"layers.{self._key.first_layer}.head_norm" if self._is_mtp else "norm")
+
+    def _times_stream(self, name: str, x: Any, stream: int) -> Any:
+        """Rows x times a matrix of a stream."""
+        matrix = self._model.weights.matrix(f"streams.{name}_{stream}", x.contents.ne[1])
+        return ggml.mul_mat(self._context.pointer, matrix, x)
+
+    def _first(self, x: Any) -> Any:
+        """The hidden state that layers run on, [hidden_size, n], of those of a token, x [hidden_width, n]."""
+        config = self._model.config
+        return x if config.num_streams == 1 else streams.first(self._context.pointer, x, config.hidden_size)
+
+    def _expected(self, x: Any, layer: int) -> Any:
+        """What a layer starts from: hidden states x [hidden_width, n]; of several streams, what it predicts of them."""
+        if self._model.config.num_streams == 1:
+            return x
+        coefs = self._times(self._modalities(self._first(x), layer), layer, "predict_coefs")
+        return streams.predicted(self._context.pointer, x, coefs)
+
+    def _modalities(self, x: Any, layer: int) -> Any:
+        """What coefficients of streams are made of: [streams, n], of the first stream x [hidden_size, n]."""
+        routed = self._times(self._norm(x, f"layers.{layer}.stream_router_norm"), layer, "stream_router")
+        return capped(self._context.pointer, routed, 1 / self._model.config.hidden_size, 1.0)
+
+    def _corrected(self, expected: Any, x: Any, layer: int) -> Any:
+        """Streams [hidden_width, n] after a layer: the first became x; the others get what comes of its input too."""
+        context, name = self._context.pointer, f"layers.{layer}"
+        after = streams.corrected(context, expected, x, self._times(self._modalities(x, layer), layer, "correct_coefs"))
+        if self._layer_inputs is not None:
+            scaled = ggml.mul(context, self._first(after), self._model.weights[f"{name}.correct_scale"])
+            given = self._norm(self._of_layer_input(scaled, layer), f"{name}.post_input_norm")
+            self._run(streams.add_to_others(context, after, given))
+        return after
+
+    def _with_laurel(self, x: Any, h: Any, layer: int) -> Any:
+        """x [hidden_size, active] and what runs beside attention on the same input h, over the square root of 2."""
+        context, beside = (
+            self._context.pointer,
+            self._times(self._times(h, layer, "laurel_left"), layer, "laurel_right"),
+        )
+        beside = ggml.add(context, h, self._norm(beside, f"layers.{layer}.post_laurel_norm"))
+        return ggml.scale(context, ggml.add(context, x, beside), 0.5**0.5)
+
     def _inputs_of_layers(self, embeddings: Any) -> Any:
         """What layers get besides hidden states: [layer_input_size, layers, tokens]; None if they get nothing."""
         context, config, weights = self._context.pointer, self._model.config, self._model.weights
         size, tokens = config.layer_input_size, embeddings.contents.ne[1]
         if not size:
             return None
-        own = ggml.get_rows(context, weights["layer_embeddings"], self._inputs["tokens"])
+        own = ggml.get_rows(context, weights["layer_embeddings"], self._inputs["layer_tokens"])
         projection = weights.matrix("layer_projection", tokens)
         projected = ggml.scale(context, ggml.mul_mat(context, projection, embeddings), config.hidden_size**-0.5)
         own, projected = (
@@ -299,6 +358,8 @@ class Graph:
         if experts is not None and not experts.beside:
             return self._mixture(h, h, layer, experts)
         gate, up = self._times(h, layer, "gate_proj"), self._times(h, layer, "up_proj")
+        if (cutoff := self._model.config.layers[layer].gate_cutoff) is not None:
+            gate = self._cut(gate, cutoff)
         dense = self._times(self._gated(gate, up), layer, "down_proj")
         if experts is None:
             return dense
@@ -361,6 +422,13 @@ class Graph:
         factor = ggml.scale_bias(context, ggml.sqr(context, gate), _GELU_B, _GELU_A)
         inner = ggml.mul(context, gate, factor)
         return ggml.mul(context, ggml.mul(context, gate, ggml.sigmoid(context, inner)), up)
+
+    def _cut(self, gate: Any, cutoff: float) -> Any:
+        """What of each row is above its mean by more than `cutoff` standard deviations; 0 for the rest."""
+        context = self._context.pointer
+        centred = ggml.sub(context, gate, ggml.mean(context, gate))
+        deviation = ggml.sqrt(context, ggml.mean(context, ggml.sqr(context, centred)))
+        return ggml.relu(context, ggml.sub(context, centred, ggml.scale(context, deviation, cutoff)))
 
     def _write_cells(self, h: Any, layer: int) -> None:
         """Write keys and values of h [hidden_size, n], the first n tokens."""

@@ -172,7 +172,7 @@ def _as_type(name: str, tensor: Tensor, dtype: str, pool: Executor) -> np.ndarra
 
 def _is_vector(name: str, tensor: Tensor) -> bool:
     """Whether a tensor is a norm or bias, or as small as these. ggml's operations on them take f32."""
-    return len(tensor.shape) == 1 or name.endswith((".router", "_bias", ".conv"))
+    return len(tensor.shape) == 1 or name.endswith((".router", ".stream_router", "_bias", "_coefs", ".conv"))
 
 
 def stored_types(tensors: dict[str, Tensor], dtype: str | None, bf16: str = "F16") -> dict[str, str]:

@@ -157,10 +157,12 @@ def alternate(runs: Mapping[K, Callable[[], T]], rounds: int) -> dict[K, list[T]
 
 
 def step_bytes(weight_bytes: Mapping[str, int], layers: Collection[int]) -> int:
-    """Bytes of weights that a step reads: those of its layers and the norm, and lm_head once, tied or not."""
-    head = weight_bytes.get("lm_head", weight_bytes["embed_tokens"])
+    """Bytes of weights that a step reads: its layers, lm_head once, tied or not, and all else but tables of inputs."""
+    left_out = "embed_tokens", "layer_embeddings", "lm_head", "layers."
+    always = sum(size for name, size in weight_bytes.items() if not name.startswith(left_out))
     prefixes = tuple(f"layers.{layer}." for layer in layers)
-    return head + weight_bytes["norm"] + sum(size for name, size in weight_bytes.items() if name.startswith(prefixes))
+    head = weight_bytes.get("lm_head", weight_bytes["embed_tokens"])
+    return head + always + sum(size for name, size in weight_bytes.items() if name.startswith(prefixes))
 
 
 def mean_step_bytes(weight_bytes: Mapping[str, int], policy: DepthPolicy, max_tokens: int) -> float:

@@ -66,6 +66,8 @@ def heal(
         raise RequestError(f"policy {policy.label} has adapters, which keep their rank", "leave out the rank")
     if llm.config.mixer is not None:
         raise RequestError("adapters cannot be trained through recurrent layers yet", "use the policy without adapters")
+    if llm.config.num_streams > 1:
+        raise RequestError("adapters are for models with one hidden state a token", "use the policy without adapters")
     if not policy.tapers:
         raise RequestError(f"policy {policy.label} skips no layer", "choose another policy")
     rank = rank or RANK if policy.adapters is None else policy.adapters.rank
