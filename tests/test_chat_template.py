@@ -238,7 +238,7 @@ def test_a_refused_rendering_leaves_the_template_as_it_was(end):
     template = ChatTemplate("{{ 'x' * n }}")
     assert template.render({"n": 3}) == "xxx"
     if end == "killed meanwhile":
-        process, _ = chat_template._PROCESS._idle
+        process = chat_template._PROCESS._idle
         process.kill()
         process.wait()
     else:
@@ -270,7 +270,7 @@ def test_messages_that_are_not_json_are_refused_and_surrogates_pass():
 
 
 def test_nothing_is_left_of_a_process_that_rendered():
-    code = "from taper.models import chat_template as c; c.ChatTemplate('').render({}); print(c._PROCESS._idle[0].pid)"
+    code = "from taper.models import chat_template as c; c.ChatTemplate('').render({}); print(c._PROCESS._idle.pid)"
     for ending in ("", "; import os; os.kill(os.getpid(), 9)"):
         command = [sys.executable, "-uc", code + ending]
         worker = int(subprocess.run(command, capture_output=True, text=True, timeout=60).stdout)
