@@ -112,9 +112,11 @@ from taper.server.limits import Limits, listen
 from taper.server.served import ServedModel
 def answer(self, sockets):
     with TestClient(self.config.app, base_url="http://127.0.0.1") as client:
-        body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "temperature": 0}
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 9, "temperature": 0}
         body["response_format"] = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": "é"}}}
-        print(client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"])
+        reply = client.post("/v1/chat/completions", json=body)
+        assert reply.status_code == 200, reply.text
+        print(reply.json()["choices"][0]["message"]["content"])
 uvicorn.Server.run = answer
 llm, limits = LLM(gguf, threads=1), Limits(port=0)
 listener = listen(limits)
