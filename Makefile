@@ -85,6 +85,7 @@ lint: $(VENV)/installed-test
 	@$(BIN)/ruff check src tests research docs
 	@$(BIN)/ruff format --check --quiet src tests research docs
 	@$(BIN)/mypy
+	@$(BIN)/mypy --platform win32 --cache-dir .mypy_cache/win32
 	@$(BIN)/hadolint Dockerfile
 	@$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml > $(VENV)/workflows.log || \
 		{ cat $(VENV)/workflows.log; exit 1; }

@@ -7,17 +7,24 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import resource
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+import pytest
+
+posix_only = pytest.mark.skipif(sys.platform == "win32", reason="signals, forks, limits and devices of POSIX")
 SECONDS = 60  # that a command may take
 STREAMS = ("stdin", "stdout", "stderr")
 
 
 def run_taper(*arguments: object, stdin: bytes = b"", memory: int | None = None) -> tuple[int, bytes, bytes]:
     """Exit code, standard output and standard error of a command that may have so many bytes of memory."""
+    if sys.platform == "win32":  # where no process forks, or has a limit of memory
+        command = [sys.executable, "-m", "taper", *map(str, arguments)]
+        done = subprocess.run(command, input=stdin, capture_output=True, timeout=SECONDS, check=False)
+        return done.returncode, done.stdout, done.stderr
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         ["taper.cli", "taper.llm", "taper.cli.terminal", "taper.backends.ggml", "rich.console"]
@@ -41,6 +48,8 @@ def _run(arguments: list[str], environment: dict[str, str], folder: str, memory:
     os.environ.clear()
     os.environ.update(environment)
     if memory is not None:
+        import resource
+
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     sys.argv = ["taper", *arguments]
 

@@ -14,7 +14,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from forked import run_taper
+from forked import posix_only, run_taper
 
 from taper.models import download
 from taper.models.families import ARCHITECTURES, MODEL_TYPES
@@ -380,6 +380,7 @@ def test_cache_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
     assert "set TAPER_CACHE" in refused("pull")
 
 
+@posix_only
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_stopped_pull_leaves_neither_files_nor_processes(tmp_path, monkeypatch, number):
     (tmp_path / "pip").mkdir()
@@ -439,6 +440,7 @@ def test_output_to_a_full_disk_is_refused(tiny_gguf, arguments):
     assert "No space left" in refusal(process.returncode, b"", err)
 
 
+@posix_only
 @pytest.mark.parametrize("command", ["generate - <&-", "chat <&-", "generate hi --max-tokens 3 >&-", "policy list >&-"])
 def test_standard_stream_that_is_closed_gives_no_traceback(tiny_gguf, command):
     model = "" if "policy" in command else f"--model '{tiny_gguf}'"
@@ -446,6 +448,7 @@ def test_standard_stream_that_is_closed_gives_no_traceback(tiny_gguf, command):
     assert "Traceback" not in subprocess.run(shell, capture_output=True, text=True, timeout=60).stderr
 
 
+@posix_only
 @pytest.mark.parametrize("options", ["", "--compare --alpha 0.99"])
 def test_ctrl_c_ends_the_output_where_it_is(tiny_gguf, tmp_path, options):
     path = tmp_path / "endless.gguf"  # with a long context, and without tokens that end an output

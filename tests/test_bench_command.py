@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from forked import posix_only
 from rich.console import Console
 from test_bench import llama_bin, log  # noqa: F401  (a fixture)
 
@@ -332,6 +333,7 @@ def test_transformers_shares_the_weights_and_ends_when_time_is_over():
         run.Phases(opened, options, Clock(30)).compare(3)
 
 
+@posix_only
 def test_llama_bench_ends_when_time_is_over(tiny_gguf, llama_bin):  # noqa: F811
     (llama_bin / "llama-bench").write_text("#!/bin/sh\n/bin/sleep 60\n")
     options = BenchOptions(model=str(tiny_gguf), llama_bin=llama_bin, threads=1, **SHORT)
@@ -461,7 +463,9 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("arguments", WRONG)
+@pytest.mark.parametrize(
+    "arguments", [pytest.param(words, marks=posix_only if "/" in words else ()) for words in WRONG]
+)
 def test_mistakes_are_one_line(arguments, tiny_gguf, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(SHAPES, "tiny")

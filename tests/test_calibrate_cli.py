@@ -16,7 +16,7 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
-from forked import run_taper
+from forked import posix_only, run_taper
 from rich.progress import Task, TaskID
 from test_calibration import comparable
 
@@ -165,6 +165,7 @@ def numbers(value) -> list[float]:
     return [value] if isinstance(value, int | float) else []
 
 
+@posix_only
 @pytest.mark.ci
 def test_killed_three_times_it_finds_the_same_policy(arguments, tmp_path, monkeypatch):
     def run(after: int) -> int:
@@ -222,7 +223,9 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=posix_only if "/dev/zero" in WRONG[case][1] else ()) for case in WRONG]
+)
 def test_mistakes_are_one_line_and_leave_nothing(case, arguments, tmp_path):
     content, more, says = WRONG[case]
     if content is not None:
@@ -237,6 +240,7 @@ def test_mistakes_are_one_line_and_leave_nothing(case, arguments, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@posix_only
 @pytest.mark.parametrize("option", ["--out", "--report"])
 def test_outputs_that_cannot_be_written_are_rejected_before_the_work(option, arguments, tmp_path):
     (tmp_path / "file").write_text("in the way")

@@ -205,17 +205,6 @@ def test_what_older_versions_had_and_what_one_may_guess_is_told_what_to_write_in
     assert now in said.decode()
 
 
-def test_windows_is_told_in_one_line_that_it_cannot_run_this():
-    script = "import sys; sys.platform = 'win32'; from taper.__main__ import run; run()"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "WSL" in done.stderr
-    script = "import sys, taper; sys.platform = 'win32'; print(taper.__version__); taper.LLM"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.stdout.startswith("0.")
-    assert "ImportError: Taper runs on Linux and macOS" in done.stderr
-
-
 def test_options_come_from_variables_too(tiny_gguf, monkeypatch, generate):
     monkeypatch.setenv("TAPER_GENERATE_MAX_TOKENS", "9")
     result = CliRunner().invoke(cli, ["generate", "hi", "--json", *GREEDY, "--model", str(tiny_gguf), "-t", "1"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from eval_data import write_data
+from forked import posix_only
 from lm_eval.api.registry import get_model
 
 from taper import LLM, DepthPolicy
@@ -158,6 +158,7 @@ def test_progress_has_the_time_left_and_the_accuracy_so_far(command, monkeypatch
 # Continuing
 
 
+@posix_only
 @pytest.mark.ci
 def test_a_killed_evaluation_continues(command, tmp_path):
     asked = ["--tasks", "gsm8k", "--fewshot", 0, "--batch-size", 2]
@@ -306,8 +307,10 @@ def test_an_interrupted_evaluation_keeps_its_records_and_the_engine(llm, data, t
         (["--tasks", "gsm8k", "--data-dir", "nowhere"], "--data-dir nowhere is not a folder"),
         (["--tasks", "bbh_cot_fewshot_snarks"], "there is no file .*snarks.json"),
         (["--tasks", "gsm8k", "--out", "."], r"--out \. is a folder or a device"),
-        (["--tasks", "gsm8k", "--out", "/dev/full"], "--out /dev/full is a folder or a device"),
-        (["--tasks", "gsm8k", "--out", "/proc/out.jsonl"], "cannot write to /proc"),
+        pytest.param(
+            ["--tasks", "gsm8k", "--out", "/dev/full"], "--out /dev/full is a folder or a device", marks=posix_only
+        ),
+        pytest.param(["--tasks", "gsm8k", "--out", "/proc/out.jsonl"], "cannot write to /proc", marks=posix_only),
         (["--tasks", "gsm8k", "--policy", "none.json"], "none.json"),
     ],
 )
@@ -346,7 +349,10 @@ def test_tasks_that_do_not_generate_are_rejected_before_their_data_is_fetched(mo
             load_tasks([name])
 
 
+@posix_only
 def test_a_full_disk_loses_nothing(llm, data, tmp_path):
+    import resource
+
     selection = load_tasks(["gsm8k"], fewshot=0, data_dir=data)
     out, limits = tmp_path / "out.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
 

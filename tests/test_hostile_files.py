@@ -215,6 +215,8 @@ ODD = ["FIFO", "folder", "device", "link to itself", "no permission"]
 
 def make_odd(path: Path, kind: str) -> None:
     """Put something that is not an ordinary readable file in a file's place."""
+    if sys.platform == "win32" and kind != "folder":
+        pytest.skip("it has no such files")
     path.unlink(missing_ok=True)
     if kind == "FIFO":
         os.mkfifo(path)

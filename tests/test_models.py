@@ -114,6 +114,8 @@ def test_note_that_is_damaged_is_written_anew(default, note):
     path, reads = default
     file = path.with_suffix(".json")
     if note == "FIFO":
+        if not hasattr(os, "mkfifo"):
+            pytest.skip("there are no FIFOs here")
         os.mkfifo(file)
     elif note == "folder":
         file.mkdir()

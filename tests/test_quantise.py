@@ -234,6 +234,7 @@ def test_help_lists_the_types(command):
 # Memory and progress
 
 
+@pytest.mark.skipif(not Path("/proc").exists(), reason="memory is read in /proc")
 @pytest.mark.ci
 def test_memory_holds_one_quantised_copy_and_a_few_matrices(tmp_path):
     """Neither the whole model in f32, nor the pages of the file, nor a second quantised copy."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-import pty
 import subprocess
 import sys
 from contextlib import suppress
 
 import pytest
 from tiny import DEFAULT_MODEL_FILE
+
+pty = pytest.importorskip("pty", reason="signals, forks and terminals of POSIX")
 
 _LOAD = """
 import os, signal, sys, threading, time

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from forked import run_taper
+from forked import posix_only, run_taper
 
 PYTHON = [sys.executable, "-m", "taper"]
 
@@ -62,6 +62,7 @@ class Process:
         return self.http.post("/v1/chat/completions", json=body | fields)
 
 
+@posix_only
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.ci)])
 def test_a_signal_under_load_loses_no_accepted_request(tiny_gguf, number):
     with Process(tiny_gguf, "--context", "1000", "--max-batch-size", "1") as server, ThreadPoolExecutor(8) as pool:

@@ -20,6 +20,8 @@ import pytest
 from serving import chat_body
 from test_serve_command import Process
 
+pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="memory is read in /proc")
+
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 BODY_BYTES = 4 << 20
 HEALTHY = 1 if os.environ.get("TAPER_TIMED") else 4  # seconds to a reply of /health; a busy machine is slower

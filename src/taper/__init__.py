@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -49,16 +48,6 @@ __all__ = [
 ]
 
 
-def check_platform() -> None:
-    """Check that Taper runs here.
-
-    Raises:
-        ImportError: this is Windows, which lacks the locks of files that Taper needs.
-    """
-    if sys.platform.startswith("win"):
-        raise ImportError("Taper runs on Linux and macOS, not on Windows; install it in WSL")
-
-
 def __getattr__(name: str) -> Any:
     """Public names load on first use, so that `import taper` and `taper --help` stay quick."""
     if name == "__version__":
@@ -67,6 +56,5 @@ def __getattr__(name: str) -> Any:
         return metadata.version("taper-llm")
     for module, names in _NAMES.items():
         if name in names:
-            check_platform()
             return getattr(importlib.import_module(f".{module}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from ctypes.util import find_library
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -219,7 +221,8 @@ def choose_device(device: str) -> str:
     """
     if one_of("device", device, DEVICES) != "auto":
         return device
-    if not Path("/proc/driver/nvidia").exists():  # saves importing torch on machines without a GPU
+    driver = find_library("nvcuda") if sys.platform == "win32" else Path("/proc/driver/nvidia").exists()
+    if not driver:  # saves importing torch on machines without a GPU
         return "cpu"
     try:
         import torch
@@ -232,10 +235,10 @@ def available_memory() -> int | None:
     """Bytes that this process can still allocate within its container's limit; None where the system does not say."""
     free = None
     with suppress(OSError, StopIteration, ValueError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
         free = 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
         group = Path("/sys/fs/cgroup")  # a limit of "max" means none and is not a number
-        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        limit, used = (int((group / name).read_text(encoding="utf-8")) for name in ("memory.max", "memory.current"))
         free = min(free, limit - used)
     return free
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import signal
@@ -120,12 +121,15 @@ def main() -> NoReturn:
     _open_standard_streams()
     warnings.showwarning = _show_warning
     warnings.simplefilter("always", TaperWarning)  # whatever PYTHONWARNINGS says: error would be a traceback
+    encoding = "utf-8" if sys.platform == "win32" else None  # there, pipes and files would get an old code page
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding=encoding)
     if isinstance(sys.stderr, io.TextIOWrapper):
-        encoding = sys.stderr.encoding
-        sys.stderr = _Diagnostics(sys.stderr.detach(), encoding, line_buffering=True)
+        theirs = sys.stderr.encoding
+        sys.stderr = _Diagnostics(sys.stderr.detach(), theirs, line_buffering=True)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that is not UTF-8 must not end an output
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that is not UTF-8 must not end an output
+            stream.reconfigure(encoding=encoding, errors="replace")
     for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
         if signal.getsignal(number) == signal.SIG_DFL:  # an exit lets temporary files be removed
             signal.signal(number, lambda number, _: sys.exit(128 + number))
@@ -150,7 +154,7 @@ def main() -> NoReturn:
         sys.exit(INTERRUPTED)
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit must not fail again
-        if isinstance(error, BrokenPipeError):
+        if isinstance(error, BrokenPipeError) or (sys.platform == "win32" and error.errno == errno.EINVAL):
             sys.exit(_CLOSED_PIPE)
         _fail(TaperError(f"{error.filename or 'cannot write the output'}: {error.strerror or error}"))
     sys.exit(code if isinstance(code, int) else 0)

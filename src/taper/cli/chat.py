@@ -171,7 +171,10 @@ class Conversation:
 
 def _messages() -> Iterator[tuple[str, bool]]:
     """The messages of a user until the end of the chat, and whether each stood between three quotes."""
-    ask = _editor() if sys.stdin.isatty() and sys.stderr.isatty() else _plain
+    streams = [sys.stdin, sys.stderr]
+    if sys.platform == "win32":  # where the editor needs the console's own output
+        streams.append(sys.stdout)
+    ask = _editor() if all(stream.isatty() for stream in streams) else _plain
     while True:
         try:
             text = without_mark(ask("\n> "))

@@ -8,6 +8,7 @@ import secrets
 import select
 import stat
 import sys
+import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -357,7 +358,7 @@ def _has_input() -> bool:
         kind = os.fstat(sys.stdin.fileno()).st_mode
         if not (stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind)):
             return True
-        if select.select([sys.stdin], [], [], _PIPE_SECONDS)[0]:
+        if _comes_soon():
             return True
     except (OSError, ValueError):  # not a file, as in tests
         return True
@@ -365,11 +366,27 @@ def _has_input() -> bool:
     return False
 
 
+def _comes_soon() -> bool:
+    """Whether something comes through the pipe on standard input within a second, be it its end."""
+    if sys.platform != "win32":
+        return bool(select.select([sys.stdin], [], [], _PIPE_SECONDS)[0])
+    import ctypes
+    import msvcrt
+
+    handle, count = ctypes.c_void_p(msvcrt.get_osfhandle(sys.stdin.fileno())), ctypes.c_ulong()
+    until = time.monotonic() + _PIPE_SECONDS
+    while time.monotonic() < until:
+        if not ctypes.windll.kernel32.PeekNamedPipe(handle, None, 0, None, ctypes.byref(count), None) or count.value:
+            return True
+        time.sleep(0.01)
+    return False
+
+
 def _read_prompt(prompt: str) -> str:
     """What comes on standard input, without the last line break, and then the prompt unless it is "-"."""
     text = ""
     if prompt == "-" and sys.stdin.isatty():
-        say("type the prompt; Ctrl-D ends it")
+        say(f"type the prompt; {'Ctrl-Z and Enter end' if sys.platform == 'win32' else 'Ctrl-D ends'} it")
     if prompt == "-" or _has_input():
         text = decode_text(sys.stdin.buffer.read(), "standard input")
         text = text.removesuffix("\n").removesuffix("\r") if text.endswith("\n") else text

@@ -135,9 +135,9 @@ def without_controls(text: str) -> str:
 
 def styled(text: str, style: str) -> str:
     """Text in a style for the terminal; plain where NO_COLOR or the terminal itself rules styles out."""
-    if not style:
-        return text
     screen = console(stderr=False)
+    if not style or screen.legacy_windows:  # which shows the codes as they are
+        return text
     with screen.capture() as captured:
         screen.print(Text(text, style=style), end="", soft_wrap=True)
     return captured.get()

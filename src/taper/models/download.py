@@ -6,7 +6,6 @@ A packaged model comes in wheels from a package index. Others come from the Hugg
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -25,13 +24,14 @@ from subprocess import DEVNULL, PIPE, STDOUT, Popen, TimeoutExpired
 from typing import IO
 
 from ..errors import MissingModelError, ModelError, TaperWarning
-from .files import parts_of, read_json, write_whole
+from .files import lock, parts_of, read_json, wait_for_lock, write_whole
 
 # Called with the number of bytes that have arrived and the number expected.
 DownloadProgress = Callable[[int, int], None]
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 _DAMAGED = "nothing was kept; retry"
+_DISK_FULL = 112  # Windows' own number for it
 _HUB = r"(?:https://)?(?:huggingface\.co|hf\.co)/"
 HUB_ID = re.compile(rf"(?:{_HUB})?([\w.-]+/[\w.-]+)(?:/([\w./-]+\.gguf)|:([\w.-]+))?/?")
 USUAL_TYPE = "Q4_K_M"  # of a GGUF file where nobody names one
@@ -224,10 +224,10 @@ def find_hub_model(name: str) -> Path:
             path = Path(snapshot_download(repository, local_files_only=True))
             if not dtype and (path / "config.json").is_file():
                 return path
-            file = _file_of_type([str(found.relative_to(path)) for found in path.rglob("*.gguf")], dtype)
+            file = _file_of_type([found.relative_to(path).as_posix() for found in path.rglob("*.gguf")], dtype)
             if not file:
                 raise MissingModelError(f"model {name} is here only in part", f"fetch the rest with: {command}")
-        parts = [hf_hub_download(repository, str(part), local_files_only=True) for part in parts_of(Path(file))]
+        parts = [hf_hub_download(repository, part.as_posix(), local_files_only=True) for part in parts_of(Path(file))]
         return Path(parts[0])
     except (LocalEntryNotFoundError, ValueError, OSError):
         raise MissingModelError(f"model {name} is not on this machine yet", f"fetch it with: {command}") from None
@@ -245,7 +245,7 @@ def hub_models() -> list[tuple[str, int, Path]]:
     models: list[tuple[str, int, Path]] = []
     for repository in repositories:
         for revision in repository.revisions if repository.repo_type == "model" else ():
-            files = {str(file.file_path.relative_to(revision.snapshot_path)): file for file in revision.files}
+            files = {file.file_path.relative_to(revision.snapshot_path).as_posix(): file for file in revision.files}
             for name, file in files.items():
                 if name.endswith(".gguf"):
                     models.append((f"{repository.repo_id}/{name}", file.size_on_disk, file.file_path))
@@ -271,7 +271,7 @@ def pull_hub_model(name: str) -> Path:
             file = _file_of_type(files, dtype)
             if not file:
                 raise _no_such_type(repository, dtype, files)
-        first, *_ = [hf_hub_download(repository, str(part)) for part in parts_of(Path(file))]
+        first, *_ = [hf_hub_download(repository, part.as_posix()) for part in parts_of(Path(file))]
         return Path(first)
     except ModelError:
         raise
@@ -340,8 +340,8 @@ def _work_folder(parent: Path, name: str, part_bytes: int) -> Iterator[tuple[Pat
         if other.name != f".pull-{name}" and time.time() - other.stat().st_mtime > 86400:
             shutil.rmtree(other, ignore_errors=True)
     folder = parent / f".pull-{name}"
-    lock, has_waited = _locked(folder, name)
-    with lock:
+    owned, has_waited = _locked(folder, name)
+    with owned:
         try:
             yield folder, has_waited
         finally:
@@ -357,20 +357,18 @@ def _locked(folder: Path, name: str) -> tuple[IO[str], bool]:
     while True:
         folder.mkdir(exist_ok=True)
         try:
-            lock = (folder / "lock").open("w")
+            file = (folder / "lock").open("w", encoding="utf-8")
         except FileNotFoundError:  # its owner has just removed the folder
             continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not lock(file):
             if not has_waited:
                 has_waited = True
                 warnings.warn(f"another process fetches {name}; waiting for it", TaperWarning, stacklevel=5)
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            wait_for_lock(file)
         with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(lock.fileno()), os.stat(folder / "lock")):
-                return lock, has_waited
-        lock.close()  # of a folder that is gone
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(folder / "lock")):
+                return file, has_waited
+        file.close()  # of a folder that is gone
 
 
 def _parse_hub_id(name: str) -> tuple[str, str | None, str | None]:
@@ -437,7 +435,14 @@ def remove(name: str) -> int:
 
 def is_full(error: object) -> bool:
     """Whether an error or a program's output says that no space is left."""
-    return any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT))
+    texts = [os.strerror(errno.ENOSPC)]
+    if sys.platform == "win32":
+        import ctypes
+
+        texts.append(ctypes.FormatError(_DISK_FULL))
+    else:
+        texts.append(os.strerror(errno.EDQUOT))
+    return any(text in str(error) for text in texts)
 
 
 def no_space(folder: object, needed: str, setting: str) -> ModelError:

@@ -6,10 +6,12 @@ import json
 import os
 import re
 import stat
+import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from ..errors import ModelError, RequestError, TaperError, shown
 
@@ -155,6 +157,40 @@ def write_whole(path: Path, content: bytes) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+if sys.platform == "win32":
+    import msvcrt
+
+    _LOCKED_BYTE = 1 << 30  # nobody else can read a locked byte, so it lies beyond the end of all files with locks
+
+    def lock(file: IO[Any], shared: bool = False) -> bool:
+        """Lock a file until it is closed; False if another process has locked it. A shared lock only looks."""
+        os.lseek(file.fileno(), _LOCKED_BYTE, os.SEEK_SET)
+        try:
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+            if shared:
+                msvcrt.locking(file.fileno(), msvcrt.LK_UNLCK, 1)
+        except PermissionError:
+            return False
+        return True
+
+else:
+    import fcntl
+
+    def lock(file: IO[Any], shared: bool = False) -> bool:
+        """Lock a file until it is closed; False if another process has locked it, for itself alone if `shared`."""
+        try:
+            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+
+def wait_for_lock(file: IO[Any]) -> None:
+    """Lock a file until it is closed, as soon as no other process has locked it."""
+    while not lock(file):
+        time.sleep(0.1)
 
 
 def check_writable(folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import struct
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -105,11 +106,9 @@ MAX_BYTES, MAX_ITEMS, MAX_TENSORS = 64 << 20, 1 << 21, 1 << 16
 _DAMAGED = "the file is damaged or incomplete; download it again"
 
 # Where the system can, all pages are mapped at once: one by one, their faults would cost more than the first forward.
-_MAPPING: dict[str, Any] = (
-    {"flags": mmap.MAP_SHARED | mmap.MAP_POPULATE, "prot": mmap.PROT_READ}
-    if hasattr(mmap, "MAP_POPULATE")
-    else {"access": mmap.ACCESS_READ}
-)
+_MAPPING: dict[str, Any] = {"access": mmap.ACCESS_READ}
+if sys.platform == "linux":
+    _MAPPING = {"flags": mmap.MAP_SHARED | mmap.MAP_POPULATE, "prot": mmap.PROT_READ}
 
 
 def load_gguf(path: Path) -> LoadedModel:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import resource
 import socket
 import sys
 import time
@@ -73,10 +72,13 @@ def serve(served: ServedModel, limits: Limits, listener: socket.socket) -> None:
     """Serve a model on a socket until SIGTERM or Ctrl-C; requests accepted before are still completed."""
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(message)s")
     log.setLevel(logging.INFO)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(OSError, ValueError):  # each connection is a file
-        wanted = MAX_CONNECTIONS if hard == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+    if sys.platform != "win32":  # there, connections are not files
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with suppress(OSError, ValueError):  # each connection is a file
+            wanted = MAX_CONNECTIONS if hard == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
     # A body may hold a million lists; by default, reading them takes five times as long.
     gc.set_threshold(50_000, 20, 100)
     uvicorn.Server(uvicorn_config(served, limits)).run(sockets=[listener])

@@ -10,6 +10,7 @@ import hmac
 import ipaddress
 import re
 import socket
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -123,7 +124,10 @@ def listen(limits: Limits) -> socket.socket:
     # asyncio sends small parts of a reply at once only on sockets that name TCP; others wait for acknowledgements.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if sys.platform == "win32":  # where SO_REUSEADDR would share a port that is in use
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
+        else:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((limits.host, limits.port))
         listener.listen()  # two that share a port may both bind it, but only one may listen
     except OSError as error:

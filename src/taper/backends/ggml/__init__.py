@@ -390,10 +390,12 @@ class InterruptibleCompute:
     def __init__(self, backend: Any) -> None:
         self._backend = backend
         self._file = _page_of_zeros()
-        os.set_blocking(self._file.fileno(), False)
+        if sys.platform != "win32":  # where files need not be told
+            os.set_blocking(self._file.fileno(), False)
         self._signals = mmap.mmap(self._file.fileno(), mmap.PAGESIZE)
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._signals))
-        callback = ctypes.cast(ctypes.CDLL(None).strlen, AbortCallback)
+        libc = ctypes.CDLL("msvcrt" if sys.platform == "win32" else None)
+        callback = ctypes.cast(libc.strlen, AbortCallback)
         ggml.backend_cpu_set_abort_callback(backend, callback, address)
 
     def compute(self, graph: Any, interruptible: bool = True) -> bool:
@@ -422,6 +424,7 @@ class InterruptibleCompute:
     def close(self) -> None:
         """Close the file; no graph is computed afterwards."""
         ggml.backend_cpu_set_abort_callback(self._backend, AbortCallback(), None)
+        self._signals.close()  # first, as Windows removes no file that is mapped
         self._file.close()
 
     def _pass_on(self, fd: int) -> None:

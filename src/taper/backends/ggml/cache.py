@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import sys
 from typing import Any
 
 import numpy as np
@@ -100,8 +101,11 @@ class KeyValueCache:
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
     """Zeros that take memory as they are written, in small pages; numpy's own ask for pages of 2 MiB."""
-    # Private: a forked process must not write into its parent's cells.
-    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        pages.madvise(mmap.MADV_NOHUGEPAGE)
+    size = math.prod(shape) * dtype.itemsize
+    if sys.platform == "win32":
+        pages = mmap.mmap(-1, size)
+    else:  # private: a forked process must not write into its parent's cells
+        pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_NOHUGEPAGE"):
+            pages.madvise(mmap.MADV_NOHUGEPAGE)
     return np.frombuffer(pages, dtype).reshape(shape)

@@ -274,7 +274,7 @@ class Library:
     def _instructions(self) -> dict[str, bool]:
         """Whether this processor has each of `_INSTRUCTIONS`; empty where the system does not say."""
         with suppress(OSError, StopIteration):
-            lines = Path("/proc/cpuinfo").read_text().splitlines()
+            lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
             flags = next(line for line in lines if line.startswith("flags")).split()
             return {name: flag in flags for name, flag in _INSTRUCTIONS.items()}
         return {}
@@ -347,8 +347,10 @@ class Library:
 
     def _close(self) -> None:
         """Unload it: loaders tell libraries apart by name only, and the next one has the same names."""
-        if os.name == "posix":
-            for handle in reversed(self._handles):
+        for handle in reversed(self._handles):
+            if sys.platform == "win32":
+                _ctypes.FreeLibrary(handle._handle)
+            else:
                 _ctypes.dlclose(handle._handle)
 
 
@@ -389,7 +391,10 @@ def _load() -> Library:
             return Library(place, reasons)
         except ModelError as error:
             reasons.append(error.message)
-    raise ModelError("; ".join(reasons) or "there is no ggml library", 'pip install "taper-llm"')
+    hint = 'pip install "taper-llm"'
+    if sys.platform == "win32":
+        hint += "; its DLLs also need Microsoft's Visual C++ Redistributable"
+    raise ModelError("; ".join(reasons) or "there is no ggml library", hint)
 
 
 ggml = _load()

@@ -81,7 +81,10 @@ def _takes(buffer_type: Any, dtype: str, shape: tuple[int, ...]) -> bool:
 
 
 def release_pages(data: np.ndarray) -> None:
-    """Release the pages of a mapped file; they are read from it again if they are needed."""
+    """Release the pages of a mapped file; they are read from it again if they are needed.
+
+    Windows has no call for that: there, they are released when memory is short.
+    """
     base: Any = data
     while isinstance(base, np.ndarray | memoryview):
         base = base.base if isinstance(base, np.ndarray) else base.obj

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import json
-import os
 import shutil
 import subprocess
 import tempfile
@@ -154,7 +153,7 @@ class LlamaBench:
         command = [self.folder / program, "-m", self.model, "-t", self.threads, "-ngl", layers, *arguments]
         words = [str(word) for word in command]
         try:
-            done = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, check=True)
+            done = subprocess.run(words, capture_output=True, encoding="utf-8", timeout=timeout_s, check=True)
         except OSError as error:
             raise RequestError(f"cannot run {words[0]}: {error.strerror}", "build llama.cpp anew") from None
         except subprocess.CalledProcessError as error:
@@ -172,6 +171,6 @@ def find_llama_bench(given: Path | None = None) -> Path | None:
     if given is None:
         program = shutil.which(_PROGRAM)
         return Path(program).resolve().parent if program else None
-    if not os.access(given / _PROGRAM, os.X_OK):
+    if shutil.which(_PROGRAM, path=given) is None:
         raise RequestError(f"no program {_PROGRAM} in {given}", "name the folder with llama.cpp's programs")
     return given

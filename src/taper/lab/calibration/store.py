@@ -68,7 +68,7 @@ def machine() -> str:
     """The processor and how many cores it has."""
     name = platform.processor() or platform.machine()
     with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name)
     return f"{name}, {os.cpu_count()} cores"
 

@@ -5,7 +5,6 @@ Each record is written as soon as it is made, so an evaluation that was killed c
 
 from __future__ import annotations
 
-import fcntl
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import RequestError, shown
-from ...models.files import read_text, write_whole
+from ...models.files import lock, read_text, wait_for_lock, write_whole
 from ...policy import DepthPolicy
 from .tasks import Metrics, Problem, Selection
 
@@ -132,7 +131,7 @@ class RecordFile:
                 _check_not_locked(self._path)
                 write_whole(self._path, "".join(f"{line}\n" for line in self._lines).encode())
                 self._file = self._path.open("ab", buffering=0)
-                fcntl.flock(self._file, fcntl.LOCK_EX)
+                wait_for_lock(self._file)
             rest = f"{json.dumps(asdict(record))}\n".encode()
             while rest:  # a disk that fills up may take a part
                 rest = rest[self._file.write(rest) :]
@@ -160,12 +159,10 @@ def _read_lines(path: Path) -> list[str]:
 def _check_not_locked(path: Path) -> None:
     """Reject a file that another process is writing."""
     if path.exists():
-        try:
-            with path.open("rb") as file:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            hint = "wait for it, or give another file with --out"
-            raise RequestError(f"another evaluation is writing {path}", hint) from None
+        with path.open("rb") as file:
+            is_free = lock(file, shared=True)
+        if not is_free:
+            raise RequestError(f"another evaluation is writing {path}", "wait for it, or give another file with --out")
 
 
 def _merged_header(path: Path, line: str, header: dict[str, Any]) -> dict[str, Any]:

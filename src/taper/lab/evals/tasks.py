@@ -217,7 +217,7 @@ def _manager(names: Sequence[str]) -> TaskManager:
     unknown = [name for name in names if name not in quick.task_index]
     if not unknown:
         return quick
-    text = "\n".join(path.read_text(errors="replace") for path in root.rglob("*.yaml"))
+    text = "\n".join(path.read_text(encoding="utf-8", errors="replace") for path in root.rglob("*.yaml"))
     _check_known([name for name in unknown if name not in text], _NAMES.findall(text))
     whole = lm_eval.tasks.TaskManager()
     _check_known([name for name in unknown if name not in whole.task_index], whole.all_tasks)
