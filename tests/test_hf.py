@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import LLAMA4, make_tiny, policies, random_prompt, reference_ids
+from tiny import LATENT, LLAMA4, MISTRAL4, make_tiny, policies, random_prompt, reference_ids
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 
 import taper.hf
@@ -52,7 +52,12 @@ def naive(model, prompt: list[int], policy: DepthPolicy, tokens: int) -> list[in
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("architecture", "options"),
-    [("mistral", {"sliding_window": None}), ("mistral", {"sliding_window": 8}), ("llama4", CHUNKS)],
+    [
+        ("mistral", {"sliding_window": None}),
+        ("mistral", {"sliding_window": 8}),
+        ("llama4", CHUNKS),
+        ("mistral4", LATENT | MISTRAL4),
+    ],
 )
 def test_equals_a_loop_without_any_cache(tmp_path, architecture, options):
     tiny, prompt = make_tiny(tmp_path, architecture, layers=6, **options), random_prompt(20)

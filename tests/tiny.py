@@ -62,6 +62,7 @@ GGUF_NAMES = {
     "mixtral": "llama",
     "ministral3": "mistral3",
     "olmo3": "olmo2",
+    "deepseek_v3": "deepseek2",
 } | {name: ours for ours, name in MODEL_TYPES.items()}
 # GGUF files have their rotary pairs side by side.
 PERMUTED = ("llama", "smollm3", "granite", "granitehybrid", "granitemoe", "mistral3")
@@ -190,7 +191,12 @@ LATENT = {  # all sizes differ
 }
 MISTRAL4 = {"rope_parameters": MINISTRAL3 | {"partial_rotary_factor": 0.4}}
 # Here cells are as wide as hidden states.
-GLM_FLASH = {"kv_lora_rank": 48, "qk_rope_head_dim": 16, "head_dim": 16, "first_k_dense_replace": 1}
+GLM_FLASH = {"kv_lora_rank": 48, "qk_rope_head_dim": 16, "head_dim": 16, "first_k_dense_replace": 1} | {
+    "routed_scaling_factor": 1.5
+}
+DEEPSEEK3 = {"q_lora_rank": None, "head_dim": 8, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 2} | {
+    "rope_parameters": YARN | {"mscale": 0.8, "mscale_all_dim": 0.8}
+}
 ERNIE_EXPERTS = {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 32, "moe_layer_start_index": 2}
 LLAMA4 = {"num_local_experts": 6, "intermediate_size": 48, "intermediate_size_mlp": 128, "tied": False}
 # In GGUF files, the number of Maverick's experts says that queries and keys are not normed.
@@ -249,7 +255,7 @@ FAMILIES = {
     "glm4moe with norms": ("glm4moe", GLM4_EXPERTS | {"use_qk_norm": True, "norm_topk_prob": False}),
     "mistral 4": ("mistral4", LATENT | MISTRAL4),
     "glm 4.7 flash": ("deepseek2", LATENT | GLM_FLASH),
-    "latents for whole queries": ("deepseek2", LATENT | {"q_lora_rank": None, "head_dim": 8}),
+    "deepseek v3 without groups": ("deepseek_v3", LATENT | DEEPSEEK3),
     "ernie4_5-moe": ("ernie4_5-moe", ERNIE_EXPERTS),
     "ernie4_5-moe, nothing shared": ("ernie4_5-moe", ERNIE_EXPERTS | {"moe_num_shared_experts": 0}),
     "lfm2": ("lfm2", LFM2),
@@ -742,9 +748,8 @@ def add_latent_facts(writer, config) -> None:
     writer.add_expert_shared_count(config.n_shared_experts)
     writer.add_expert_weights_scale(config.routed_scaling_factor)
     writer.add_expert_weights_norm(config.norm_topk_prob)
-    is_glm = config.model_type == "glm4_moe_lite"
-    writer.add_leading_dense_block_count(1 if is_glm else config.first_k_dense_replace)
-    if is_glm:
+    writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    if config.model_type != "mistral4":
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if mscale := config.rope_parameters.get("mscale_all_dim"):
         writer.add_rope_scaling_yarn_log_mul(0.1 * mscale)

@@ -403,9 +403,18 @@ _LATENT_ATTENTION: dict[str, Any] = {
     "folder_settings": latent.folder_settings,
     "layer_facts": latent.layer_facts,
     "rearranged": latent.rearranged,
+    "layer_names": _PRE_NORMS | _LATENT | _QWEN_EXPERTS | _shared("shared_experts"),
     "gguf_layer_names": _LATENT_GGUF,
 }
 _LATENT_READS = (*_EXPERTS, "kv_lora_rank", "partial_rotary_factor")
+_DEEPSEEK2: dict[str, Any] = {
+    **_LATENT_ATTENTION,
+    "experts": {"beside": "plain", "scores": "sigmoid", "has_correction": True},
+    "reads": _LATENT_READS,
+    "gguf_settings": latent.gguf_settings,
+}
+_MISTRAL4_ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 128.0, "original_max_position_embeddings": 8192}
+_MISTRAL4_ROPE |= {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
 _MULTIPLIERS = ("attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier")
 
 # By `model_type` of config.json.
@@ -593,18 +602,18 @@ MODEL_TYPES = {
         **_LATENT_ATTENTION,
         experts={"beside": "plain"},
         reads=(*_LATENT_READS, "llama_4_scaling_beta"),
-        defaults={"first_k_dense_replace": 0, "n_shared_experts": 1},
+        defaults={"first_k_dense_replace": 0, "n_shared_experts": 1, "rope_parameters": _MISTRAL4_ROPE},
         gguf_settings=_mistral4_header,
-        layer_names=_PRE_NORMS | _LATENT | _QWEN_EXPERTS | _shared("shared_experts"),
     ),
     "glm4_moe_lite": Family(
         "deepseek2",
-        **_LATENT_ATTENTION,
-        experts={"beside": "plain", "scores": "sigmoid", "has_correction": True},
-        reads=_LATENT_READS,
+        **_DEEPSEEK2,
         defaults={"first_k_dense_replace": 1, "n_shared_experts": 1, "routed_scaling_factor": 1.8},
-        gguf_settings=latent.gguf_settings,
-        layer_names=_PRE_NORMS | _LATENT | _QWEN_EXPERTS | _shared("shared_experts"),
+    ),
+    "deepseek_v3": Family(  # those whose experts are not in groups
+        "deepseek2",
+        **_DEEPSEEK2,
+        defaults={"first_k_dense_replace": 3, "n_group": 8, "n_shared_experts": 1, "routed_scaling_factor": 2.5},
     ),
     "lfm2": Family("lfm2", **_LFM2),
     "lfm2_moe": Family("lfm2moe", **_LFM2, experts={"scores": "sigmoid", "has_correction": True}, reads=_EXPERTS),
