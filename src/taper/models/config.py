@@ -139,7 +139,8 @@ class LatentAttention:
     Cells hold the latent, normed, and a rotated key that all heads share: one head of `cell_dim` numbers, keys and
     values alike. A matrix of each head turns what is not rotated of its query into one for latents. Of what attention
     reads, the first `kv_rank` numbers count, and another matrix of the head makes `value_dim` of them. `q_rank`:
-    queries are products of a normed product of this size; None: of the layer's input.
+    queries are products of a normed product of this size; None: of the layer's input. Both norms have the epsilon of
+    the model, as in llama.cpp; in transformers, it is 1e-6.
     """
 
     q_rank: int | None

@@ -120,9 +120,8 @@ def _apart(name: str, tensor: Tensor, latent: LatentAttention, heads: int) -> tu
         shape = [heads * rows, latent.kv_rank]
         raise ModelError(f"tensor {name} has shape {list(tensor.shape)}; its config asks for {shape}")
     both = np.frombuffer(tensor.data.tobytes(), _STORED[tensor.dtype]).reshape(heads, rows, latent.kv_rank)
-    keys, values = both[:, : latent.nope_dim].swapaxes(1, 2), both[:, latent.nope_dim :]
     keys, values = (
         Tensor(tensor.dtype, part.shape, np.ascontiguousarray(part).reshape(-1).view(np.uint8))
-        for part in (keys, values)
+        for part in (both[:, : latent.nope_dim].swapaxes(1, 2), both[:, latent.nope_dim :])
     )
     return keys, values

@@ -432,21 +432,25 @@ class Graph:
 
     def _write_cells(self, h: Any, layer: int) -> None:
         """Write keys and values of h [hidden_size, n], the first n tokens."""
-        context, config = self._context.pointer, self._model.config
-        (keys, values), spec, sizes = self._model.cache[layer], config.layers[layer], config.sizes(layer)
-        heads, width, count = sizes.num_key_value_heads, sizes.cell_width, h.contents.ne[1]
-        if spec.latent is not None:
-            k = v = self._latent_cells(h, layer, spec.latent)
-        else:
-            k = self._projected(h, layer, "k")
-            v = k if spec.keys_are_values else self._projected(h, layer, "v")
-            v = self._in_heads(v, layer, "v", heads)
-            v = ggml.rms_norm(context, v, config.rms_norm_eps) if spec.v_norm else v
-            k = self._rotated(self._in_heads(k, layer, "k", heads), layer, "k")
+        context, (keys, values), (k, v) = self._context.pointer, self._model.cache[layer], self._keys_values(h, layer)
+        width, count = self._model.config.sizes(layer).cell_width, h.contents.ne[1]
         cells = ggml.view_1d(context, self._inputs["cells"], count, 0)
         self._run(ggml.set_rows(context, keys, ggml.reshape_2d(context, k, width, count), cells))
         elements = ggml.view_1d(context, self._inputs[self.elements[width]], count * width, 0)
         self._run(ggml.set_rows(context, values, ggml.reshape_2d(context, v, 1, count * width), elements))
+
+    def _keys_values(self, h: Any, layer: int) -> tuple[Any, Any]:
+        """Keys and values, each [head_dim, key-value heads, n], of h [hidden_size, n], the first n tokens."""
+        config = self._model.config
+        spec, heads = config.layers[layer], config.sizes(layer).num_key_value_heads
+        if spec.latent is not None:
+            cells = self._latent_cells(h, layer, spec.latent)
+            return cells, cells
+        k = self._projected(h, layer, "k")
+        v = k if spec.keys_are_values else self._projected(h, layer, "v")
+        v = self._in_heads(v, layer, "v", heads)
+        v = ggml.rms_norm(self._context.pointer, v, config.rms_norm_eps) if spec.v_norm else v
+        return self._rotated(self._in_heads(k, layer, "k", heads), layer, "k"), v
 
     def _write_states(self, h: Any, layer: int, first: int) -> None:
         """Leave h [hidden_size, n], the tokens from `first` on, in the place of their keys."""
@@ -457,15 +461,10 @@ class Graph:
     def _attention(self, h: Any, layer: int) -> Any:
         """Let the first tokens, h [hidden_size, active], attend; returns [hidden_size, active]."""
         context, config, active = self._context.pointer, self._model.config, h.contents.ne[1]
-        spec, gate = config.layers[layer], None
-        if spec.latent is not None:
-            q = self._latent_queries(h, layer, spec.latent)
-        else:
-            q = self._projected(h, layer, "q")
-            q, gate = self._halves(q, layer) if spec.output_gate else (q, None)
-            q = self._rotated(self._in_heads(q, layer, "q", config.num_attention_heads), layer, "q")
+        spec, (q, gate) = config.layers[layer], self._gated_queries(h, layer)
         mask, (_, head, token) = self._inputs[self.windows[spec.window]], q.contents.nb[:3]
-        outputs, sinks = None, self._model.weights.get(f"layers.{layer}.sinks")
+        outputs: Any = None
+        sinks = self._model.weights.get(f"layers.{layer}.sinks")
         for slot, count, first, end in _side_by_side(self._key.runs, active):
             rows = (end - first) // count  # of each slot
             sizes, strides = (*q.contents.ne[:2], rows, count), (head, token, rows * token)
@@ -482,6 +481,15 @@ class Graph:
         if gate is not None:
             outputs = ggml.mul(context, outputs, ggml.sigmoid(context, gate))
         return self._plus_bias(self._times(outputs, layer, "o_proj"), layer, "o")
+
+    def _gated_queries(self, h: Any, layer: int) -> tuple[Any, Any]:
+        """Queries [head_dim, heads, n] of h [hidden_size, n], and the gates of what they read, where there are some."""
+        spec = self._model.config.layers[layer]
+        if spec.latent is not None:
+            return self._latent_queries(h, layer, spec.latent), None
+        q = self._projected(h, layer, "q")
+        q, gate = self._halves(q, layer) if spec.output_gate else (q, None)
+        return self._rotated(self._in_heads(q, layer, "q", self._model.config.num_attention_heads), layer, "q"), gate
 
     def _halves(self, x: Any, layer: int) -> tuple[Any, Any]:
         """The queries and the gates of x [2 * heads * head_dim, n]: both [heads * head_dim, n]."""
