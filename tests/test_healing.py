@@ -35,7 +35,7 @@ from taper.models.policies import load_policy, save_policy
 
 PROMPTS = [f"tell me about number {i}" for i in range(14)]
 POLICY = DepthPolicy.d3(6, 0.9, skip_order=[3, 2, 4])
-CI_FAMILIES = ("gemma2", "gemma3", "qwen3")
+CI_FAMILIES = ("gemma2", "gemma3", "mistral 4", "qwen3")
 
 
 def reference(seed: int, length: int = 24) -> Reference:

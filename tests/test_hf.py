@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import LLAMA4, make_tiny, policies, random_prompt, reference_ids
+from tiny import LATENT, LLAMA4, MISTRAL4, make_tiny, policies, random_prompt, reference_ids
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 
 import taper.hf
@@ -32,7 +32,8 @@ def naive(model, prompt: list[int], policy: DepthPolicy, tokens: int) -> list[in
         depths = [policy.num_hidden_layers] * len(prompt)
         depths += [policy.depth(step) for step in range(1, len(ids) - len(prompt) + 1)]
         x = inner.embed_tokens(torch.tensor([ids]))
-        embeddings = inner.rotary_emb(x, position_ids=torch.arange(len(ids))[None])
+        places = torch.arange(len(ids))[None]
+        embeddings = inner.rotary_emb(x, position_ids=places)
         for index, layer in enumerate(inner.layers):
             n = sum(index in policy.retained_at(depth) for depth in depths)
             mask = torch.full((1, 1, n, n), -torch.inf).triu(1)
@@ -42,7 +43,7 @@ def naive(model, prompt: list[int], policy: DepthPolicy, tokens: int) -> list[in
                 chunk = torch.arange(n) // model.config.attention_chunk_size
                 mask[..., chunk[:, None] != chunk] = -torch.inf
             rotation = embeddings[:, :n] if torch.is_tensor(embeddings) else tuple(e[:, :n] for e in embeddings)
-            ran = layer(x[:, :n], attention_mask=mask, position_embeddings=rotation)
+            ran = layer(x[:, :n], attention_mask=mask, position_ids=places[:, :n], position_embeddings=rotation)
             x = torch.cat([ran, x[:, n:]], 1)
         ids.append(int(model.lm_head(inner.norm(x[:, -1])).argmax()))
     return ids[len(prompt) :]
@@ -52,7 +53,12 @@ def naive(model, prompt: list[int], policy: DepthPolicy, tokens: int) -> list[in
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("architecture", "options"),
-    [("mistral", {"sliding_window": None}), ("mistral", {"sliding_window": 8}), ("llama4", CHUNKS)],
+    [
+        ("mistral", {"sliding_window": None}),
+        ("mistral", {"sliding_window": 8}),
+        ("llama4", CHUNKS),
+        ("mistral4", LATENT | MISTRAL4),
+    ],
 )
 def test_equals_a_loop_without_any_cache(tmp_path, architecture, options):
     tiny, prompt = make_tiny(tmp_path, architecture, layers=6, **options), random_prompt(20)

@@ -54,6 +54,7 @@ MODEL_TYPES = {"gemma3": "gemma3_text", "gemma4": "gemma4_text", "qwen3moe": "qw
     "ernie4_5-moe": "ernie4_5_moe",
     "hunyuan-dense": "hunyuan_v1_dense",
     "llama4": "llama4_text",
+    "deepseek2": "glm4_moe_lite",
 }
 GGUF_NAMES = {
     "granitemoehybrid": "granite",
@@ -61,6 +62,7 @@ GGUF_NAMES = {
     "mixtral": "llama",
     "ministral3": "mistral3",
     "olmo3": "olmo2",
+    "deepseek_v3": "deepseek2",
 } | {name: ours for ours, name in MODEL_TYPES.items()}
 # GGUF files have their rotary pairs side by side.
 PERMUTED = ("llama", "smollm3", "granite", "granitehybrid", "granitemoe", "mistral3")
@@ -174,6 +176,27 @@ GLM4_EXPERTS = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermedia
     "num_mtp_layers": 0,
     "attention_bias": True,
 }
+LATENT = {  # all sizes differ
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "head_dim": 20,
+    "v_head_dim": 18,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "tied": False,
+}
+MISTRAL4 = {"rope_parameters": MINISTRAL3 | {"partial_rotary_factor": 0.4}}
+# Here cells are as wide as hidden states.
+GLM_FLASH = {"kv_lora_rank": 48, "qk_rope_head_dim": 16, "head_dim": 16, "first_k_dense_replace": 1} | {
+    "routed_scaling_factor": 1.5
+}
+DEEPSEEK3 = {"q_lora_rank": None, "head_dim": 8, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 2} | {
+    "rope_parameters": YARN | {"mscale": 0.8, "mscale_all_dim": 0.8}
+}
 ERNIE_EXPERTS = {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 32, "moe_layer_start_index": 2}
 LLAMA4 = {"num_local_experts": 6, "intermediate_size": 48, "intermediate_size_mlp": 128, "tied": False}
 # In GGUF files, the number of Maverick's experts says that queries and keys are not normed.
@@ -230,6 +253,9 @@ FAMILIES = {
     "qwen35moe": ("qwen35moe", QWEN35 | QWEN35_EXPERTS | {"linear_num_value_heads": 4, "tied": False}),
     "glm4moe": ("glm4moe", GLM4_EXPERTS | {"tied": False}),
     "glm4moe with norms": ("glm4moe", GLM4_EXPERTS | {"use_qk_norm": True, "norm_topk_prob": False}),
+    "mistral 4": ("mistral4", LATENT | MISTRAL4),
+    "glm 4.7 flash": ("deepseek2", LATENT | GLM_FLASH),
+    "deepseek v3 without groups": ("deepseek_v3", LATENT | DEEPSEEK3),
     "ernie4_5-moe": ("ernie4_5-moe", ERNIE_EXPERTS),
     "ernie4_5-moe, nothing shared": ("ernie4_5-moe", ERNIE_EXPERTS | {"moe_num_shared_experts": 0}),
     "lfm2": ("lfm2", LFM2),
@@ -300,7 +326,7 @@ BUFFERS = ("layer_scalar", "e_score_correction_bias", "expert_bias")  # that are
 
 def make_tiny(folder: Path, architecture: str = "llama", *, tied: bool = True, layers: int = 5, **more) -> TinyModel:
     """Build, randomise and save a tiny model: hidden 64, 4 heads to 2, unless `more` says otherwise."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, Mistral4ForCausalLM
 
     sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -316,7 +342,8 @@ def make_tiny(folder: Path, architecture: str = "llama", *, tied: bool = True, l
         **({"max_position_embeddings": 1024} | sizes | more),
     )
     torch.manual_seed(len(architecture) + layers + 10 * tied)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    build = Mistral4ForCausalLM if architecture == "mistral4" else AutoModelForCausalLM.from_config  # which lacks it
+    model = build(config).eval()
     if more.get("mtp_num_hidden_layers"):
         model.mtp = Mtp(model)
     with torch.no_grad():
@@ -409,7 +436,7 @@ def write_gguf(
             own = config.num_hidden_layers - config.num_kv_shared_layers
             inner = [inner] * own + [2 * inner] * config.num_kv_shared_layers
     else:
-        kv_heads = config.num_key_value_heads
+        kv_heads = 1 if hasattr(config, "kv_lora_rank") else config.num_key_value_heads
         inner = getattr(config, "intermediate_size_mlp", inner)
         if config.model_type == "granitemoehybrid":
             kv_heads = [kv_heads if kind == "full_attention" else 0 for kind in config.layer_types]
@@ -451,7 +478,13 @@ def write_gguf(
             target = "ffn_gate_inp" if name.endswith("router.scale") else "ffn_down_exps"
             writer.add_tensor(f"blk.{layer}.{target}.scale", array)
             continue
-        if architecture == "gemma4" and name.endswith("gate_up_proj"):
+        if name.endswith("kv_b_proj.weight"):
+            both = array.reshape(config.num_attention_heads, -1, config.kv_lora_rank)
+            keys, values = np.split(both, [config.qk_nope_head_dim], axis=1)
+            for part, matrices in (("k", np.ascontiguousarray(keys.swapaxes(1, 2))), ("v", values)):
+                add_matrix(writer, f"blk.{layer}.attn_{part}_b.weight", matrices, dtype, quantise)
+            continue
+        if architecture in ("gemma4", "mistral4") and name.endswith("gate_up_proj"):
             writer.add_tensor(f"blk.{layer}.ffn_gate_up_exps.weight", array.astype(dtype))
             continue
         if name.endswith("shared_mlp.input_linear.weight"):
@@ -617,6 +650,8 @@ def add_facts(writer, config) -> None:
         writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
     else:
         writer.add_rope_dimension_count(int(config.head_dim * rope.get("partial_rotary_factor", 1.0)))
+    if hasattr(config, "kv_lora_rank"):
+        add_latent_facts(writer, config)
     if hasattr(config, "num_experts_per_tok"):
         writer.add_expert_count(getattr(config, "num_experts", None) or config.num_local_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
@@ -697,6 +732,27 @@ def add_facts(writer, config) -> None:
         writer.add_rope_scaling_factor(rope["factor"])
         if rope["rope_type"] == "yarn":
             writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+
+
+def add_latent_facts(writer, config) -> None:
+    """What its converter writes besides of models with latent attention. That of GLM's scores llama.cpp infers."""
+    if config.q_lora_rank is not None:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    writer.add_key_length(config.kv_lora_rank + config.qk_rope_head_dim)
+    writer.add_value_length(config.kv_lora_rank)
+    writer.add_key_length_mla(config.qk_nope_head_dim + config.qk_rope_head_dim)
+    writer.add_value_length_mla(config.v_head_dim)
+    writer.add_expert_group_count(config.n_group)
+    writer.add_expert_group_used_count(config.topk_group)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    writer.add_expert_weights_norm(config.norm_topk_prob)
+    writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    if config.model_type != "mistral4":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if mscale := config.rope_parameters.get("mscale_all_dim"):
+        writer.add_rope_scaling_yarn_log_mul(0.1 * mscale)
 
 
 def add_gemma3n_facts(writer, config) -> None:

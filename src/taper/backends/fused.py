@@ -60,7 +60,7 @@ class FusedLayers:
             spec.pre_norm
             and not (spec.post_norm or spec.o_bias or spec.has_sinks or spec.score_cap or spec.experts)
             and not (spec.v_norm or spec.keys_are_values or spec.cells_of is not None or spec.output_scale != 1.0)
-            and not (spec.mixer or spec.output_gate or spec.laurel_rank or spec.sparsity)
+            and not (spec.latent or spec.mixer or spec.output_gate or spec.laurel_rank or spec.sparsity)
             and not (spec.head_dim or spec.num_key_value_heads or spec.intermediate_size)
             and spec.qk_norm in ("", "head")
             for spec in config.layers

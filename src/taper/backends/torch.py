@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..adapters import EPS, Adapters
 from ..errors import ModelError, RequestError
-from ..models.config import DeltaNet, Experts, Mamba2, Mixer, ModelConfig, Rope
+from ..models.config import DeltaNet, Experts, LatentAttention, Mamba2, Mixer, ModelConfig, Rope
 from ..models.tensors import Tensor as StoredTensor
 from . import ForwardOutput, Runs, TokenBatch, needed, runs_by_slot
 from .mixers import States, delta_rule, pass_tokens, short_convolution, state_space
@@ -437,6 +437,8 @@ class TorchBackend:
 
     def _gated_queries(self, h: Tensor, layer: int, rotations: Rotations) -> tuple[Tensor, Tensor | None]:
         """The same, and what attention's outputs are multiplied by, [n, heads * head_dim], if they are."""
+        if (latent := self.config.layers[layer].latent) is not None:
+            return self._latent_queries(h, layer, rotations, latent), None
         q, gate = self._projected(h, layer, "q"), None
         if self.config.layers[layer].output_gate:
             q, gate = (half.flatten(1) for half in q.unflatten(1, (self.config.num_attention_heads, 2, -1)).unbind(2))
@@ -469,10 +471,34 @@ class TorchBackend:
 
     def keys_values(self, h: Tensor, layer: int, rotations: Rotations) -> tuple[Tensor, Tensor]:
         """Keys and values, each [n, key-value heads, head_dim], of the first n tokens as in `queries`."""
-        spec, k = self.config.layers[layer], self._projected(h, layer, "k")
+        spec = self.config.layers[layer]
+        if spec.latent is not None:
+            cells = self._latent_cells(h, layer, rotations, spec.latent)
+            return cells, cells
+        k = self._projected(h, layer, "k")
         v = self._heads(k if spec.keys_are_values else self._projected(h, layer, "v"), layer, "v")
         v = F.rms_norm(v, v.shape[-1:], eps=self.config.rms_norm_eps) if spec.v_norm else v
         return self._rotated(self._heads(k, layer, "k"), layer, "k", rotations), v
+
+    def _latent_queries(self, h: Tensor, layer: int, rotations: Rotations, latent: LatentAttention) -> Tensor:
+        """Queries [n, heads, cell_dim] of latents, and of the rotated key beside each."""
+        if latent.q_rank is not None:
+            h = self._norm(self._times(h, layer, "q_a_proj"), f"layers.{layer}.q_a_norm")
+        heads = self._times(h, layer, "q_proj").unflatten(-1, (self.config.num_attention_heads, -1))
+        own, rotated = heads.split((latent.nope_dim, latent.rope_dim), -1)
+        own = torch.einsum("nhd,hrd->nhr", own, self._weights[f"layers.{layer}.latent_queries"])
+        return torch.cat((own, self._rotated(rotated, layer, "q", rotations)), -1)
+
+    def _latent_cells(self, h: Tensor, layer: int, rotations: Rotations, latent: LatentAttention) -> Tensor:
+        """Latents, and the rotated key beside each, [n, 1, cell_dim]."""
+        own, key = self._times(h, layer, "kv_proj").unsqueeze(1).split((latent.kv_rank, latent.rope_dim), -1)
+        own = self._norm(own, f"layers.{layer}.kv_norm")
+        return torch.cat((own, self._rotated(key, layer, "k", rotations)), -1)
+
+    def _latent_values(self, attended: Tensor, layer: int, latent: LatentAttention) -> Tensor:
+        """Values [n, heads * value_dim], of what attention read of cells [n, heads * cell_dim]."""
+        read = attended.unflatten(-1, (-1, latent.cell_dim))[..., : latent.kv_rank]
+        return torch.einsum("nhr,hvr->nhv", read, self._weights[f"layers.{layer}.latent_values"]).flatten(1)
 
     def _projected(self, h: Tensor, layer: int, name: str) -> Tensor:
         """One of q, k, v, before norms."""
@@ -502,6 +528,7 @@ class TorchBackend:
         `given` is what the layer gets besides, [n, layer_input_size].
         """
         name, spec, x = f"layers.{layer}", self.config.layers[layer], expected[:, : self.config.hidden_size]
+        attended = attended if spec.latent is None else self._latent_values(attended, layer, spec.latent)
         projected = self._times(attended, layer, "o_proj" if spec.mixer is None else "out_proj", "o_bias")
         x = self._added(x, projected, f"{name}.post_attention_norm")
         if spec.laurel_rank:

@@ -133,6 +133,29 @@ Mixer = DeltaNet | ShortConvolution | Mamba2
 
 
 @dataclass(frozen=True)
+class LatentAttention:
+    """Attention whose keys and values are products of a latent of each token (MLA, arXiv 2405.04434).
+
+    Cells hold the latent, normed, and a rotated key that all heads share: one head of `cell_dim` numbers, keys and
+    values alike. A matrix of each head turns what is not rotated of its query into one for latents. Of what attention
+    reads, the first `kv_rank` numbers count, and another matrix of the head makes `value_dim` of them. `q_rank`:
+    queries are products of a normed product of this size; None: of the layer's input. Both norms have the epsilon of
+    the model, as in llama.cpp; in transformers, it is 1e-6.
+    """
+
+    q_rank: int | None
+    kv_rank: int
+    rope_dim: int  # of a query, rotated
+    nope_dim: int  # of a query, not rotated; it comes first
+    value_dim: int
+
+    @property
+    def cell_dim(self) -> int:
+        """Numbers in the cell of a token."""
+        return self.kv_rank + self.rope_dim
+
+
+@dataclass(frozen=True)
 class LayerSpec:
     """What a layer computes.
 
@@ -143,8 +166,9 @@ class LayerSpec:
     that takes a share of its attention and gives nothing. `score_cap`: scores are cap * tanh(score / cap), before the
     softmax. `v_norm`: values are normed too, by no weights. `keys_are_values`: before norms and rotation. `cells_of`:
     the layer whose keys and values it attends to; None: it has its own. `output_gate`: attention's outputs are
-    multiplied by the sigmoid of as many numbers, which follow the query in each head. `mixer`: takes the place of
-    attention, and has a state instead of keys and values. `experts`: takes the place of the MLP. `output_scale`:
+    multiplied by the sigmoid of as many numbers, which follow the query in each head. `latent`: what keys and values
+    are made of, if it is not the layer's input. `mixer`: takes the place of attention, and has a state instead of keys
+    and values. `experts`: takes the place of the MLP. `output_scale`:
     multiplies what the layer gives. `laurel_rank`: above 0, a path of this rank runs beside attention, and the sum of
     both is divided by the square root of 2 (LAuReL, arXiv 2411.07501). `sparsity`: the part of the MLP's gates that is
     cut to zero, if they are normally distributed (`gate_cutoff`). `head_dim`, `num_key_value_heads`,
@@ -165,6 +189,7 @@ class LayerSpec:
     keys_are_values: bool = False
     cells_of: int | None = None
     output_gate: bool = False
+    latent: LatentAttention | None = None
     mixer: Mixer | None = None
     experts: Experts | None = None
     output_scale: float = 1.0
@@ -320,6 +345,8 @@ def _layer_shapes(c: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]]
     if spec.mixer is not None:
         shapes = _mixer_shapes(c.hidden_size, spec.mixer)
+    elif spec.latent is not None:
+        shapes = _latent_shapes(c.hidden_size, c.num_attention_heads, spec.latent)
     else:
         shapes = {
             "q_proj": ((1 + spec.output_gate) * q_size, c.hidden_size),
@@ -374,6 +401,20 @@ def _layer_shapes(c: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
         shapes |= {"stream_router": (count, c.hidden_size)}
         shapes |= dict.fromkeys(("stream_router_norm", "correct_scale"), (c.hidden_size,))
     return shapes
+
+
+def _latent_shapes(hidden_size: int, heads: int, latent: LatentAttention) -> dict[str, tuple[int, ...]]:
+    rank, query_size = latent.q_rank, heads * (latent.nope_dim + latent.rope_dim)
+    compressed = {} if rank is None else {"q_a_proj": (rank, hidden_size), "q_a_norm": (rank,)}
+    return {
+        **compressed,
+        "q_proj": (query_size, rank or hidden_size),
+        "kv_proj": (latent.cell_dim, hidden_size),
+        "kv_norm": (latent.kv_rank,),
+        "latent_queries": (heads, latent.kv_rank, latent.nope_dim),
+        "latent_values": (heads, latent.value_dim, latent.kv_rank),
+        "o_proj": (hidden_size, heads * latent.value_dim),
+    }
 
 
 def _mixer_shapes(hidden_size: int, mixer: Mixer) -> dict[str, tuple[int, ...]]:

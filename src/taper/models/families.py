@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import ModelError
-from . import gemma3n, gemma4, granite, lfm2, llama4, qwen35
+from . import gemma3n, gemma4, granite, latent, lfm2, llama4, qwen35
 from .files import Settings, head_size, layers_without_heads
 from .gpt_oss import rearranged
 from .tensors import Tensor, TensorNames
@@ -226,6 +226,25 @@ _GEMMA4_GGUF = {
     "pre_ffw_norm_2.weight": "pre_experts_norm",
     "post_ffw_norm_2.weight": "post_experts_norm",
 }
+_LATENT = {
+    "self_attn.q_a_proj.weight": "q_a_proj",
+    "self_attn.q_a_layernorm.weight": "q_a_norm",
+    "self_attn.q_b_proj.weight": "q_proj",
+    "self_attn.kv_a_proj_with_mqa.weight": "kv_proj",
+    "self_attn.kv_a_layernorm.weight": "kv_norm",
+    "self_attn.k_b_proj.weight": "latent_queries",  # as `latent.rearranged` names them
+    "self_attn.v_b_proj.weight": "latent_values",
+}
+_LATENT_GGUF = {
+    "attn_q_a.weight": "q_a_proj",
+    "attn_q_a_norm.weight": "q_a_norm",
+    "attn_q_b.weight": "q_proj",
+    "attn_kv_a_mqa.weight": "kv_proj",
+    "attn_kv_a_norm.weight": "kv_norm",
+    "attn_k_b.weight": "latent_queries",
+    "attn_v_b.weight": "latent_values",
+    "ffn_gate_up_exps.weight": "gate_experts+up_experts",
+}
 # Fused tensors: the rows of their parts follow each other in this order.
 _QKV, _GATE_UP = "q_proj+k_proj+v_proj", "gate_proj+up_proj"
 _FUSED_MLP, _FUSED_MLP_GGUF = {"mlp.gate_up_proj.weight": _GATE_UP}, {"ffn_up.weight": _GATE_UP}
@@ -372,6 +391,30 @@ _LFM2: dict[str, Any] = {
     "layer_names": _LFM2_LAYER,
     "gguf_layer_names": _LFM2_LAYER_GGUF,
 }
+
+
+def _mistral4_header(settings: Settings) -> dict[str, Any]:
+    # It sharpens attention beyond its original context, which its files do not say.
+    return latent.gguf_settings(settings) | _unless_said(settings, {"llama_4_scaling_beta": 0.1})
+
+
+_LATENT_ATTENTION: dict[str, Any] = {
+    "interleaved": "everywhere",
+    "folder_settings": latent.folder_settings,
+    "layer_facts": latent.layer_facts,
+    "rearranged": latent.rearranged,
+    "layer_names": _PRE_NORMS | _LATENT | _QWEN_EXPERTS | _shared("shared_experts"),
+    "gguf_layer_names": _LATENT_GGUF,
+}
+_LATENT_READS = (*_EXPERTS, "kv_lora_rank", "partial_rotary_factor")
+_DEEPSEEK2: dict[str, Any] = {
+    **_LATENT_ATTENTION,
+    "experts": {"beside": "plain", "scores": "sigmoid", "has_correction": True},
+    "reads": _LATENT_READS,
+    "gguf_settings": latent.gguf_settings,
+}
+_MISTRAL4_ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 128.0, "original_max_position_embeddings": 8192}
+_MISTRAL4_ROPE |= {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
 _MULTIPLIERS = ("attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier")
 
 # By `model_type` of config.json.
@@ -554,6 +597,24 @@ MODEL_TYPES = {
         folder_settings=_ernie4_5_moe_folder,
         layer_names=_PRE_NORMS | _QWEN_EXPERTS | _shared("shared_experts"),
     ),
+    "mistral4": Family(
+        "mistral4",
+        **_LATENT_ATTENTION,
+        experts={"beside": "plain"},
+        reads=(*_LATENT_READS, "llama_4_scaling_beta"),
+        defaults={"first_k_dense_replace": 0, "n_shared_experts": 1, "rope_parameters": _MISTRAL4_ROPE},
+        gguf_settings=_mistral4_header,
+    ),
+    "glm4_moe_lite": Family(
+        "deepseek2",
+        **_DEEPSEEK2,
+        defaults={"first_k_dense_replace": 1, "n_shared_experts": 1, "routed_scaling_factor": 1.8},
+    ),
+    "deepseek_v3": Family(  # those whose experts are not in groups
+        "deepseek2",
+        **_DEEPSEEK2,
+        defaults={"first_k_dense_replace": 3, "n_group": 8, "n_shared_experts": 1, "routed_scaling_factor": 2.5},
+    ),
     "lfm2": Family("lfm2", **_LFM2),
     "lfm2_moe": Family("lfm2moe", **_LFM2, experts={"scores": "sigmoid", "has_correction": True}, reads=_EXPERTS),
     "llama4_text": Family(
@@ -661,6 +722,7 @@ SWITCHES: dict[str, Any] = {
     **dict.fromkeys(("attention_chunk_size", "attention_multiplier", "attn_logit_softcapping", "clip_qkv")),
     **dict.fromkeys(("final_logit_softcapping", "logit_scale", "no_rope_layer_interval", "no_rope_layers")),
     **dict.fromkeys(("llama_4_scaling_beta", "query_pre_attn_scalar", "rope_local_base_freq")),
+    "kv_lora_rank": None,
     **dict.fromkeys(("swiglu_alpha", "swiglu_limit")),
     **dict.fromkeys(("attn_temperature_tuning", "mlp_bias", "use_bidirectional_attention", "use_qk_norm"), False),
     **dict.fromkeys(("hidden_size_per_layer_input", "num_experts", "num_kv_shared_layers", "num_local_experts"), 0),

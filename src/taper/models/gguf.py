@@ -31,13 +31,17 @@ _KEYS = {
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": "head_dim",
+    "attention.key_length_mla": "qk_head_dim",
     "attention.key_length_swa": "sliding_head_dim",
+    "attention.kv_lora_rank": "kv_lora_rank",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.q_lora_rank": "q_lora_rank",
     "attention.scale": "attention_multiplier",
     "attention.shared_kv_layers": "num_kv_shared_layers",
     "attention.sliding_window": "sliding_window",
     "attention.sliding_window_pattern": "sliding_window_pattern",
     "attention.temperature_scale": "llama_4_scaling_beta",
+    "attention.value_length_mla": "v_head_dim",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "embedding_length_per_layer_input": "hidden_size_per_layer_input",
     "embedding_scale": "embedding_multiplier",
@@ -84,6 +88,7 @@ _OTHER = {
     "attention.causal",
     "attention.value_length",
     "attention.value_length_swa",
+    "expert_group_used_count",  # of more than one, which is an error
     "rope.dimension_sections",  # of positions in pictures; in text, all are the same
     "tensor_data_layout",
     "vocab_size",
@@ -173,7 +178,8 @@ def _settings(metadata: Settings, architecture: str, family: Family, tensors: di
     if header.get("attention.causal", True) is not True:
         raise ModelError(f"{source} holds a model without causal attention", "it does not generate text")
     local = header.get("attention.key_length_swa")
-    for key, head_dim in (("attention.value_length", head_size(settings)), ("attention.value_length_swa", local)):
+    values_dim = values["kv_lora_rank"] or head_size(settings)  # of cells of latents, the first numbers
+    for key, head_dim in (("attention.value_length", values_dim), ("attention.value_length_swa", local)):
         if header.get(key, head_dim) != head_dim:
             raise ModelError(f"{source}: keys and values must both have {head_dim} dimensions")
     if "embed_tokens" not in tensors:

@@ -15,7 +15,7 @@ import numpy as np
 
 from ...adapters import EPS, Adapters
 from ...errors import ModelError
-from ...models.config import DeltaNet, Experts, Mamba2, Mixer, ModelConfig
+from ...models.config import DeltaNet, Experts, LatentAttention, Mamba2, Mixer, ModelConfig
 from .. import Runs
 from . import streams
 from .cache import KeyValueCache
@@ -432,18 +432,25 @@ class Graph:
 
     def _write_cells(self, h: Any, layer: int) -> None:
         """Write keys and values of h [hidden_size, n], the first n tokens."""
-        context, config = self._context.pointer, self._model.config
-        (keys, values), spec, sizes = self._model.cache[layer], config.layers[layer], config.sizes(layer)
-        heads, width, count = sizes.num_key_value_heads, sizes.cell_width, h.contents.ne[1]
-        k = self._projected(h, layer, "k")
-        v = k if spec.keys_are_values else self._projected(h, layer, "v")
-        v = self._in_heads(v, layer, "v", heads)
-        v = ggml.rms_norm(context, v, config.rms_norm_eps) if spec.v_norm else v
-        k = self._rotated(self._in_heads(k, layer, "k", heads), layer, "k")
+        context, (keys, values), (k, v) = self._context.pointer, self._model.cache[layer], self._keys_values(h, layer)
+        width, count = self._model.config.sizes(layer).cell_width, h.contents.ne[1]
         cells = ggml.view_1d(context, self._inputs["cells"], count, 0)
         self._run(ggml.set_rows(context, keys, ggml.reshape_2d(context, k, width, count), cells))
         elements = ggml.view_1d(context, self._inputs[self.elements[width]], count * width, 0)
         self._run(ggml.set_rows(context, values, ggml.reshape_2d(context, v, 1, count * width), elements))
+
+    def _keys_values(self, h: Any, layer: int) -> tuple[Any, Any]:
+        """Keys and values, each [head_dim, key-value heads, n], of h [hidden_size, n], the first n tokens."""
+        config = self._model.config
+        spec, heads = config.layers[layer], config.sizes(layer).num_key_value_heads
+        if spec.latent is not None:
+            cells = self._latent_cells(h, layer, spec.latent)
+            return cells, cells
+        k = self._projected(h, layer, "k")
+        v = k if spec.keys_are_values else self._projected(h, layer, "v")
+        v = self._in_heads(v, layer, "v", heads)
+        v = ggml.rms_norm(self._context.pointer, v, config.rms_norm_eps) if spec.v_norm else v
+        return self._rotated(self._in_heads(k, layer, "k", heads), layer, "k"), v
 
     def _write_states(self, h: Any, layer: int, first: int) -> None:
         """Leave h [hidden_size, n], the tokens from `first` on, in the place of their keys."""
@@ -454,11 +461,10 @@ class Graph:
     def _attention(self, h: Any, layer: int) -> Any:
         """Let the first tokens, h [hidden_size, active], attend; returns [hidden_size, active]."""
         context, config, active = self._context.pointer, self._model.config, h.contents.ne[1]
-        spec, q = config.layers[layer], self._projected(h, layer, "q")
-        q, gate = self._halves(q, layer) if spec.output_gate else (q, None)
-        q = self._rotated(self._in_heads(q, layer, "q", config.num_attention_heads), layer, "q")
+        spec, (q, gate) = config.layers[layer], self._gated_queries(h, layer)
         mask, (_, head, token) = self._inputs[self.windows[spec.window]], q.contents.nb[:3]
-        outputs, sinks = None, self._model.weights.get(f"layers.{layer}.sinks")
+        outputs: Any = None
+        sinks = self._model.weights.get(f"layers.{layer}.sinks")
         for slot, count, first, end in _side_by_side(self._key.runs, active):
             rows = (end - first) // count  # of each slot
             sizes, strides = (*q.contents.ne[:2], rows, count), (head, token, rows * token)
@@ -469,10 +475,21 @@ class Graph:
             out = attend(queries, *cached, visible, spec.attention_scale, spec.score_cap, sinks)
             out = ggml.reshape_3d(context, out, *q.contents.ne[:2], end - first)
             outputs = out if outputs is None else ggml.concat(context, outputs, out, 2)
-        outputs = ggml.reshape_2d(context, outputs, math.prod(q.contents.ne[:2]), active)
+        if spec.latent is not None:
+            outputs = self._latent_values(outputs, layer, spec.latent)
+        outputs = ggml.reshape_2d(context, outputs, math.prod(outputs.contents.ne[:2]), active)
         if gate is not None:
             outputs = ggml.mul(context, outputs, ggml.sigmoid(context, gate))
         return self._plus_bias(self._times(outputs, layer, "o_proj"), layer, "o")
+
+    def _gated_queries(self, h: Any, layer: int) -> tuple[Any, Any]:
+        """Queries [head_dim, heads, n] of h [hidden_size, n], and the gates of what they read, where there are some."""
+        spec = self._model.config.layers[layer]
+        if spec.latent is not None:
+            return self._latent_queries(h, layer, spec.latent), None
+        q = self._projected(h, layer, "q")
+        q, gate = self._halves(q, layer) if spec.output_gate else (q, None)
+        return self._rotated(self._in_heads(q, layer, "q", self._model.config.num_attention_heads), layer, "q"), gate
 
     def _halves(self, x: Any, layer: int) -> tuple[Any, Any]:
         """The queries and the gates of x [2 * heads * head_dim, n]: both [heads * head_dim, n]."""
@@ -483,6 +500,43 @@ class Graph:
         views = (ggml.view_4d(context, x, dim, heads, count, 1, *strides, first) for first in (0, dim * item))
         q, gate = (ggml.reshape_2d(context, ggml.cont(context, part), dim * heads, count) for part in views)
         return q, gate
+
+    def _latent_queries(self, h: Any, layer: int, latent: LatentAttention) -> Any:
+        """Queries [cell_dim, heads, n] of latents, and of the rotated key beside each."""
+        if latent.q_rank is not None:
+            h = self._norm(self._times(h, layer, "q_a_proj"), f"layers.{layer}.q_a_norm")
+        heads, sizes = self._model.config.num_attention_heads, (latent.nope_dim, latent.rope_dim)
+        own, rotated = self._two_parts(self._times(h, layer, "q_proj"), heads, *sizes)
+        return ggml.concat(
+            self._context.pointer, self._by_head(own, layer, "latent_queries"), self._rotated(rotated, layer, "q"), 0
+        )
+
+    def _latent_cells(self, h: Any, layer: int, latent: LatentAttention) -> Any:
+        """Latents, and the rotated key beside each: [cell_dim, 1, n]."""
+        own, key = self._two_parts(self._times(h, layer, "kv_proj"), 1, latent.kv_rank, latent.rope_dim)
+        own = self._norm(own, f"layers.{layer}.kv_norm")
+        return ggml.concat(self._context.pointer, own, self._rotated(key, layer, "k"), 0)
+
+    def _latent_values(self, attended: Any, layer: int, latent: LatentAttention) -> Any:
+        """Values [value_dim, heads, n], of what attention read of cells [cell_dim, heads, n]."""
+        (_, head, token), sizes = attended.contents.nb[:3], attended.contents.ne[1:3]
+        read = ggml.view_3d(self._context.pointer, attended, latent.kv_rank, *sizes, head, token, 0)
+        return self._contiguous(self._by_head(read, layer, "latent_values"))
+
+    def _two_parts(self, x: Any, heads: int, first: int, second: int) -> tuple[Any, Any]:
+        """The parts of each head of x [heads * (first + second), n]: [first, heads, n] and [second, heads, n]."""
+        context, count, (item, row) = self._context.pointer, x.contents.ne[1], x.contents.nb[:2]
+        head = (first + second) * item
+        return (
+            ggml.view_3d(context, x, first, heads, count, head, row, 0),
+            ggml.view_3d(context, x, second, heads, count, head, row, first * item),
+        )
+
+    def _by_head(self, x: Any, layer: int, name: str) -> Any:
+        """Each head of x [size, heads, n] times its own matrix: [other size, heads, n], not contiguous."""
+        context, matrices = self._context.pointer, self._model.weights[f"layers.{layer}.{name}"]
+        out = ggml.mul_mat(context, matrices, ggml.permute(context, x, 0, 2, 1, 3))
+        return ggml.permute(context, out, 0, 2, 1, 3)
 
     def _mixed(self, h: Any, layer: int, mixer: Mixer) -> Any:
         """Let the first tokens, h [hidden_size, active], pass through a recurrent layer; the same of its outputs."""

@@ -142,6 +142,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "reshape_4d": (*_OF_ONE, c_int64, c_int64, c_int64, c_int64),
     "view_1d": (*_OF_ONE, c_int64, c_size_t),
     "view_2d": (*_OF_ONE, c_int64, c_int64, c_size_t, c_size_t),
+    "view_3d": (*_OF_ONE, c_int64, c_int64, c_int64, c_size_t, c_size_t, c_size_t),
     "view_4d": (*_OF_ONE, c_int64, c_int64, c_int64, c_int64, c_size_t, c_size_t, c_size_t, c_size_t),
     "rope_ext": (*_OF_THREE, c_int, c_int, c_int, *(c_float,) * 6),
     "flash_attn_ext": (*_OF_THREE, _T, c_float, c_float, c_float),

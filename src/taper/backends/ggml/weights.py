@@ -133,7 +133,9 @@ class Weights:
 
             # Copied while the file is in memory: reading one later would bring back the pages around it.
             vectors = {name: read(name) for name, tensor in tensors.items() if len(tensor.shape) == 1}
-            multiplied = {name: tensors[name] for name in shapes if name != "embed_tokens" and repack != "never"}
+            # Neither the embeddings nor the matrices that each head has of its own are multiplied in another layout.
+            plain = ("embed_tokens", "latent_queries", "latent_values")
+            multiplied = {name: tensors[name] for name in shapes if not name.endswith(plain) and repack != "never"}
             self._repacked = RepackedMatrices(multiplied, types, read, loaded, threads, kept=second)
             self._tensors = dict(self._repacked.tensors)
             rest = [name for name in tensors if name not in self._tensors]
