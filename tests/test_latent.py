@@ -8,8 +8,18 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import BACKENDS, FAMILIES, complete, make_backend, make_tiny, one_slot, random_prompt, reference_ids
-from tiny import write_gguf as write
+from tiny import (
+    BACKENDS,
+    FAMILIES,
+    assert_llama_cpp_agrees,
+    complete,
+    make_backend,
+    make_tiny,
+    one_slot,
+    random_prompt,
+    reference_ids,
+    write_gguf,
+)
 
 from taper.backends.ggml import GgmlBackend
 from taper.engine import Engine
@@ -54,7 +64,7 @@ def test_contexts_end_where_attention_would_be_sharper(tmp_path, kind):
 
 
 def test_files_that_do_not_say_that_attention_sharpens_have_the_same_context(tmp_path):
-    write(tmp_path / "tiny.gguf", make(tmp_path, MISTRAL4))
+    write_gguf(tmp_path / "tiny.gguf", make(tmp_path, MISTRAL4))
     assert "mistral4.attention.temperature_scale" not in read_gguf(tmp_path / "tiny.gguf")[0]
     for path in (tmp_path, tmp_path / "tiny.gguf"):
         assert load_model(path).config.max_position_embeddings == 256
@@ -62,7 +72,7 @@ def test_files_that_do_not_say_that_attention_sharpens_have_the_same_context(tmp
 
 @pytest.mark.parametrize("name", [MISTRAL4, GLM, "deepseek v3 without groups"])
 def test_folders_and_files_hold_the_same_model(tmp_path, name):
-    write(tmp_path / "tiny.gguf", make(tmp_path, name))
+    write_gguf(tmp_path / "tiny.gguf", make(tmp_path, name))
     folder, file = load_model(tmp_path), load_model(tmp_path / "tiny.gguf")
     assert folder.config.layers == file.config.layers
     assert all(np.array_equal(tensor.data, file.tensors[key].data) for key, tensor in folder.tensors.items())
@@ -133,6 +143,13 @@ def test_settings_that_do_not_run_are_refused(tmp_path, changed, says):
     assert says in error.value.message
 
 
+@pytest.mark.ci
+def test_llama_cpp_scales_the_attention_of_deepseek_alike(tmp_path):
+    """It loads such a model only if its queries are compressed; its two scales of YaRN are not 1 here."""
+    write_gguf(tmp_path / "tiny.gguf", make(tmp_path, "deepseek v3 without groups", q_lora_rank=24))
+    assert_llama_cpp_agrees(tmp_path / "tiny.gguf")
+
+
 def test_other_models_cannot_have_latents(tmp_path):
     folder = make_tiny(tmp_path).folder
     config = json.loads((folder / "config.json").read_text())
@@ -145,6 +162,8 @@ def test_other_models_cannot_have_latents(tmp_path):
     ("header", "says"),
     [
         ({"key_length_mla": None, "value_length_mla": None}, "before it kept keys and values apart"),
+        ({"key_length": 48}, "attention.key_length is 48; with latent attention it must be 64"),
+        ({"head_count_kv": 4}, "attention.head_count_kv is 4; with latent attention it must be 1"),
         ({"value_length": 40}, "keys and values must both have 48 dimensions"),
     ],
 )
@@ -155,6 +174,6 @@ def test_headers_that_do_not_run_are_refused(tmp_path, monkeypatch, header, says
         add = getattr(gguf.GGUFWriter, f"add_{key}")
         change = (lambda *_: None) if value is None else (lambda writer, _, add=add, value=value: add(writer, value))
         monkeypatch.setattr(gguf.GGUFWriter, f"add_{key}", change)
-    write(tmp_path / "tiny.gguf", make(tmp_path, GLM))
+    write_gguf(tmp_path / "tiny.gguf", make(tmp_path, GLM))
     with pytest.raises(ModelError, match=says):
         load_model(tmp_path / "tiny.gguf")

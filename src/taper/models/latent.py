@@ -81,6 +81,9 @@ def _latent(settings: Settings) -> LatentAttention:
 def layer_facts(settings: Settings, windows: Sequence[int | None], tensors: dict[str, Tensor]) -> list[dict[str, Any]]:
     """The fields of each `LayerSpec` that other families do not have."""
     latent = _latent(settings)
+    for key, expected in (("head_dim", latent.cell_dim), ("num_key_value_heads", 1)):  # of cells
+        if settings.get(key, int) != expected:
+            raise settings.error(key, f"with latent attention it must be {expected}")
     scale = (latent.nope_dim + latent.rope_dim) ** -0.5 * _sharpness(settings) ** 2
     return [{"latent": latent, "attention_scale": scale}] * len(windows)
 
