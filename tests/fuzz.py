@@ -12,10 +12,12 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import json
+import math
 import os
 import random
 import resource
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -28,6 +30,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import gguf
+
 from taper.backends import open_backend
 from taper.engine import Engine, Request
 from taper.errors import TaperError
@@ -38,6 +42,7 @@ from taper.policy import DepthPolicy
 from taper.sampling import SamplingParams
 
 SECONDS, MEMORY = 60, 4 << 30  # that a case may take, and its process
+ODD_FLOATS = [int.from_bytes(struct.pack("<f", x), "little") for x in (math.nan, math.inf, -1.0, 0.3, 1e38, 1e-45)]
 HUGE = [0, 1, 3, 127, 1 << 31, 1 << 40, 1 << 63, (1 << 64) - 1]
 DEEP = "nested deeply"  # stands for a list in a list, 50,000 times
 VALUES = [
@@ -45,7 +50,7 @@ VALUES = [
     *(float("nan"), float("inf"), "", "a", "x" * 100_000, "\x1b[31mred\x07", "\u202e", "\ud800", "\0", "llama"),
     *(DEEP, [], {}, [[]], [None], [1, "a"]),
 ]
-KINDS = ("gguf", "config", "safetensors", "tokenizer", "policy", "adapters")
+KINDS = ("gguf", "header", "config", "safetensors", "tokenizer", "policy", "adapters")
 CONFIG_KEYS = [
     *("rope_scaling", "rope_parameters", "quantization_config", "layer_types", "sliding_window", "use_sliding_window"),
     *("hidden_act", "partial_rotary_factor", "mlp_bias", "attention_bias", "head_dim", "eos_token_id"),
@@ -73,6 +78,20 @@ def mutated(data: bytes, rng: random.Random, header: int | None = None) -> bytes
         ]
         data = data[:at] + rng.choice(changes) + data[at + size :]
     return data[: rng.randrange(header)] if rng.random() < 0.05 else data
+
+
+def with_other_facts(path: Path, rng: random.Random) -> bytes:
+    """A GGUF file with other values at one to three of its architecture's keys, or without these keys."""
+    data, fields = bytearray(path.read_bytes()), gguf.GGUFReader(path).fields
+    prefix = f"{fields['general.architecture'].contents()}."
+    facts = [field for name, field in fields.items() if name.startswith(prefix)]
+    for field in rng.sample(facts, rng.randint(1, 3)):
+        index = rng.choice([1, *field.data, *field.data])  # 1: the name of the key
+        at, size = field.offset + sum(part.nbytes for part in field.parts[:index]), field.parts[index].nbytes
+        old = int.from_bytes(data[at : at + size], "little")
+        new = rng.choice([old + 1, old - 1, 2 * old, old // 2, *HUGE, *ODD_FLOATS, rng.getrandbits(64)])
+        data[at : at + size] = (new % (1 << 8 * size)).to_bytes(size, "little")
+    return bytes(data)
 
 
 def restructured(data: Any, rng: random.Random, keys: Sequence[str]) -> Any:
@@ -145,6 +164,10 @@ class Cases:
         header = data.rindex(b".weight") + 40
         changed = with_odd_numbers(data, header + 32, rng) if rng.random() < 0.2 else mutated(data, rng, header)
         return self.load(self.write("mutated.gguf", changed))
+
+    def header(self, rng: random.Random) -> Counter:
+        path = rng.choice(sorted(self.folder.glob("*.gguf")))
+        return self.load(self.write("mutated.gguf", with_other_facts(path, rng)))
 
     def config(self, rng: random.Random) -> Counter:
         folders = {file.parent.name for file in self.folder.glob("*/config.json")} - {"bf16"}

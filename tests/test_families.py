@@ -14,6 +14,7 @@ from tiny import (
     BACKENDS,
     FAMILIES,
     NOT_IN_GGUF,
+    PLAIN,
     assert_llama_cpp_agrees,
     complete,
     make_backend,
@@ -49,30 +50,35 @@ RARE += ("granite 4 h, two groups", "deepseek v3 without groups")
 NAMED = [pytest.param(name, marks=pytest.mark.ci) if name in RARE else name for name in FAMILIES]
 
 
-@pytest.fixture(scope="module", params=NAMED)
-def family(request, tmp_path_factory) -> SimpleNamespace:
-    """A tiny model, and what transformers makes of the prompts under a policy."""
-    architecture, options = FAMILIES[request.param]
-    tiny = make_tiny(tmp_path_factory.mktemp("family"), architecture, **options)
+def make_family(folder, name: str, prompts: list[list[int]], tokens: int) -> SimpleNamespace:
+    """A tiny model, and what transformers makes of prompts of one length under a policy."""
+    architecture, options = (PLAIN | FAMILIES)[name]
+    tiny = make_tiny(folder, architecture, **options)
     layers = tiny.hf.config.num_hidden_layers
     chosen = {"full": DepthPolicy.full(layers), **{name: policies(layers)[name] for name in CHOSEN}}
 
     @cache
     def expected(name: str) -> list[list[int]]:
-        ids = torch.tensor(PROMPTS)
+        ids = torch.tensor(prompts)
         custom = {} if name == "full" else {"custom_generate": taper.hf.custom_generate(chosen[name])}
         mask = torch.ones_like(ids)
-        out = tiny.hf.generate(ids, attention_mask=mask, max_new_tokens=TOKENS, do_sample=False, **custom)
+        out = tiny.hf.generate(ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False, **custom)
         return out[:, ids.shape[1] :].tolist()
 
-    options = {"context_length": CONTEXTS.get(request.param, 512)}
-    return SimpleNamespace(name=request.param, tiny=tiny, policies=chosen, expected=expected, options=options)
+    given = {"prompts": prompts, "tokens": tokens, "options": {"context_length": CONTEXTS.get(name, 512)}}
+    return SimpleNamespace(name=name, tiny=tiny, policies=chosen, expected=expected, **given)
 
 
-def completed(family, kind, loaded, name) -> list[list[int]]:
-    """All prompts in one batch."""
-    backend = make_backend(kind, loaded, num_slots=len(PROMPTS), **family.options)
-    return complete(Engine(backend), PROMPTS, [family.policies[name]] * len(PROMPTS), TOKENS)
+@pytest.fixture(scope="module", params=NAMED)
+def family(request, tmp_path_factory) -> SimpleNamespace:
+    return make_family(tmp_path_factory.mktemp("family"), request.param, PROMPTS, TOKENS)
+
+
+def completed(family, kind, loaded, name, **options) -> list[list[int]]:
+    """All prompts in one batch; `options` are those of the engine."""
+    backend = make_backend(kind, loaded, num_slots=len(family.prompts), **family.options)
+    chosen = [family.policies[name]] * len(family.prompts)
+    return complete(Engine(backend, **options), family.prompts, chosen, family.tokens)
 
 
 @BACKENDS

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -820,7 +821,7 @@ def make_backend(kind: str, loaded, **options):
     return TorchBackend(loaded.config, loaded.tensors, dtype="f32", device="cpu", **options)
 
 
-def assert_llama_cpp_agrees(path: Path) -> None:
+def assert_llama_cpp_agrees(path: Path, prompts: Sequence[list[int]] = (), tokens: int = 32) -> None:
     """Full depth gives the greedy tokens of llama.cpp, all in f32; skips the test where it is not installed."""
     llama_cpp = pytest.importorskip("llama_cpp")
     theirs = llama_cpp.Llama(str(path), n_ctx=256, n_threads=1, verbose=False, type_k=0, type_v=0)
@@ -828,10 +829,9 @@ def assert_llama_cpp_agrees(path: Path) -> None:
     backend, full = make_backend("ggml", loaded), DepthPolicy.full(loaded.config.num_hidden_layers)
     backend._model = replace(backend._model, exact=False)  # gelu from a table of f16, as there
     engine = Engine(backend)
-    for seed in range(4):
-        prompt = random_prompt(seed)
-        steps = zip(theirs.generate(prompt, temp=0.0, repeat_penalty=1.0), range(32), strict=False)
-        assert complete(engine, [prompt], [full], 32) == [[token for token, _ in steps]]
+    for prompt in prompts or map(random_prompt, range(4)):
+        steps = zip(theirs.generate(prompt, temp=0.0, repeat_penalty=1.0), range(tokens), strict=False)
+        assert complete(engine, [prompt], [full], tokens) == [[token for token, _ in steps]]
 
 
 def random_prompt(seed: int, length: int = 23) -> list[int]:
