@@ -34,6 +34,30 @@ def test_each_library_that_is_installed_passes_its_checks(place):
     assert str(place.folder) in result.stdout
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the names are those of wheels for Linux")
+def test_names_that_a_wheel_made_unique_are_found(tmp_path):
+    for file, name in zip(library._files(PLACE.folder), ("ggml-base", "ggml-cpu", "ggml"), strict=False):
+        if "xllamacpp" in file.name:
+            pytest.skip("its libraries are one file")
+        (tmp_path / f"lib{name}-82914aef.so.0.27.0").symlink_to(file)
+    result = used(tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert str(tmp_path) in result.stdout
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the names are those of Linux")
+def test_libraries_of_devices_are_told_from_those_of_processors(tmp_path):
+    for name in ("-base-82914aef", "-cpu-0786c92d", "-2f623e0b", "-vulkan-4062e2a6", "-cuda", "-cpu-haswell"):
+        (tmp_path / f"libggml{name}.so").touch()
+    (tmp_path / "libllama-af9aab63.so").touch()
+    assert [path.name for path in library._device_files(tmp_path)] == ["libggml-cuda.so", "libggml-vulkan-4062e2a6.so"]
+
+
+def test_a_device_is_called_by_what_it_is_programmed_with():
+    names = {"Vulkan0": "vulkan", "CUDA1": "cuda", "MTL0": "metal", "Metal": "metal", "ROCm0": "rocm", "SYCL0": "sycl"}
+    assert {name: library.Device(0, name, "a card", (1, 2)).kind for name in names} == names
+
+
 def test_loading_leaves_no_threads_behind():
     """OpenMP's would slow down every later step: a server then took 1.7 times as long for a token."""
     code = (
@@ -60,6 +84,7 @@ def test_a_folder_without_a_library_is_told_in_one_line(tmp_path):
         ("FIRST_TESTED", (0, 99), "tested are 0.99"),
         ("FIRST_UNTESTED", (0, 1), "not including, 0.1"),
         ("_OBJECT_SIZE", 40, "not laid out"),
+        ("_AFTER_NAME", 24, "not laid out"),
         ("WEIGHT_TYPES", {**WEIGHT_TYPES, "Q4_0": (2, 32, 20)}, "Q4_0 has other blocks"),
         ("_FUNCTIONS", {"no_such_function": (None,)}, "no ggml_no_such_function"),
     ],

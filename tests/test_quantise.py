@@ -183,8 +183,8 @@ def test_quantised_matrices_are_repacked(wide, dtype):
         open_backend(load_model(wide.folder), device="cpu", dtype=dtype, context_length=64, threads=2, repack=repack)
         for repack in ("always", "never")
     )
-    assert not plain._model.weights._repacked.tensors
-    if not packed._model.weights._repacked.tensors:
+    assert not plain._model.weights._copied.tensors
+    if not packed._model.weights._copied.tensors:
         pytest.skip(f"this processor has no layout for {dtype}")
     ours, theirs = (all_logits(backend, random_prompt(2)).ravel() for backend in (packed, plain))
     assert np.corrcoef(ours, theirs)[0, 1] > 0.9999

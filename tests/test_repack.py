@@ -26,7 +26,7 @@ def weights(dtype: str) -> dict[str, Tensor]:
 
 
 def taken(backend: GgmlBackend) -> set[str]:
-    return set(backend._model.weights._repacked.tensors)
+    return set(backend._model.weights._copied.tensors)
 
 
 def check_agreement(one: GgmlBackend, other: GgmlBackend, length: int) -> None:

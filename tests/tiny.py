@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -34,8 +35,10 @@ torch.set_num_threads(1)
 
 TOKENS = 28  # in which the curves of `policies` fall as far as they matter
 CONTEXT = 512
-EVERY_BACKEND = pytest.mark.parametrize("kind", ["ggml", "torch"])
-BACKENDS = pytest.mark.parametrize("kind", ["ggml", pytest.param("torch", marks=pytest.mark.ci)])
+# With $TAPER_TEST_DEVICE, such as vulkan, what is tested on both backends is tested on that device of ggml's too.
+DEVICES = [name] if (name := os.environ.get("TAPER_TEST_DEVICE")) else []
+EVERY_BACKEND = pytest.mark.parametrize("kind", ["ggml", *DEVICES, "torch"])
+BACKENDS = pytest.mark.parametrize("kind", ["ggml", *DEVICES, pytest.param("torch", marks=pytest.mark.ci)])
 
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -814,11 +817,14 @@ def add_gemma4_facts(writer, config) -> None:
 
 def make_backend(kind: str, loaded, **options):
     options = {"num_slots": 1, "context_length": CONTEXT} | options
-    if kind == "ggml":
-        from taper.backends.ggml import GgmlBackend  # tests/vllm shares this file, where ggml is not installed
+    if kind == "torch":
+        return TorchBackend(loaded.config, loaded.tensors, dtype="f32", device="cpu", **options)
+    from taper.backends.ggml import GgmlBackend  # tests/vllm shares this file, where ggml is not installed
+    from taper.backends.ggml.library import ggml
 
-        return GgmlBackend(loaded.config, loaded.tensors, dtype="f32", kv_dtype="f32", threads=1, **options)
-    return TorchBackend(loaded.config, loaded.tensors, dtype="f32", device="cpu", **options)
+    options |= {"dtype": "f32", "kv_dtype": "f32", "threads": 1}
+    device = None if kind == "ggml" else ggml.device(kind)
+    return GgmlBackend(loaded.config, loaded.tensors, device=device, **options)
 
 
 def assert_llama_cpp_agrees(path: Path, prompts: Sequence[list[int]] = (), tokens: int = 32) -> None:

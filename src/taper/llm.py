@@ -103,7 +103,8 @@ class LLM:
 
     Args:
         model: a name or a hub id (ORG/MODEL), fetched if it is not here yet, a GGUF file or a Hugging Face folder.
-        device: "cpu" (ggml), "cuda" (PyTorch), or "auto": cuda if PyTorch and a GPU are there.
+        device: "cpu" (ggml), "cuda" (PyTorch), "auto": cuda if PyTorch and a GPU are there, or another device that
+            the ggml library has, such as "vulkan", "metal" or "vulkan1".
         dtype: "f32", "f16", "bf16" to convert the weights; on a CPU "q8_0", "q6_k", "q4_k", "iq4_nl", "q4_0" to
             quantise them; "auto" uses them as they are (bf16 as f16 on a CPU).
         context: tokens that prompt and output may have together; default 4096, or the model's limit if lower.

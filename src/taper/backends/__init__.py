@@ -165,7 +165,8 @@ def open_backend(
     one_of("dtype", dtype, DTYPES)
     one_of("repack", repack, REPACK)
     one_of("head", head, HEADS)
-    if choose_device(device) == "cpu":
+    chosen = choose_device(device)
+    if chosen == "cpu":
         from .ggml import GgmlBackend
         from .ggml.shortlist import kept_preview
 
@@ -185,11 +186,25 @@ def open_backend(
         backend.set_head(head, model, dtype, kept.result(), progress)
         return backend
     if repack != REPACK[0]:
-        raise RequestError("repack is for CPUs; it does nothing on cuda", "leave it out")
+        raise RequestError(f"repack is for CPUs; it does nothing on {chosen}", "leave it out")
     if threads is not None:
-        raise RequestError("threads does nothing on cuda", "leave it out")
+        raise RequestError(f"threads does nothing on {chosen}", "leave it out")
     if head == "shortlist":
-        raise RequestError("head shortlist is for CPUs; on cuda the whole head is computed", "leave it out")
+        raise RequestError(f"head shortlist is for CPUs; on {chosen} the whole head is computed", "leave it out")
+    if chosen != "cuda":
+        from .ggml import GgmlBackend
+        from .ggml.library import ggml
+
+        return GgmlBackend(
+            model.config,
+            model.tensors,
+            device=ggml.device(chosen),
+            num_slots=num_slots,
+            context_length=context_length,
+            dtype=None if dtype == "auto" else dtype,
+            kv_dtype="f32" if dtype in ("f32", "bf16") else "f16",
+            progress=progress,
+        )
     try:
         import torch
 
@@ -214,12 +229,18 @@ def no_room(num_slots: int, context_length: int) -> RequestError:
 
 
 def choose_device(device: str) -> str:
-    """The device to use on this machine: for "auto", cuda if PyTorch and a GPU are there, else cpu.
+    """The device to use on this machine: "cpu", "cuda" for PyTorch, or the name of one of ggml's.
+
+    For "auto", cuda if PyTorch and a GPU are there, else cpu.
 
     Raises:
         RequestError: there is no such device.
     """
-    if one_of("device", device, DEVICES) != "auto":
+    if device not in DEVICES:
+        from .ggml.library import ggml
+
+        return ggml.device(device).name
+    if device != "auto":
         return device
     driver = find_library("nvcuda") if sys.platform == "win32" else Path("/proc/driver/nvidia").exists()
     if not driver:  # saves importing torch on machines without a GPU

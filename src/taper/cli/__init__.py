@@ -51,6 +51,8 @@ def _version(context: click.Context, parameter: click.Parameter, wanted: bool) -
     built = ggml.features()
     click.echo(f"taper {metadata.version('taper-llm')}, {ggml}")
     click.echo(f"{ggml.place.folder}, built with {', '.join(name for name in built if built[name])}")
+    for device in ggml.devices:
+        click.echo(f"--device {device.name.lower()}: {device}")
     layouts = {dtype: layout_for_many(dtype, available_threads()) for dtype in WEIGHT_TYPES}
     if two := in_words({dtype: layout for dtype, layout in layouts.items() if layout is not None}):
         click.echo(f"two layouts, with --repack auto: {two}")

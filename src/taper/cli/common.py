@@ -30,7 +30,12 @@ OF_MODELS = ("model", "device", "dtype", "context", "threads", "repack", "head",
 
 MODEL = click.option("-m", "--model", metavar="MODEL", help="Name, file, folder, or ORG/MODEL:TYPE of the hub.")
 THREADS = click.option("-t", "--threads", type=int, help="CPU threads. Default: the cores this process may use.")
-DEVICE = click.option("--device", type=click.Choice(DEVICES), default="auto")
+DEVICE = click.option(
+    "--device",
+    default="auto",
+    metavar=f"[{'|'.join(DEVICES)}|NAME]",
+    help="Where the model runs; NAME is one that taper --version lists, or vulkan, metal and so on.",
+)
 DTYPE = click.option(
     "--dtype", type=click.Choice(DTYPES), default="auto", help="Convert or quantise weights when loading."
 )

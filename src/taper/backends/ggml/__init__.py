@@ -1,4 +1,4 @@
-"""The CPU backend: ggml's kernels on weights that stay in the mapped file, or are repacked for the processor.
+"""The ggml backend: on a CPU, weights stay in the mapped file or are repacked for it; on a device, they lie there.
 
 A graph is prepared once for each `GraphKey` (which tokens run which layers, slots, rows of logits, cells read) and
 kept; a forward then sets its inputs and computes. Knows neither policies nor text.
@@ -43,15 +43,17 @@ from .. import ForwardOutput, TokenBatch, available_threads, needed, runs_by_slo
 from ..passing import PassingStates
 from ..states import Passage, StateRecords
 from .cache import KeyValueCache
+from .devices import DeviceCompute
 from .graph import Graph, GraphKey, Model
 from .layouts import seconds
-from .library import STATUS_ABORTED, STATUS_SUCCESS, AbortCallback, ggml
+from .library import STATUS_ABORTED, STATUS_SUCCESS, AbortCallback, Device, ggml
 from .recurrent import StateTensors, fill_state_inputs
 from .shortlist import HeadProducts, Previewed, PreviewTensors, make_preview, quantised
-from .tensors import TensorContext
+from .tensors import Computation, Copies, TensorContext
 from .weights import AdapterTensors, LoadProgress, Weights
 
 MAX_GRAPHS = 64
+_TILE = 64  # tokens of a slot from which on flash attention works in tiles, and is faster than products, on a CPU
 # A preview is measured on one of so many parts of the head, if that is large enough. A second product has an overhead.
 _PART, _MIN_HEAD, _OVERHEAD = 8, 8 << 20, 4e-4  # the last two in bytes and seconds
 _SAMPLE_TOKENS = 56  # of each sample text
@@ -59,9 +61,10 @@ _NONE = -1  # the file descriptor that stands for no file
 
 
 class GgmlBackend:
-    """A model on the CPU; the options are those of `LLM`.
+    """A model on the CPU or a device; the options are those of `LLM`.
 
     Args:
+        device: None computes on the CPU.
         dtype: None uses the weights as they are, but bf16 as f16 if all values fit.
         kv_dtype: of the cache, "f16" or "f32"; always f32 for weights that do not fit f16.
     """
@@ -71,6 +74,7 @@ class GgmlBackend:
         config: ModelConfig,
         tensors: dict[str, Tensor],
         *,
+        device: Device | None = None,
         num_slots: int = 1,
         context_length: int,
         dtype: str | None = None,
@@ -81,32 +85,31 @@ class GgmlBackend:
     ) -> None:
         self.num_slots, self.context_length, self.has_preview = num_slots, context_length, False
         self.head, self._threads = "the whole matrix", threads or available_threads()
-        self.kernels = str(ggml.place)
+        self.kernels = str(ggml.place) if device is None else f"{ggml.place}, {device.name}: {device.description}"
+        self._buffer_type = None if device is None else ggml.backend_dev_buffer_type(device.pointer)
         self._records = self._states = None  # of recurrent layers
         if config.mixer is not None:
             ggml.declare_recurrent()
             self._records = StateRecords(config, num_slots)
-            self._states = StateTensors(config, config.mixer, self._records.num_records)
-        self._constants = TensorContext(config.num_hidden_layers)
+            self._states = StateTensors(config, config.mixer, self._records.num_records, self._buffer_type)
+        self._constants = TensorContext(config.num_hidden_layers, buffer_type=self._buffer_type)
         rope_factors = self._rope_factors(config.layers)
-        weights = Weights(tensors, dtype, repack, self._threads, progress)
+        weights = Weights(tensors, dtype, repack, self._threads, progress, self._buffer_type)
         self.config = replace(config, quantization=weights.quantization) if dtype in QUANTISED_DTYPES else config
         self.weight_bytes, self.layouts = weights.num_bytes, weights.layouts
-        cache = KeyValueCache(config, num_slots, context_length, "f32" if weights.beyond_f16 else kv_dtype)
+        kv_dtype = "f32" if weights.beyond_f16 else kv_dtype
+        cache = KeyValueCache(config, num_slots, context_length, kv_dtype, self._buffer_type)
         exact, keeps_states = weights.quantization == "F32", PassingStates.fit(config)
         self._passing = PassingStates[np.ndarray](config, num_slots, context_length) if keeps_states else None
-        self._model = Model(config, weights, cache, rope_factors, exact, keeps_states, self._states)
+        tile = _TILE if device is None else 1
+        self._model = Model(config, weights, cache, rope_factors, exact, keeps_states, tile, self._states)
         self._graphs: OrderedDict[GraphKey, Graph] = OrderedDict()
         self._adapters: WeakKeyDictionary[Adapters, AdapterTensors] = WeakKeyDictionary()  # those in use
-        self._backend = ggml.backend_cpu_init()
-        params = ggml.threadpool_params_default(self._threads)
-        self._threadpool = ggml.threadpool_new(ctypes.byref(params))
-        ggml.backend_cpu_set_n_threads(self._backend, self._threads)
-        ggml.backend_cpu_set_threadpool(self._backend, self._threadpool)
-        self._compute = InterruptibleCompute(self._backend)
+        self._compute = InterruptibleCompute(self._threads) if device is None else DeviceCompute(device)
+        self._closed = False
         self._products: HeadProducts | None = None  # with a preview
         self._pid = os.getpid()  # threads and their locks do not survive a fork
-        self._allocator = ggml.gallocr_new(ggml.backend_get_default_buffer_type(self._backend))
+        self._allocator = ggml.gallocr_new(ggml.backend_get_default_buffer_type(self._compute.backend))
 
     def _rope_factors(self, layers: tuple[LayerSpec, ...]) -> tuple[Any, ...]:
         """A tensor of divisors of rotary frequencies for each layer, or None; layers with equal ones share it."""
@@ -175,9 +178,9 @@ class GgmlBackend:
         size, part = rows * row_bytes(weights.head_type, columns), rows // _PART // 8 * 8
         if size < max(_MIN_HEAD, sum(self.weight_bytes.values()) // 10):  # else making one takes more than it can save
             return False
-        places = [ggml.backend_get_default_buffer_type(self._backend), *ggml.repacking_buffer_types()]
+        places = [ggml.backend_get_default_buffer_type(self._compute.backend), *ggml.repacking_buffer_types()]
         whole, previewed = (
-            min(seconds(self._backend, place, dtype, (part, width), 1) for place in places)
+            min(seconds(self._compute.backend, place, dtype, (part, width), 1) for place in places)
             for dtype, width in ((weights.head_type, columns), (TABLE_TYPE, self._preview_rank()))
         )
         return (whole - previewed) * _PART > _OVERHEAD
@@ -222,9 +225,9 @@ class GgmlBackend:
         )
         graph, passages = self._graph(key), [] if self._records is None else self._records.passages(batch)
         self._fill(graph, key, batch, passages)
-        if not self._compute.compute(graph.pointer):  # interrupted by a signal whose handler returned: run to the end
+        if not self._compute.compute(graph):  # interrupted by a signal whose handler returned: run to the end
             self._fill(graph, key, batch, passages)
-            self._compute.compute(graph.pointer, interruptible=False)
+            self._compute.compute(graph, interruptible=False)
         if self._records is not None:
             self._records.commit(passages, batch.tentative)
         if self._passing is not None:
@@ -251,10 +254,10 @@ class GgmlBackend:
         if self._passing is not None:
             self._passing.finish(self._write_cells)
             self._passing.copy(source, target, first, end)
-        self._model.cache.copy(source, target, first, end)
+        self._run_copies(self._model.cache.copies(source, target, first, end))
         if self._records is not None and self._states is not None:
             passage = self._records.copied(source, target, first, end)
-            self._states.copy(passage)
+            self._run_copies(self._states.copies(passage))
             self._records.commit_copy(passage)
 
     def clear(self, slot: int) -> None:
@@ -266,12 +269,10 @@ class GgmlBackend:
     def close(self) -> None:
         """Free ggml's memory; the backend cannot be used afterwards."""
         self._graphs.clear()
-        if self._backend is not None and os.getpid() == self._pid:
-            self._compute.close()
+        if not self._closed and os.getpid() == self._pid:
+            self._closed = True
             ggml.gallocr_free(self._allocator)
-            ggml.backend_free(self._backend)
-            ggml.threadpool_free(self._threadpool)
-            self._backend = None
+            self._compute.close()
             del self._model, self._passing, self._products, self._states
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
@@ -326,7 +327,11 @@ class GgmlBackend:
         graph = self._graph(key)
         self._fill_places(graph, np.full(count, slot), positions)
         graph.inputs["hidden_states"][:] = states
-        self._compute.compute(graph.pointer, interruptible=False)
+        self._compute.compute(graph, interruptible=False)
+
+    def _run_copies(self, copies: Copies) -> None:
+        ggml.gallocr_alloc_graph(self._allocator, copies.pointer)  # lets views lie where their tensors do
+        self._compute.compute(copies, interruptible=False)
 
     def _graph(self, key: GraphKey) -> Graph:
         if key in self._graphs:
@@ -346,7 +351,7 @@ class GgmlBackend:
         if adapters is None:
             return {}
         if adapters not in self._adapters:
-            self._adapters[adapters] = AdapterTensors(adapters, exact=self._model.exact)
+            self._adapters[adapters] = AdapterTensors(adapters, self._model.exact, self._buffer_type)
         return self._adapters[adapters]
 
 
@@ -378,7 +383,7 @@ def _page_of_zeros() -> FileIO:
 
 
 class InterruptibleCompute:
-    """Computes graphs on a backend so that a signal such as Ctrl-C ends a long one at once; `close` comes last.
+    """Computes graphs on the CPU so that a signal such as Ctrl-C ends a long one at once; `close` comes last.
 
     Python runs signal handlers between calls only, and computing a long prompt is one call. While a graph is computed,
     Python therefore writes the numbers of signals into a file. ggml asks an abort callback between the nodes of a
@@ -387,8 +392,11 @@ class InterruptibleCompute:
     half a millisecond, a twentieth of a step of a small model.
     """
 
-    def __init__(self, backend: Any) -> None:
-        self._backend = backend
+    def __init__(self, threads: int) -> None:
+        self.backend = ggml.backend_cpu_init()
+        self._threadpool = ggml.threadpool_new(ctypes.byref(ggml.threadpool_params_default(threads)))
+        ggml.backend_cpu_set_n_threads(self.backend, threads)
+        ggml.backend_cpu_set_threadpool(self.backend, self._threadpool)
         self._file = _page_of_zeros()
         if sys.platform != "win32":  # where files need not be told
             os.set_blocking(self._file.fileno(), False)
@@ -396,9 +404,9 @@ class InterruptibleCompute:
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._signals))
         libc = ctypes.CDLL("msvcrt" if sys.platform == "win32" else None)
         callback = ctypes.cast(libc.strlen, AbortCallback)
-        ggml.backend_cpu_set_abort_callback(backend, callback, address)
+        ggml.backend_cpu_set_abort_callback(self.backend, callback, address)
 
-    def compute(self, graph: Any, interruptible: bool = True) -> bool:
+    def compute(self, graph: Computation, interruptible: bool = True) -> bool:
         """Compute a graph; False if a signal ended it, and the signal's handler returned: nothing was computed.
 
         Raises:
@@ -406,12 +414,12 @@ class InterruptibleCompute:
             BaseException: what the handler of a signal raised, such as KeyboardInterrupt. The graph has ended.
         """
         if not interruptible or threading.current_thread() is not threading.main_thread():  # where handlers run
-            status = ggml.backend_graph_compute(self._backend, graph)
+            status = ggml.backend_graph_compute(self.backend, graph.pointer)
         else:
             previous = _NONE  # should the next line be interrupted
             try:
                 previous = signal.set_wakeup_fd(self._file.fileno(), warn_on_full_buffer=False)
-                status = ggml.backend_graph_compute(self._backend, graph)
+                status = ggml.backend_graph_compute(self.backend, graph.pointer)
             finally:
                 signal.set_wakeup_fd(previous, warn_on_full_buffer=False)
                 self._pass_on(previous)
@@ -422,10 +430,12 @@ class InterruptibleCompute:
         return True
 
     def close(self) -> None:
-        """Close the file; no graph is computed afterwards."""
-        ggml.backend_cpu_set_abort_callback(self._backend, AbortCallback(), None)
+        """Close the file and end the threads; no graph is computed afterwards."""
+        ggml.backend_cpu_set_abort_callback(self.backend, AbortCallback(), None)
         self._signals.close()  # first, as Windows removes no file that is mapped
         self._file.close()
+        ggml.backend_free(self.backend)
+        ggml.threadpool_free(self._threadpool)
 
     def _pass_on(self, fd: int) -> None:
         """Clear the file; the signals that came go to whoever else waits for them, as asyncio does."""

@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from ...errors import ModelError
 from ...models.config import ModelConfig
 from .. import no_room
 from .library import ggml
-from .tensors import TensorContext
+from .tensors import Copies, TensorContext, read, write
 
 BUCKET = 64  # cells; attention reads whole buckets, so that one graph serves that many positions
 
@@ -20,34 +21,34 @@ BUCKET = 64  # cells; attention reads whole buckets, so that one graph serves th
 class KeyValueCache:
     """Keys and values of `num_slots` sequences of up to `context_length` tokens, of the layers that have their own.
 
-    Takes memory as it is written. Keys lie by cell. Of values those of one dimension lie side by side, as attention
-    sums over cells; they take pages for some thousand tokens of a slot at a time.
+    On a CPU it takes memory as it is written. Keys lie by cell. Of values those of one dimension lie side by side, as
+    attention sums over cells; they take pages for some thousand tokens of a slot at a time. On a device, where flash
+    attention reads them, they lie by cell too.
 
     Raises:
         RequestError: it would take more memory than there is.
     """
 
-    def __init__(self, config: ModelConfig, num_slots: int, context_length: int, dtype: str) -> None:
+    def __init__(
+        self, config: ModelConfig, num_slots: int, context_length: int, dtype: str, buffer_type: Any = None
+    ) -> None:
         self._config, self._context_length = config, context_length
+        self._by_cell = buffer_type is not None  # values
         layers = [layer for layer, spec in enumerate(config.layers) if spec.has_cells]
-        item = np.dtype(np.float32 if dtype == "f32" else np.float16)
-        self._keys, self._values = dict[int, np.ndarray](), dict[int, np.ndarray]()
+        self._type = np.dtype(np.float32 if dtype == "f32" else np.float16)
+        self._context, self._tensors = TensorContext(2 * len(layers), buffer_type=buffer_type), {}
         try:
             for layer in layers:
-                width = config.sizes(layer).cell_width
-                self._keys[layer] = _lazy_zeros((num_slots * context_length, width), item)
-                self._values[layer] = _lazy_zeros((num_slots, width, context_length), item)
-        except (OSError, OverflowError):
+                cells, width = num_slots * context_length, config.sizes(layer).cell_width
+                # In ggml's order: keys [width, cells], and values the same or [1, elements].
+                shapes = (cells, width), (cells, width) if self._by_cell else (cells * width, 1)
+                keys, values = (self._context.over(_lazy_zeros(shape, self._type)) for shape in shapes)
+                self._tensors[layer] = keys, values
+        except (OSError, OverflowError, ModelError):
             raise no_room(num_slots, context_length) from None
-        self._context = TensorContext(2 * len(layers))
-        # In ggml's order: keys [width, cells], and values [1, elements], so that each can be written.
-        self._tensors = {
-            layer: (self._context.over(keys), self._context.over(self._values[layer], shape=(keys.size, 1)))
-            for layer, keys in self._keys.items()
-        }
 
     def __getitem__(self, layer: int) -> tuple[Any, Any]:
-        """Keys [width, cells] and values [1, elements] of a layer, for writing at `cells` and `elements`."""
+        """Keys [width, cells] and values of a layer, for writing at `cells` and `elements`."""
         return self._tensors[layer]
 
     def cells(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -55,29 +56,45 @@ class KeyValueCache:
         cells: np.ndarray = slots.astype(np.int64) * self._context_length + positions
         return cells
 
+    def num_elements(self, width: int) -> int:
+        """How many parts of the values of a token lie apart, in layers with cells of a width."""
+        return 1 if self._by_cell else width
+
     def elements(self, slots: np.ndarray, positions: np.ndarray, width: int) -> np.ndarray:
-        """Where each number of their values lies, in layers with cells of a width: int64 [N, width]."""
+        """Where each of these parts lies: int64 [N, num_elements]."""
+        if self._by_cell:
+            return self.cells(slots, positions)[:, None]
         rows = slots.astype(np.int64)[:, None] * width + np.arange(width)
         elements: np.ndarray = rows * self._context_length + positions[:, None]
         return elements
 
     def states(self, layer: int, slot: int, positions: np.ndarray) -> np.ndarray:
         """What a layer's keys hold at these positions of a slot: float32 [n, width], a copy."""
-        states: np.ndarray = self._keys[layer][slot * self._context_length + positions].astype(np.float32)
+        first, keys = int(positions.min()), self._tensors[layer][0]
+        rows = np.empty((int(positions.max()) + 1 - first, self._config.sizes(layer).cell_width), self._type)
+        read(keys, rows, (slot * self._context_length + first) * keys.contents.nb[1])
+        states: np.ndarray = rows[positions - first].astype(np.float32)
         return states
 
-    def copy(self, source: int, target: int, first: int, end: int) -> None:
-        """Copy cells of a slot to another: positions `first` to `end`, excluded."""
-        a, b = source * self._context_length, target * self._context_length
-        for keys, values in zip(self._keys.values(), self._values.values(), strict=True):
-            keys[b + first : b + end] = keys[a + first : a + end]
-            values[target, :, first:end] = values[source, :, first:end]
+    def copies(self, source: int, target: int, first: int, end: int) -> Copies:
+        """What copies cells of a slot to another: positions `first` to `end`, excluded."""
+        copies, size, count = Copies(2 * len(self._tensors)), self._context_length, end - first
+        for layer, (keys, values) in self._tensors.items():
+            width = self._config.sizes(layer).cell_width
+            a, b = (slot * size * width for slot in (source, target))
+            copies.add(keys, a + first * width, b + first * width, count * width)
+            if self._by_cell:
+                copies.add(values, a + first * width, b + first * width, count * width)
+            else:
+                copies.add(values, a + first, b + first, count, rows=width, stride=size)
+        return copies
 
     def clear(self, slot: int) -> None:
         """Write zeros to all cells of a slot."""
-        for keys, values in zip(self._keys.values(), self._values.values(), strict=True):
-            keys[slot * self._context_length : (slot + 1) * self._context_length] = 0
-            values[slot] = 0
+        for layer, tensors in self._tensors.items():
+            zeros = np.zeros(self._context_length * self._config.sizes(layer).cell_width, self._type)
+            for tensor in tensors:
+                write(tensor, zeros, slot * zeros.nbytes)
 
     def bucket(self, num_positions: int) -> int:
         """How many cells of a slot attention reads for sequences of up to `num_positions` tokens."""
@@ -95,6 +112,9 @@ class KeyValueCache:
         row, slot = sizes.cell_width * item, size * sizes.cell_width * item
         strides = (row, dim * item, slot, first * slot)
         keys = ggml.view_4d(context, keys, dim, length, heads, count, *strides)
+        if self._by_cell:
+            values = ggml.view_4d(context, values, dim, length, heads, count, *strides)
+            return keys, ggml.permute(context, values, 1, 0, 2, 3)
         strides = (size * item, dim * size * item, slot, first * slot)
         return keys, ggml.view_4d(context, values, length, dim, heads, count, *strides)
 

@@ -32,11 +32,10 @@ from .recurrent import (
     together,
 )
 from .shortlist import PreviewTensors
-from .tensors import TensorContext, capped, new_input, view
+from .tensors import Computation, TensorContext, array_of, capped, new_input
 from .weights import Weights
 
 _NODES_PER_LAYER, _NODES_PER_RUN, _NODES_PER_EXPERT, _OTHER_NODES = 96, 48, 2, 48
-_TILE = 64  # tokens of a slot from which on flash attention works in tiles, and is faster than products
 _ROPE_NEIGHBOURS, _ROPE_HALVES = 0, 2
 _GELU_A = 2 * math.sqrt(2 / math.pi)
 _GELU_B = 0.044715 * _GELU_A
@@ -68,6 +67,7 @@ class Model:
     rope_factors: tuple[Any, ...]  # of each layer: a tensor, or None
     exact: bool  # computes in f32 throughout; ggml's own gelu looks it up in a table of f16
     keeps_states: bool  # to fill, skipped layers leave the inputs of their attention in the place of keys
+    tile: int  # tokens of a slot from which on flash attention is faster than products
     states: StateTensors | None = None  # of recurrent layers
     preview: PreviewTensors | None = None
 
@@ -82,8 +82,8 @@ class _Results(NamedTuple):
     head_inputs: Any = None  # [hidden_size, tokens]
 
 
-class Graph:
-    """A prepared forward. Set `inputs`, compute, then read the results: all numpy views.
+class Graph(Computation):
+    """A prepared forward. Set `inputs`, compute, then read the results: all numpy views, or copies on a device.
 
     `logits`, and for previewed rows `previews`, the approximations, and `states`, what the head is multiplied with;
     `hidden_states` by layer; `head_inputs`, if they are asked for.
@@ -96,16 +96,19 @@ class Graph:
     """
 
     def __init__(self, model: Model, key: GraphKey, adapters: Mapping[int, tuple[Any, Any]], allocator: Any) -> None:
+        super().__init__()
         self._model, self._key, self._adapters = model, key, adapters
         self._layer_inputs: Any = None
         config, count = model.config, key.runs[-1][2]
+        self.num_tokens = count
         shapes: dict[str, tuple[tuple[int, ...], type]] = {
             "positions": ((count,), np.int32),
             "cells": ((count,), np.int64),
         }
         widths = {config.sizes(layer).cell_width for layer, spec in enumerate(config.layers) if spec.mixer is None}
         self.elements = {width: f"elements of {width}" for width in widths}
-        shapes |= {name: ((count, width), np.int64) for width, name in self.elements.items()}
+        parts = model.cache.num_elements
+        shapes |= {name: ((count, parts(width)), np.int64) for width, name in self.elements.items()}
         if key.first_layer:
             shapes["hidden_states"] = ((count, config.hidden_width), np.float32)
         self._is_mtp = len(key.num_active) > config.num_hidden_layers
@@ -134,15 +137,17 @@ class Graph:
             raise ModelError("there is not enough memory for this many tokens", "lower --context or shorten the prompt")
         # An input that no retained layer reads has no memory; what is written to it goes nowhere.
         self.inputs = {
-            name: view(tensor, *shapes[name]) if tensor.contents.data else np.empty(*shapes[name])
+            name: array_of(tensor, *shapes[name], self.sent) if tensor.contents.data else np.empty(*shapes[name])
             for name, tensor in self._inputs.items()
         }
         self.hidden_states = {
-            layer: view(tensor, (count, config.hidden_width), np.float32)
+            layer: array_of(tensor, (count, config.hidden_width), np.float32, self.fetched)
             for layer, tensor in results.hidden_states.items()
         }
         self.logits, self.previews, self.states, self.head_inputs = (
-            np.empty((rows, width), np.float32) if tensor is None else view(tensor, (rows, width), np.float32)
+            np.empty((rows, width), np.float32)
+            if tensor is None
+            else array_of(tensor, (rows, width), np.float32, self.fetched)
             for tensor, rows, width in (
                 (results.logits, key.num_outputs, config.vocab_size),
                 (results.previews, key.num_previews, config.vocab_size),
@@ -436,8 +441,9 @@ class Graph:
         width, count = self._model.config.sizes(layer).cell_width, h.contents.ne[1]
         cells = ggml.view_1d(context, self._inputs["cells"], count, 0)
         self._run(ggml.set_rows(context, keys, ggml.reshape_2d(context, k, width, count), cells))
-        elements = ggml.view_1d(context, self._inputs[self.elements[width]], count * width, 0)
-        self._run(ggml.set_rows(context, values, ggml.reshape_2d(context, v, 1, count * width), elements))
+        rows = count * self._model.cache.num_elements(width)
+        elements = ggml.view_1d(context, self._inputs[self.elements[width]], rows, 0)
+        self._run(ggml.set_rows(context, values, ggml.reshape_2d(context, v, count * width // rows, rows), elements))
 
     def _keys_values(self, h: Any, layer: int) -> tuple[Any, Any]:
         """Keys and values, each [head_dim, key-value heads, n], of h [hidden_size, n], the first n tokens."""
@@ -471,7 +477,7 @@ class Graph:
             queries = ggml.permute(context, ggml.view_4d(context, q, *sizes, *strides, first * token), 0, 2, 1, 3)
             visible = ggml.reshape_4d(context, _rows(context, mask, first, end), self._key.kv_length, rows, 1, count)
             cached = self._model.cache.slots(context, config.source(layer), slot, count, self._key.kv_length)
-            attend = self._attend_in_tiles if rows >= _TILE else self._attend
+            attend = self._attend_in_tiles if rows >= self._model.tile else self._attend
             out = attend(queries, *cached, visible, spec.attention_scale, spec.score_cap, sinks)
             out = ggml.reshape_3d(context, out, *q.contents.ne[:2], end - first)
             outputs = out if outputs is None else ggml.concat(context, outputs, out, 2)
@@ -649,7 +655,9 @@ class Graph:
     ) -> Any:
         """The same by flash attention."""
         context = self._context.pointer
-        values = ggml.cont(context, ggml.permute(context, values, 1, 0, 2, 3))
+        values = ggml.permute(context, values, 1, 0, 2, 3)
+        if values.contents.nb[0] != keys.contents.nb[0]:
+            values = ggml.cont(context, values)
         out = ggml.flash_attn_ext(context, queries, keys, values, mask, scale, 0.0, cap or 0.0)
         if sinks is not None:
             ggml.flash_attn_ext_add_sinks(out, sinks)

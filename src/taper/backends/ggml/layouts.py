@@ -103,7 +103,7 @@ def seconds(
     matrix = matrices.new(WEIGHT_TYPES[dtype][0], shape)
     buffers = [ggml.backend_alloc_ctx_tensors_from_buft(matrices.pointer, buffer_type)]
     try:
-        if buffer_type != plain and not matrix.contents.extra:
+        if buffer_type != plain and not ggml.is_repacked(matrix):
             return math.inf
         vectors = others.new(TYPE_F32, (tokens, shape[1]))
         graph = ggml.new_graph_custom(others.pointer, 4, False)

@@ -10,11 +10,13 @@ from __future__ import annotations
 import _ctypes
 import ctypes
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from ctypes import c_bool, c_char, c_char_p, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_void_p
+from ctypes import c_bool, c_char_p, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_void_p
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import metadata
 from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.util import find_spec
@@ -23,18 +25,19 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import ModelError
+from ...errors import ModelError, RequestError, shown
 from ...models.tensors import WEIGHT_TYPES, row_bytes
 
 VARIABLE = "TAPER_GGML"
-FIRST_TESTED, FIRST_UNTESTED = (0, 15), (0, 27)
+FIRST_TESTED, FIRST_UNTESTED = (0, 15), (0, 28)
 TYPE_F32, TYPE_F16, TYPE_I32, TYPE_I64 = 0, 1, 26, 27
 STATUS_SUCCESS, STATUS_ABORTED = 0, 1
 _OBJECT_SIZE = 32  # of ggml's own note about each tensor of a context
+_AFTER_NAME = 16  # bytes of a tensor: a pointer of the buffer's own, and padding
 
 
 class Tensor(ctypes.Structure):
-    """ggml_tensor."""
+    """ggml_tensor up to its name, whose length is an option of ggml's build."""
 
 
 TensorPointer = ctypes.POINTER(Tensor)
@@ -50,9 +53,6 @@ Tensor._fields_ = (
     ("view_src", TensorPointer),
     ("view_offs", c_size_t),
     ("data", c_void_p),
-    ("name", c_char * 64),
-    ("extra", c_void_p),
-    ("padding", c_char * 8),
 )
 
 
@@ -94,6 +94,8 @@ _SAME_NAMES = ("ssse3", "avx", "avx2", "f16c", "fma", "bmi2", "avx_vnni", "avx51
 _OTHER_NAMES = {"sse3": "pni", "avx512": "avx512f", "avx512_vbmi": "avx512vbmi"}
 _INSTRUCTIONS = {name: name for name in _SAME_NAMES} | _OTHER_NAMES
 
+_AFFIXES = {"win32": ("", ".dll"), "darwin": ("lib", ".dylib")}.get(sys.platform, ("lib", ".so"))  # of libraries
+
 AbortCallback = ctypes.CFUNCTYPE(c_bool, c_void_p)
 LogCallback = ctypes.CFUNCTYPE(None, c_int, c_char_p, c_void_p)
 _SILENT = LogCallback(lambda level, text, data: None)
@@ -113,6 +115,8 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "get_type_traits": (ctypes.POINTER(TypeTraits), c_int),
     "quantize_chunk": (c_size_t, c_int, ctypes.POINTER(c_float), c_void_p, c_int64, c_int64, c_int64, c_void_p),
     "new_tensor": (_T, _P, c_int, c_int, ctypes.POINTER(c_int64)),
+    "set_name": (_T, _T, c_char_p),
+    "get_name": (c_void_p, _T),
     "set_input": (None, _T),
     "set_output": (None, _T),
     # Graphs
@@ -151,6 +155,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "gallocr_free": (None, _P),
     "gallocr_alloc_graph": (c_bool, _P, _P),
     "gallocr_get_buffer_size": (c_size_t, _P, c_int),
+    "backend_buffer_is_host": (c_bool, _P),
     "backend_alloc_ctx_tensors_from_buft": (_P, _P, _P),
     "backend_buffer_free": (None, _P),
     "backend_tensor_set": (None, _T, c_void_p, c_size_t, c_size_t),
@@ -178,6 +183,23 @@ _RECURRENT: dict[str, tuple[Any, ...]] = {
     "gated_delta_net": (*_OF_THREE, _T, _T, _T, c_int64),
     "ssm_scan": (*_OF_THREE, _T, _T, _T, _T, c_int64),  # older versions have no last argument, and ignore it
 }
+# Those of other devices than the CPU.
+_DEVICES: dict[str, tuple[Any, ...]] = {
+    "backend_load": (_P, c_char_p),
+    "backend_dev_count": (c_size_t,),
+    "backend_dev_get": (_P, c_size_t),
+    "backend_dev_name": (c_char_p, _P),
+    "backend_dev_description": (c_char_p, _P),
+    "backend_dev_type": (c_int, _P),
+    "backend_dev_init": (_P, _P, c_char_p),
+    "backend_dev_buffer_type": (_P, _P),
+    "backend_supports_op": (c_bool, _P, _T),
+    "backend_tensor_get": (None, _T, c_void_p, c_size_t, c_size_t),
+    "op_desc": (c_char_p, _T),
+    "graph_add_node": (None, _P, _T),
+    "backend_dev_memory": (None, _P, ctypes.POINTER(c_size_t), ctypes.POINTER(c_size_t)),
+}
+_GPU_TYPES = (1, 2)  # with memory of their own, or with the processor's
 
 
 class Feature(ctypes.Structure):
@@ -195,6 +217,25 @@ class Place:
 
     def __str__(self) -> str:
         return f"{self.package} {metadata.version(self.package)}" if self.package else str(self.folder)
+
+
+@dataclass(frozen=True)
+class Device:
+    """What computes, besides the processor: such as Vulkan0, a graphics card. `memory`: bytes free, and in all."""
+
+    pointer: int
+    name: str
+    description: str
+    memory: tuple[int, int]
+
+    @property
+    def kind(self) -> str:
+        """What it is programmed with, as people write it: vulkan, cuda, metal, rocm, sycl."""
+        return self.name.rstrip("0123456789").lower().replace("mtl", "metal")
+
+    def __str__(self) -> str:
+        free, total = (size / 1e9 for size in self.memory)
+        return f"{self.name}, {self.description}, {free:.1f} of {total:.1f} GB free"
 
 
 class Library:
@@ -244,6 +285,42 @@ class Library:
         while pointers and pointers[len(types)]:
             types.append(pointers[len(types)])
         return types
+
+    def is_repacked(self, tensor: Any) -> bool:
+        """Whether a buffer of `repacking_buffer_types` has a layout for a tensor that lies in it."""
+        end = ctypes.addressof(tensor.contents) + self.tensor_overhead() - _OBJECT_SIZE
+        return bool(c_void_p.from_address(end - _AFTER_NAME).value)
+
+    @cached_property
+    def devices(self) -> list[Device]:
+        """The devices besides the processor, from the libraries for them that lie beside this one.
+
+        Only now are they loaded, as their drivers take a moment to start.
+        """
+        self._declare(_DEVICES)
+        for file in _device_files(self.place.folder):
+            self.backend_load(bytes(file))  # where it cannot be, as its driver is missing, it has no devices
+        pointers = [self.backend_dev_get(number) for number in range(self.backend_dev_count())]
+        return [self._device(pointer) for pointer in pointers if self.backend_dev_type(pointer) in _GPU_TYPES]
+
+    def device(self, name: str) -> Device:
+        """The device of this name, such as Vulkan0, or the first of this kind, such as vulkan.
+
+        Raises:
+            RequestError: there is none.
+        """
+        for device in self.devices:
+            if name.lower() in (device.name.lower(), device.kind):
+                return device
+        those = ", ".join(device.name.lower() for device in self.devices) or "no graphics card"
+        hint = f"{VARIABLE} names the folder of a ggml library for it; taper --version says what there is"
+        raise RequestError(f"there is no device {shown(name)}: {self} finds {those}", hint, param="device")
+
+    def _device(self, pointer: int) -> Device:
+        free, total = c_size_t(), c_size_t()
+        self.backend_dev_memory(pointer, ctypes.byref(free), ctypes.byref(total))
+        names = self.backend_dev_name(pointer).decode(), self.backend_dev_description(pointer).decode()
+        return Device(pointer, *names, (free.value, total.value))
 
     def declare_recurrent(self) -> None:
         """Make the functions of recurrent layers usable.
@@ -297,8 +374,7 @@ class Library:
             version = self.version().decode()
             first, last = (".".join(map(str, limit)) for limit in (FIRST_TESTED, FIRST_UNTESTED))
             raise ModelError(f"it is ggml {version}; tested are {first} up to, not including, {last}")
-        if self.tensor_overhead() != ctypes.sizeof(Tensor) + _OBJECT_SIZE:
-            raise ModelError("its tensors are not laid out as in the tested versions")
+        self._check_tensors()
         for dtype, (type_id, block, size) in WEIGHT_TYPES.items():
             if (self.blck_size(type_id), self.type_size(type_id)) != (block, size):
                 raise ModelError(f"its {dtype} has other blocks than the tested versions")
@@ -313,6 +389,20 @@ class Library:
         finally:
             self.backend_free(backend)
 
+    def _check_tensors(self) -> None:
+        """Check what `Tensor` says, and that all bytes are accounted for."""
+        context, size = self.init(InitParams(mem_size=1 << 12, no_alloc=True)), self.tensor_overhead() - _OBJECT_SIZE
+        try:
+            tensor = self.new_tensor(context, TYPE_F16, 2, (c_int64 * 2)(7, 5))
+            self.set_name(tensor, b"x" * size)  # as long as there is room
+            address, name, fields = ctypes.addressof(tensor.contents), self.get_name(tensor), tensor.contents
+            described = (fields.type, *fields.ne, *fields.nb) == (TYPE_F16, 7, 5, 1, 1, 2, 14, 70, 70)
+            named = len(ctypes.string_at(name)) + 1 == size - ctypes.sizeof(Tensor) - _AFTER_NAME
+            if not (described and named and name == address + ctypes.sizeof(Tensor)):
+                raise ModelError("its tensors are not laid out as in the tested versions")
+        finally:
+            self.free(context)
+
     def _check_product(self, backend: Any, plain: Any, buffer_type: Any) -> None:
         """Multiply a small matrix that lies in a buffer of this type, and compare with numpy."""
         rows, columns, tokens, dtype = 16, 64, 3, WEIGHT_TYPES["Q4_0"][0]
@@ -326,7 +416,7 @@ class Library:
         try:
             weights = self.new_tensor(contexts[0], dtype, 2, (c_int64 * 2)(columns, rows))
             buffers.append(self.backend_alloc_ctx_tensors_from_buft(contexts[0], buffer_type))
-            if buffer_type != plain and not weights.contents.extra:
+            if buffer_type != plain and not self.is_repacked(weights):
                 return  # it has no layout for this type
             vectors = self.new_tensor(contexts[1], TYPE_F32, 2, (c_int64 * 2)(columns, tokens))
             product = self.mul_mat(contexts[1], weights, vectors)
@@ -360,8 +450,22 @@ def _files(folder: Path) -> list[Path]:
     whole = [folder / f"xllamacpp{suffix}" for suffix in EXTENSION_SUFFIXES]
     if present := [path for path in whole if path.exists()]:
         return present[:1]
-    prefix, suffix = {"win32": ("", ".dll"), "darwin": ("lib", ".dylib")}.get(sys.platform, ("lib", ".so"))
-    return [folder / f"{prefix}{name}{suffix}" for name in ("ggml-base", "ggml-cpu", "ggml")]
+    (prefix, suffix), libraries = _AFFIXES, _libraries(folder)
+    return [libraries.get(name, folder / f"{prefix}{name}{suffix}") for name in ("ggml-base", "ggml-cpu", "ggml")]
+
+
+def _device_files(folder: Path) -> list[Path]:
+    """The libraries of devices in a folder of ggml's."""
+    of_processors = re.compile("ggml(-base|-cpu.*)?")
+    return [path for name, path in sorted(_libraries(folder).items()) if not of_processors.fullmatch(name)]
+
+
+def _libraries(folder: Path) -> dict[str, Path]:
+    """ggml's libraries in a folder, by name. In wheels, file names are made unique: libggml-base-82914aef.so.0.27.0."""
+    prefix, suffix = map(re.escape, _AFFIXES)
+    pattern = re.compile(rf"{prefix}(ggml(?:-[a-z]+)*?)(?:-[0-9a-f]{{8,}})?{suffix}[0-9.]*")
+    files = sorted(folder.glob("*ggml*"), key=lambda path: -len(path.name))  # the shortest of a name counts
+    return {match[1]: path for path in files if (match := pattern.fullmatch(path.name))}
 
 
 def _places() -> Iterator[Place]:

@@ -15,7 +15,7 @@ from ...models.config import DeltaNet, Mamba2, Mixer, ModelConfig
 from .. import Runs
 from ..states import Passage
 from .library import ggml
-from .tensors import TensorContext
+from .tensors import Copies, TensorContext
 
 
 class Tokens(NamedTuple):
@@ -39,17 +39,17 @@ def together(runs: Runs, active: int) -> list[Tokens]:
 class StateTensors:
     """The states of all recurrent layers: records of the inputs of convolutions, and of matrices, if there are any.
 
-    Memory is taken as it is written.
+    On a CPU, memory is taken as it is written.
     """
 
-    def __init__(self, config: ModelConfig, mixer: Mixer, num_records: int) -> None:
+    def __init__(self, config: ModelConfig, mixer: Mixer, num_records: int, buffer_type: Any = None) -> None:
         layers, (heads, *shape) = len(config.recurrent_layers), mixer.matrices
-        self._inputs = np.zeros((layers, num_records, mixer.conv_width * (mixer.conv_size - 1)), np.float32)
+        inputs = np.zeros((layers, num_records, mixer.conv_width * (mixer.conv_size - 1)), np.float32)
         # A row for each head, so that threads share the copying of a record.
-        self._matrices = np.zeros((layers, num_records * heads, math.prod(shape)), np.float32)
-        self._heads, context = heads, TensorContext(2 * layers + 1)
+        matrices = np.zeros((layers, num_records * heads, math.prod(shape)), np.float32)
+        self._heads, context = heads, TensorContext(2 * layers + 1, buffer_type=buffer_type)
         self._context = context
-        held = (self._inputs, self._matrices) if heads else (self._inputs,)
+        held = (inputs, matrices) if heads else (inputs,)
         self._tensors = [tuple(context.over(part) for part in parts) for parts in zip(*held, strict=True)]
         self.order = context.over(np.arange(num_records, dtype=np.int32))  # 0, 1, 2 and so on
 
@@ -62,12 +62,14 @@ class StateTensors:
         rows: np.ndarray = records[..., None] * self._heads + np.arange(self._heads)
         return rows
 
-    def copy(self, passage: Passage) -> None:
-        """Copy what a state's records hold to others."""
-        layers = np.arange(len(passage.reads))
-        self._inputs[layers, passage.writes] = self._inputs[layers, passage.reads]
-        sources, targets = self.rows(passage.reads), self.rows(passage.writes)
-        self._matrices[layers[:, None], targets] = self._matrices[layers[:, None], sources]
+    def copies(self, passage: Passage) -> Copies:
+        """What copies the contents of a state's records to others."""
+        copies = Copies(2 * len(self._tensors))
+        for tensors, read, written in zip(self._tensors, passage.reads, passage.writes, strict=True):
+            for tensor, rows in zip(tensors, (1, self._heads), strict=False):
+                size = rows * tensor.contents.ne[0]
+                copies.add(tensor, int(read) * size, int(written) * size, size)
+        return copies
 
 
 _READ, _WRITTEN = ("reads", "rows read"), ("writes", "rows written")  # inputs of a graph: of records, and of matrices

@@ -1,32 +1,38 @@
-"""Matrices in the layout that this processor multiplies fastest, for the types with such a layout in ggml."""
+"""Copies of weights: as this processor multiplies them fastest, for the types with such a layout, or on a device."""
 
 from __future__ import annotations
 
 import ctypes
 import math
 import mmap
-import weakref
 from collections.abc import Callable, Container
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
+from ...errors import ModelError
 from ...models.tensors import WEIGHT_TYPES, Tensor
 from .library import ggml
 from .tensors import TensorContext
 
 
-class RepackedMatrices:
-    """Copies of those matrices that can be repacked, as ggml tensors by name; freed with this object.
+class CopiedTensors:
+    """Copies of weights as ggml tensors by name: of those that can be repacked, or on a device of all.
+
+    Freed with this object.
 
     Args:
         matrices: in the mapped file, by name.
         types: the type in which each is used.
         read: the bytes of one in that type; called on several threads.
-        on_repacked: called with the name of each matrix that has been repacked.
-        threads: matrices to repack at a time.
+        on_copied: called with the name of each matrix that has been copied.
+        threads: matrices to copy at a time.
         kept: names of those whose original bytes are still needed afterwards.
+        buffer_type: of the device; None repacks for the processor.
+
+    Raises:
+        ModelError: there is not enough memory on the device.
     """
 
     def __init__(
@@ -34,30 +40,33 @@ class RepackedMatrices:
         matrices: dict[str, Tensor],
         types: dict[str, str],
         read: Callable[[str], np.ndarray],
-        on_repacked: Callable[[str], None],
+        on_copied: Callable[[str], None],
         threads: int,
         kept: Container[str],
+        buffer_type: Any = None,
     ) -> None:
         self.tensors: dict[str, Any] = {}
         self._contexts: list[TensorContext] = []
 
-        def repack(name: str) -> str:
+        def copy(name: str) -> str:
             data = read(name)
             ggml.backend_tensor_set(self.tensors[name], data.ctypes.data, 0, data.nbytes)
             if name not in kept:
                 release_pages(data)
             return name
 
-        for buffer_type in ggml.repacking_buffer_types():
+        for target in ggml.repacking_buffer_types() if buffer_type is None else [buffer_type]:
             kinds = {name: (types[name], matrix.shape) for name, matrix in matrices.items()}
-            taken = {kind for kind in set(kinds.values()) if _takes(buffer_type, *kind)}
+            taken = {kind for kind in set(kinds.values()) if buffer_type is not None or _repacks(target, *kind)}
             names = [name for name, kind in kinds.items() if kind in taken]
             context = TensorContext(len(names))
             tensors = {name: context.new(WEIGHT_TYPES[types[name]][0], matrices[name].shape) for name in names}
-            buffer = ggml.backend_alloc_ctx_tensors_from_buft(context.pointer, buffer_type)
-            if not buffer:
+            try:
+                context.allocate(target)
+            except ModelError:
+                if buffer_type is not None:
+                    raise
                 continue  # there is no memory for a copy: they stay where they are
-            weakref.finalize(self, ggml.backend_buffer_free, buffer).atexit = False
             self._contexts.append(context)
             self.tensors |= tensors
             for name in names:
@@ -65,16 +74,16 @@ class RepackedMatrices:
             # The largest first, while there are few copies: so the peak of memory is little above the size of the file.
             names.sort(key=lambda name: -math.prod(matrices[name].shape))
             with ThreadPoolExecutor(threads) as pool:
-                for name in pool.map(repack, names):
-                    on_repacked(name)
+                for name in pool.map(copy, names):
+                    on_copied(name)
 
 
-def _takes(buffer_type: Any, dtype: str, shape: tuple[int, ...]) -> bool:
+def _repacks(buffer_type: Any, dtype: str, shape: tuple[int, ...]) -> bool:
     """Whether a buffer type has a layout for matrices of this type and shape, found out by allocating one."""
     context = TensorContext(1)
     trial = context.new(WEIGHT_TYPES[dtype][0], shape)
     buffer = ggml.backend_alloc_ctx_tensors_from_buft(context.pointer, buffer_type)
-    takes = bool(buffer and trial.contents.extra)
+    takes = bool(buffer and ggml.is_repacked(trial))
     if buffer:
         ggml.backend_buffer_free(buffer)
     return takes

@@ -16,8 +16,8 @@ from ...models.preview import TABLE_TYPE, Factors, Preview, Rows, find_preview, 
 from ...models.tensors import WEIGHT_TYPES, LoadedModel, Tensor
 from .. import available_threads
 from .library import ggml
-from .repack import RepackedMatrices
-from .tensors import TensorContext, aligned, capped
+from .repack import CopiedTensors
+from .tensors import Computation, TensorContext, aligned, capped
 from .weights import as_floats, convert
 
 MAX_TOKENS = 4096  # of a shortlist, or an eighth of a large vocabulary
@@ -37,10 +37,10 @@ class PreviewTensors:
         self.rotation, self.shift, self.bias = map(self._context.over, parts)
         tensor = Tensor(TABLE_TYPE, (len(preview.bias), preview.rank), preview.table)
         types = {"table": TABLE_TYPE}
-        self._repacked = RepackedMatrices(
+        self._copied = CopiedTensors(
             {"table": tensor}, types, lambda _: preview.table, lambda _: None, threads, kept=()
         )
-        self.table = self._repacked.tensors.get("table")
+        self.table = self._copied.tensors.get("table")
         if self.table is None:
             self.table = self._context.over(preview.table, WEIGHT_TYPES[TABLE_TYPE][0], tensor.shape)
 
@@ -123,7 +123,7 @@ class HeadProducts:
         dtype: str,
         scale: float,
         cap: float | None,
-        compute: Callable[[Any], object],
+        compute: Callable[[Computation], object],
     ) -> None:
         self._whole, self._rows, self._dtype = whole, rows, dtype
         self._scale, self._cap, self._compute = scale, cap, compute
@@ -148,15 +148,16 @@ class HeadProducts:
             self._graphs[room] = _Product(context, matrix, self._scale, self._cap)
         graph = self._graphs[room]
         graph.state[:] = state
-        self._compute(graph.pointer)
+        self._compute(graph)
         logits: np.ndarray = graph.logits.copy()
         return logits
 
 
-class _Product:
+class _Product(Computation):
     """A prepared product of a matrix with one state; set `state`, compute, then read `logits`."""
 
     def __init__(self, context: TensorContext, matrix: Any, scale: float, cap: float | None) -> None:
+        super().__init__()
         self._context, (hidden_size, rows) = context, matrix.contents.ne[:2]
         self.state, self.logits = np.empty(hidden_size, np.float32), np.empty(rows, np.float32)
         product = ggml.mul_mat(context.pointer, matrix, context.over(self.state.reshape(1, -1)))

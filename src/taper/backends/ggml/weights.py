@@ -17,7 +17,7 @@ from ...errors import QUANTISED_DTYPES, ModelError, RequestError, TaperWarning
 from ...models.tensors import WEIGHT_TYPES, Tensor, row_bytes
 from .layouts import layouts_for_many, num_bytes
 from .library import ggml
-from .repack import RepackedMatrices, release_pages
+from .repack import CopiedTensors, release_pages
 from .tensors import ALIGNMENT, TensorContext, aligned
 
 LoadProgress = Callable[[float], None]  # called with the part of the weights that is loaded, 0 to 1
@@ -51,9 +51,10 @@ class Weights:
         repack: one of `REPACK`, as `LLM` explains; a second layout takes at most half of the memory that is free.
         threads: those that compute; they also convert and copy.
         progress: called with the part that is loaded.
+        buffer_type: of the device that holds them; then `repack` says nothing.
 
     Raises:
-        ModelError: a value that `dtype` cannot hold.
+        ModelError: a value that `dtype` cannot hold, or a device has not enough memory.
         RequestError: `dtype` would quantise weights that are quantised already.
     """
 
@@ -64,8 +65,9 @@ class Weights:
         repack: str = "never",
         threads: int = 1,
         progress: LoadProgress | None = None,
+        buffer_type: Any = None,
     ) -> None:
-        self.head = _head(tensors)
+        self.head, self._buffer_type = _head(tensors), buffer_type
         types, self.beyond_f16 = stored_types(tensors, dtype), False
         try:
             self._load(tensors, types, repack, threads, progress)
@@ -112,7 +114,8 @@ class Weights:
         shapes = {name: t.shape for name, t in tensors.items() if not _is_vector(name, t)}
         # Matrices of three dimensions are experts, which get few tokens each.
         eligible = {n: s for n, s in shapes.items() if len(s) == 2 and (n == self.head or n != "embed_tokens")}
-        second, self.layouts = layouts_for_many(eligible if repack == "auto" else {}, types, threads)
+        on_device = self._buffer_type is not None
+        second, self.layouts = layouts_for_many(eligible if repack == "auto" and not on_device else {}, types, threads)
         kept: dict[str, np.ndarray] = {}  # what second layouts are made of
 
         def loaded(name: str) -> None:
@@ -125,19 +128,20 @@ class Weights:
 
             def read(name: str) -> np.ndarray:
                 data = _as_type(name, tensors[name], types[name], pool)
-                if name == self.head:
+                if name == self.head and not on_device:
                     self.head_type, self.head_rows = types[name], data.reshape(shapes[name][0], -1)
                 if name in second:
                     kept[name] = data
                 return data
 
             # Copied while the file is in memory: reading one later would bring back the pages around it.
-            vectors = {name: read(name) for name, tensor in tensors.items() if len(tensor.shape) == 1}
+            vectors = {name: read(name) for name, tensor in tensors.items() if len(tensor.shape) == 1 and not on_device}
             # Neither the embeddings nor the matrices that each head has of its own are multiplied in another layout.
             plain = ("embed_tokens", "latent_queries", "latent_values")
             multiplied = {name: tensors[name] for name in shapes if not name.endswith(plain) and repack != "never"}
-            self._repacked = RepackedMatrices(multiplied, types, read, loaded, threads, kept=second)
-            self._tensors = dict(self._repacked.tensors)
+            copied = tensors if on_device else multiplied
+            self._copied = CopiedTensors(copied, types, read, loaded, threads, second, self._buffer_type)
+            self._tensors = dict(self._copied.tensors)
             rest = [name for name in tensors if name not in self._tensors]
             self._context = TensorContext(len(rest) + len(second))
             for name in rest:
@@ -232,8 +236,8 @@ def _warn_of_fallbacks(dtype: str, matrices: dict[str, str]) -> None:
 class AdapterTensors(dict[int, tuple[Any, Any]]):
     """The two matrices of each adapter, by layer: in f32 if `exact`, else in q8_0 where its blocks fit."""
 
-    def __init__(self, adapters: Adapters, exact: bool) -> None:
-        self._context = TensorContext(2 * len(adapters.layers))
+    def __init__(self, adapters: Adapters, exact: bool, buffer_type: Any = None) -> None:
+        self._context = TensorContext(2 * len(adapters.layers), buffer_type=buffer_type)
         for layer, (down, up) in adapters.layers.items():
             self[layer] = self._matrix(down, exact), self._matrix(up, exact)
 

@@ -97,7 +97,10 @@ def open_target(options: BenchOptions, torch_device: str = "cuda") -> Target:
         ModelError: the model is missing, damaged or not supported.
         PolicyError: a policy that does not fit the model.
     """
-    on_torch = choose_device(options.device) == "cuda"
+    chosen = choose_device(options.device)
+    if chosen not in ("cpu", "cuda"):
+        raise RequestError(f"taper bench measures on cpu and cuda, not yet on {chosen}", "use another --device")
+    on_torch = chosen == "cuda"
     if on_torch and (options.threads is not None or options.repack != REPACK[0]):
         raise RequestError("threads and repack are for CPUs; they do nothing on cuda", "leave out the option")
     if options.shape is not None and options.head == "shortlist":
@@ -117,7 +120,7 @@ def open_target(options: BenchOptions, torch_device: str = "cuda") -> Target:
     length, policies = _context_length(options, loaded.config), _policies(options, loaded.config)
     backend = open_backend(
         loaded,
-        device="cuda" if on_torch else "cpu",
+        device=chosen,
         dtype=options.dtype,
         context_length=length,
         threads=options.threads,

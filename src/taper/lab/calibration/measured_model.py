@@ -117,4 +117,4 @@ def measured_model(llm: LLM, report: Report | None) -> closing[MeasuredModel]:
 
 def batch_size(prompts: int, device: str = "auto") -> int:
     """The `max_batch_size` of an `LLM` that is to be calibrated on this many prompts."""
-    return max(MIN_SLOTS, min(prompts, SLOTS[choose_device(device)]))
+    return max(MIN_SLOTS, min(prompts, SLOTS.get(choose_device(device), SLOTS["cuda"])))
