@@ -445,7 +445,7 @@ WRONG = {
     "--rounds=many": "many",
     "--minutes=0": "minutes is 0",
     "--minutes=nan": "minutes is nan",
-    "--device=tpu": "'tpu' is not one of",
+    "--device=tpu": "device is 'tpu'; it must be",
     "--device=cuda --lengths=9 --prompts=9": "no CUDA device",
     "--dtype=q3": "'q3' is not one of",
     "--shape=34b --device=cuda": "no CUDA device",

@@ -31,7 +31,7 @@ def device() -> str:
 
 
 def test_a_device_that_is_not_there_is_told_in_one_line():
-    with pytest.raises(RequestError, match=r"there is no device 'tpu7': ggml .* finds .*TAPER_GGML"):
+    with pytest.raises(RequestError, match=r"device is 'tpu7'; it must be auto, .* ggml .* finds .*TAPER_GGML"):
         choose_device("tpu7")
 
 

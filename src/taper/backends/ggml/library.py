@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import ModelError, RequestError, shown
+from ...errors import DEVICES, ModelError, RequestError, shown
 from ...models.tensors import WEIGHT_TYPES, row_bytes
 
 VARIABLE = "TAPER_GGML"
@@ -314,7 +314,8 @@ class Library:
                 return device
         those = ", ".join(device.name.lower() for device in self.devices) or "no graphics card"
         hint = f"{VARIABLE} names the folder of a ggml library for it; taper --version says what there is"
-        raise RequestError(f"there is no device {shown(name)}: {self} finds {those}", hint, param="device")
+        rule = f"it must be {', '.join(DEVICES)} or one of ggml's, and {self} finds {those}"
+        raise RequestError(f"device is {shown(name)}; {rule}", hint, param="device")
 
     def _device(self, pointer: int) -> Device:
         free, total = c_size_t(), c_size_t()
