@@ -73,7 +73,7 @@ _QWEN35_4B = _QWEN35_2B | {
     "linear_num_value_heads": 32,
 }
 _GPT_OSS = {
-    "layers": 3,  # of 24, or the model in f32, of which the file is made, has 84 GB
+    "layers": 3,  # in f32 they have 10 GB; the file has them several times
     "hidden_size": 2880,
     "intermediate_size": 2880,
     "head_dim": 64,
@@ -104,7 +104,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma-4-e2b": ("gemma4", _GEMMA4_E2B),
     "qwen-3.5-2b": ("qwen35", _QWEN35_2B),
     "qwen-3.5-4b": ("qwen35", _QWEN35_4B),
-    "gpt-oss-3-layers": ("gpt-oss", _GPT_OSS),
+    "gpt-oss-12-layers": ("gpt-oss", _GPT_OSS),  # of 24, as two programs hold them at a time
     "lfm2-1.2b": ("lfm2", _LFM2_1_2B),
 }
 
@@ -122,12 +122,37 @@ def make(path: Path, shape: str) -> None:
     part = path.with_suffix(".part")
     architecture, sizes = SHAPES[shape]
     tiny, experts = make_tiny(path.parent / "folder", architecture, **sizes), ""
-    if (
-        architecture == "gpt-oss"
-    ):  # as published: the experts in MXFP4; rows of 2880 weights are no whole blocks of Q4_K
+    if architecture == "gpt-oss":  # as published: experts in MXFP4. Rows of 2880 weights are no whole blocks of Q4_K.
         quantise, experts = None, "MXFP4"
     write_gguf(part, tiny, dtype=np.float16 if experts else np.float32, quantise=quantise, experts=experts)
-    part.rename(path)
+    if experts:
+        repeat_layers(part, path, 4)
+        part.unlink()
+    else:
+        part.rename(path)
+
+
+def repeat_layers(source: Path, target: Path, times: int) -> None:
+    """Write a file with the layers of another one so many times."""
+    import gguf
+
+    reader = gguf.GGUFReader(source)
+    facts = {name: field for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    architecture = facts.pop("general.architecture").contents()
+    layers = facts[f"{architecture}.block_count"].contents()
+    writer = gguf.GGUFWriter(target, architecture)
+    for name, field in facts.items():
+        value = times * layers if name.endswith(".block_count") else field.contents()
+        writer.add_key_value(name, value, *field.types[:2])
+    for tensor in reader.tensors:
+        block, number, *rest = tensor.name.split(".", 2)
+        for copy in range(times if block == "blk" else 1):
+            name = f"blk.{int(number) + copy * layers}.{rest[0]}" if block == "blk" else tensor.name
+            writer.add_tensor(name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def skipping(path: Path) -> dict[str, Any]:
