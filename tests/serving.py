@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import httpx
 import pytest
 import uvicorn
-from tiny import TinyModel, policies
+from tiny import PLACE, TinyModel, policies
 
 from taper import LLM
 from taper.server.app import uvicorn_config
@@ -107,7 +107,7 @@ def before_each_forward(server: Server, monkeypatch: pytest.MonkeyPatch, run: Ca
 @contextmanager
 def serving(tiny: TinyModel, slots: int = 4, context: int = 256, template: str = "", **limits) -> Iterator[Server]:
     """A server of a tiny model that has the policies of `tiny.policies`; "d3" is the default."""
-    llm = LLM(str(tiny.folder), dtype="f32", threads=1, context=context, max_batch_size=slots)
+    llm = LLM(str(tiny.folder), dtype="f32", context=context, max_batch_size=slots, **PLACE)
     if template:
         llm.tokenizer = type(llm.tokenizer)(llm.tokenizer.fast, llm.tokenizer.eos_token_ids, template, {})
     chosen = Limits(port=0, **limits)

@@ -6,21 +6,36 @@ that has it.
 
 from __future__ import annotations
 
+import gc
+import mmap
 import os
 import signal
+import warnings
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from serving import chat_body, serving
+from test_bench import llama_bin, log  # noqa: F401  # a fixture
 from test_quantisation import CONFIG, TOKENS, random_model
-from tiny import DEVICES, complete, make_backend, one_slot, policies, random_prompt
+from tiny import DEVICES, FAMILIES, complete, make_backend, make_tiny, one_slot, policies, random_prompt, with_adapters
 
 from taper.backends import choose_device, open_backend
-from taper.backends.ggml import GgmlBackend, devices
-from taper.backends.ggml.library import ggml
-from taper.engine import Engine
+from taper.backends.ggml import GgmlBackend, devices, tensors
+from taper.backends.ggml.library import Device, Library, ggml
+from taper.backends.split import SplitBackend, least_on_device
+from taper.engine import Engine, Request
 from taper.errors import ModelError, RequestError
+from taper.lab.bench import target
+from taper.lab.bench.run import run as run_bench
+from taper.lab.bench.target import BenchOptions
+from taper.models import load_model
+from taper.models.tensors import LoadedModel
 from taper.policy import DepthPolicy
+from taper.sampling import SamplingParams
 
 NEEDS_DEVICE = pytest.mark.skipif(not DEVICES, reason="TAPER_TEST_DEVICE names no device of a ggml library")
 
@@ -40,6 +55,165 @@ def test_options_for_cpus_are_refused(tiny_llama, monkeypatch, option):
     monkeypatch.setattr("taper.backends.choose_device", lambda device: "Vulkan0")
     with pytest.raises(RequestError, match="Vulkan0"):
         open_backend(tiny_llama.load(), device="vulkan", context_length=64, **option)
+
+
+# On a stand-in: the CPU as ggml lists it among devices. What it computes travels, as its memory is not looked at.
+
+
+@pytest.fixture
+def host() -> Device:
+    assert ggml.devices is not None  # declares their functions
+    return Device(ggml.backend_reg_dev_get(ggml.backend_cpu_reg(), 0), "Test0", "the CPU", (0, 0))
+
+
+@pytest.fixture
+def stand_in(host, monkeypatch) -> Device:
+    monkeypatch.setattr(tensors, "in_host_memory", lambda tensor: False)
+    return host
+
+
+def on(device: Device, loaded: LoadedModel, **options) -> GgmlBackend:
+    options = {"num_slots": 1, "context_length": 256, "dtype": "f32", "kv_dtype": "f32"} | options
+    return GgmlBackend(loaded.config, loaded.tensors, device=device, **options)
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen35", pytest.param("gemma4", marks=pytest.mark.ci)])
+def model(request, tmp_path_factory) -> SimpleNamespace:
+    """Some prompts, each with a policy, and their completions on the CPU; then later turns of each."""
+    architecture, options = FAMILIES.get(request.param, (request.param, {"layers": 6}))
+    loaded = make_tiny(tmp_path_factory.mktemp("device"), architecture, **options).load()
+    chosen = list(policies(loaded.config.num_hidden_layers).values())
+    if loaded.config.mixer is None:
+        chosen += [with_adapters(policy, loaded.config.hidden_size) for policy in chosen[:2]]
+    prompts = [random_prompt(i, 30 + 5 * i) for i in range(len(chosen))]
+    engine = Engine(make_backend("ggml", loaded, num_slots=3))
+    said = complete(engine, prompts, chosen, 16)
+    later = [[*prompt[:12], *tokens, 7, 8] for prompt, tokens in zip(prompts, said, strict=True)]
+    turns = complete(engine, later, chosen, 8)
+    return SimpleNamespace(loaded=loaded, policies=chosen, prompts=prompts, said=said, later=later, turns=turns)
+
+
+def test_tokens_are_those_of_the_cpu_in_a_batch_and_in_later_turns(model, stand_in):
+    engine = Engine(on(stand_in, model.loaded, num_slots=3))
+    assert complete(engine, model.prompts, model.policies, 16) == model.said
+    assert complete(engine, model.later, model.policies, 8) == model.turns
+
+
+def test_a_device_and_the_cpu_share_a_model(model, host):
+    config, half = model.loaded.config, model.loaded.config.num_hidden_layers // 2
+    count = max(half, least_on_device(config, half))
+    build = partial(GgmlBackend, num_slots=3, context_length=256, dtype="f32", kv_dtype="f32", threads=1)
+    engine = Engine(SplitBackend(config, model.loaded.tensors, count, build, partial(build, device=host)))
+    assert complete(engine, model.prompts, model.policies, 16) == model.said
+
+
+@pytest.mark.parametrize("lacking", ["soft_max", "mul_mat", "set_rows", "get_rows", "flash_attn_ext", "cpy", "add"])
+def test_the_cpu_computes_operations_that_a_device_lacks(model, stand_in, monkeypatch, lacking):
+    def supports(backend, node) -> bool:
+        return ggml.op_desc(node).decode().lower() != lacking
+
+    monkeypatch.setattr(ggml, "backend_supports_op", supports)
+    engine = Engine(on(stand_in, model.loaded, num_slots=3))
+    count = 3
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("default")
+        assert complete(engine, model.prompts[:count], model.policies[:count], 8) == [
+            ids[:8] for ids in model.said[:count]
+        ]
+    assert {str(warning.message) for warning in warned} <= {
+        f"Test0 lacks {lacking}: the CPU computes that, which is slow; see gpu_layers"
+    }
+
+
+def test_all_memory_is_given_back(model, stand_in, monkeypatch):
+    """After 200 requests of any length, some of which are aborted, and after the end."""
+    held, allocate, free = dict[int, int](), ggml.backend_alloc_ctx_tensors_from_buft, ggml.backend_buffer_free
+
+    def allocated(context, buffer_type):
+        buffer = allocate(context, buffer_type)
+        held[buffer] = 1
+        return buffer
+
+    def freed(buffer):
+        del held[buffer]
+        free(buffer)
+
+    monkeypatch.setattr(ggml, "backend_alloc_ctx_tensors_from_buft", allocated)
+    monkeypatch.setattr(ggml, "backend_buffer_free", freed)
+    backend = on(stand_in, model.loaded, num_slots=4)
+    engine, full = Engine(backend), DepthPolicy.full(model.loaded.config.num_hidden_layers)
+
+    def run_requests() -> tuple[set[int], int]:
+        sequences, rng = [], np.random.default_rng(5)
+        for number in range(100):
+            policy = model.policies[number % 6] if number % 3 else full
+            request = Request(random_prompt(number, int(rng.integers(1, 200))), SamplingParams(max_tokens=6), policy)
+            sequences.append(engine.add(request))
+            for _ in range(int(rng.integers(1, 8))):
+                engine.step()
+            if number % 2:
+                engine.abort(sequences[-1])
+        while any(sequence.finish_reason is None for sequence in sequences[::2]):
+            engine.step()
+        return set(held), ggml.gallocr_get_buffer_size(backend._allocator, 0)
+
+    assert run_requests() == run_requests()
+    engine.close()
+    backend = engine = None
+    gc.collect()
+    assert not held
+
+
+def test_after_too_little_memory_a_smaller_request_works(model, stand_in, monkeypatch):
+    engine, allocate = Engine(on(stand_in, model.loaded, num_slots=3)), ggml.gallocr_alloc_graph
+
+    def allocated(allocator, graph) -> bool:
+        nodes = [ggml.graph_node(graph, number) for number in range(ggml.graph_n_nodes(graph))]
+        tokens = max((node.contents.ne[1] for node in nodes if ggml.op_desc(node) == b"GET_ROWS"), default=0)
+        return tokens < 100 and allocate(allocator, graph)
+
+    monkeypatch.setattr(ggml, "gallocr_alloc_graph", allocated)
+    assert complete(engine, model.prompts[:1], model.policies[:1], 16) == model.said[:1]
+    with pytest.raises(ModelError, match="not enough memory for this many tokens"):
+        complete(engine, [random_prompt(1, 200)], model.policies[:1], 4)
+    assert complete(engine, model.prompts[:1], model.policies[:1], 16) == model.said[:1]
+
+
+def test_too_little_memory_for_weights_or_cells_is_told_in_one_line(tiny_llama, stand_in, monkeypatch):
+    allocate, sizes = ggml.backend_alloc_ctx_tensors_from_buft, []
+    for refused, error, said in (
+        (1, RequestError, "not enough memory for 1 outputs at a time of up to 256 tokens each"),
+        (0, ModelError, r"not enough memory for 0\.0 GB of weights"),
+    ):
+        sizes.clear()
+
+        def allocated(context, buffer_type, refused=refused):
+            sizes.append(context)
+            return None if len(sizes) > refused else allocate(context, buffer_type)
+
+        monkeypatch.setattr(ggml, "backend_alloc_ctx_tensors_from_buft", allocated)
+        with pytest.raises(error, match=said):
+            on(stand_in, tiny_llama.load())
+
+
+@pytest.mark.parametrize("gpu_layers", [None, 2])
+@pytest.mark.parametrize("source", ["model", "shape"])
+def test_bench_measures_a_device_and_llama_cpp_there(tiny_gguf, host, llama_bin, monkeypatch, source, gpu_layers):  # noqa: F811
+    monkeypatch.setattr(Library, "device", lambda self, name: host)
+    monkeypatch.setitem(target.SHAPES, "tiny", load_model(tiny_gguf).config)
+    given = {"model": {"model": str(tiny_gguf)}, "shape": {"shape": "tiny"}}[source]
+    lengths = {"lengths": (9,), "prompts": (9,), "rounds": 1, "llama_bin": llama_bin}
+    result = run_bench(BenchOptions(**given, **lengths, device="Test0", gpu_layers=gpu_layers), print)
+    assert result["failed"] == {}
+    assert result["conditions"]["device"] == "Test0"
+    assert ("layers 0 to 3" in result["conditions"]["kernels"]) == (gpu_layers is not None)
+    assert list(result["phases"]) == ["depth", "outputs of 9", "peers at 9", "prompts"]
+    assert {row["bandwidth_used"] for row in result["phases"]["depth"]["rows"]} == {None}
+    layers = {arguments[arguments.index("-ngl") + 1] for arguments in log(llama_bin)}
+    assert layers == {str(gpu_layers or 999)}
+
+
+# On a device that is there
 
 
 @NEEDS_DEVICE
@@ -77,15 +251,21 @@ def test_an_interrupt_ends_a_prompt_between_two_pieces_and_costs_nothing(device,
 
 
 @NEEDS_DEVICE
-def test_an_operation_that_a_device_lacks_is_named(device, tiny_llama, monkeypatch):
-    engine = Engine(make_backend(device, tiny_llama.load()))
-    monkeypatch.setattr(ggml, "backend_supports_op", lambda backend, node: False)
-    with pytest.raises(ModelError, match="lacks an operation of this model, get_rows"):
-        complete(engine, [random_prompt(1)], [DepthPolicy.full(6)], 1)
+def test_a_server_gives_back_what_requests_took_whether_clients_stay_or_are_killed(device, tiny_llama):
+    """200 requests of random length; some clients are gone in the middle of their stream."""
+    with serving(tiny_llama, slots=3) as server:
 
+        def run_requests(seed: int) -> int:
+            rng = np.random.default_rng(seed)
+            for number in range(100):
+                body = chat_body("x " * int(rng.integers(1, 60)), max_tokens=int(rng.integers(1, 30)), stream=True)
+                body["taper"]["policy"] = ("full", "d3 late", "static")[number % 3]
+                with server.http.stream("POST", "/v1/chat/completions", json=body) as response:
+                    for _ in zip(range(1 + number % 4 * 20), response.iter_lines(), strict=False):
+                        pass
+            assert server.is_idle()
+            return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
-@NEEDS_DEVICE
-def test_too_little_memory_on_a_device_is_told_in_one_line(device, tiny_llama, monkeypatch):
-    monkeypatch.setattr(ggml, "backend_alloc_ctx_tensors_from_buft", lambda context, buffer_type: None)
-    with pytest.raises(ModelError, match="not enough memory on the device"):
-        make_backend(device, tiny_llama.load())
+        first, second = run_requests(1), run_requests(1)
+        assert second - first < 4 << 20
+        assert server.chat(max_tokens=4).status_code == 200

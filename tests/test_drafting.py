@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import BACKENDS, FAMILIES, PLAIN, make_backend, make_tiny, policies, random_prompt, with_adapters
+from tiny import BACKENDS, FAMILIES, PLACE, PLAIN, make_backend, make_tiny, policies, random_prompt, with_adapters
 
 from taper import LLM, DepthPolicy, SamplingParams
 from taper import engine as engine_module
@@ -435,7 +435,7 @@ def test_a_limit_of_width_holds_for_all_sequences_of_a_forward_together(tiny_lla
 
 @pytest.fixture(scope="module")
 def llm(tiny_llama) -> LLM:
-    return LLM(str(tiny_llama.folder), dtype="f32", threads=1, context=256, max_batch_size=2)
+    return LLM(str(tiny_llama.folder), dtype="f32", context=256, max_batch_size=2, **PLACE)
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.9, "seed": 4}])

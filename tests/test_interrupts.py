@@ -16,6 +16,7 @@ from functools import cache
 from io import FileIO
 
 import pytest
+from tiny import PLACE
 
 from taper import LLM, DepthPolicy, SamplingParams
 from taper.engine import Engine, Request, Sequence, Slots
@@ -83,7 +84,7 @@ class Interrupt:
 
 @pytest.fixture(scope="module")
 def llm(tiny_llama) -> LLM:
-    return LLM(str(tiny_llama.folder), dtype="f32", threads=1, context=64, max_batch_size=2)
+    return LLM(str(tiny_llama.folder), dtype="f32", context=64, max_batch_size=2, **PLACE)
 
 
 def outputs_of(chunks: list) -> list:

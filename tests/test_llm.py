@@ -17,6 +17,7 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 import torch
+from tiny import PLACE
 
 from taper import LLM, DepthPolicy, SamplingParams
 from taper.engine import Request
@@ -31,7 +32,7 @@ PROMPTS = ["one", "a longer prompt, number two", [{"role": "user", "content": "t
 
 @pytest.fixture(scope="module")
 def llm(tiny_llama) -> LLM:
-    return LLM(str(tiny_llama.folder), dtype="f32", threads=1, context=256, max_batch_size=2)
+    return LLM(str(tiny_llama.folder), dtype="f32", context=256, max_batch_size=2, **PLACE)
 
 
 def answer(llm, prompt="tell me", policy=TAPERED, **options):

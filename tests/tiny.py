@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from statistics import NormalDist
 
@@ -37,6 +37,7 @@ TOKENS = 28  # in which the curves of `policies` fall as far as they matter
 CONTEXT = 512
 # With $TAPER_TEST_DEVICE, such as vulkan, what is tested on both backends is tested on that device of ggml's too.
 DEVICES = [name] if (name := os.environ.get("TAPER_TEST_DEVICE")) else []
+PLACE = {"device": DEVICES[0]} if DEVICES and DEVICES != ["split"] else {"threads": 1}  # of models of `LLM`
 EVERY_BACKEND = pytest.mark.parametrize("kind", ["ggml", *DEVICES, "torch"])
 BACKENDS = pytest.mark.parametrize("kind", ["ggml", *DEVICES, pytest.param("torch", marks=pytest.mark.ci)])
 
@@ -822,9 +823,14 @@ def make_backend(kind: str, loaded, **options):
     from taper.backends.ggml import GgmlBackend  # tests/vllm shares this file, where ggml is not installed
     from taper.backends.ggml.library import ggml
 
-    options |= {"dtype": "f32", "kv_dtype": "f32", "threads": 1}
-    device = None if kind == "ggml" else ggml.device(kind)
-    return GgmlBackend(loaded.config, loaded.tensors, device=device, **options)
+    build = partial(GgmlBackend, **options | {"dtype": "f32", "kv_dtype": "f32", "threads": 1})
+    if kind == "split":  # with both parts on the CPU
+        from taper.backends.split import SplitBackend, least_on_device
+
+        count = loaded.config.num_hidden_layers
+        on_device = max(count // 2, least_on_device(loaded.config, count // 2))
+        return SplitBackend(loaded.config, loaded.tensors, on_device, build, build)
+    return build(loaded.config, loaded.tensors, device=None if kind == "ggml" else ggml.device(kind))
 
 
 def assert_llama_cpp_agrees(path: Path, prompts: Sequence[list[int]] = (), tokens: int = 32) -> None:

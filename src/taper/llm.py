@@ -113,6 +113,7 @@ class LLM:
         repack: on a CPU, "always" copies matrices into the layout that it multiplies fastest, where their type has
             one; "auto" also keeps a second layout where many tokens are faster with it and memory is free; "never" uses
             the mapped file alone, which processes share.
+        gpu_layers: on a device of ggml, how many layers it runs, the last ones; the CPU runs the others. Default all.
         head: on a CPU, "full" computes the logits of the whole vocabulary; "shortlist" approximates them, and computes
             those that matter; "auto" does so if it is faster on this machine, but not with f32 weights.
         offline: do not fetch a model that has a name and is not on this machine.
@@ -136,6 +137,7 @@ class LLM:
         threads: int | None = None,
         max_batch_size: int = 8,
         repack: str = REPACK[0],
+        gpu_layers: int | None = None,
         head: str = HEADS[0],
         offline: bool = False,
         progress: Callable[[float], None] | None = None,
@@ -164,6 +166,7 @@ class LLM:
             threads=threads,
             repack=repack,
             head=head,
+            gpu_layers=gpu_layers,
             progress=progress,
         )
         self.config, self.tokenizer, self.engine = backend.config, loaded.tokenizer, Engine(backend)

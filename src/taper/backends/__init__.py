@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from ctypes.util import find_library
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
@@ -19,7 +20,7 @@ from typing import Protocol
 import numpy as np
 
 from ..adapters import Adapters
-from ..errors import DEVICES, DTYPES, HEADS, REPACK, RequestError, one_of
+from ..errors import DEVICES, DTYPES, HEADS, REPACK, RequestError, one_of, whole_number
 from ..models.config import ModelConfig
 from ..models.tensors import LoadedModel
 
@@ -112,6 +113,7 @@ class Backend(Protocol):
     layouts: str  # how matrices lie in memory, in words
     head: str  # how logits are computed, in words
     has_preview: bool  # whether forwards may ask for previewed logits and shortlists
+    layers_on_cpu: int  # the first ones, if only the others are on a device; else 0
     weight_bytes: dict[str, int]  # of each tensor, in the type in which forwards read it
 
     def forward(self, batch: TokenBatch) -> ForwardOutput:
@@ -151,6 +153,7 @@ def open_backend(
     threads: int | None = None,
     repack: str = REPACK[0],
     head: str = HEADS[0],
+    gpu_layers: int | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> Backend:
     """Build the backend of a device with the weights of a model; it is imported only here.
@@ -165,53 +168,66 @@ def open_backend(
     one_of("dtype", dtype, DTYPES)
     one_of("repack", repack, REPACK)
     one_of("head", head, HEADS)
-    chosen = choose_device(device)
+    chosen, layers = choose_device(device), model.config.num_hidden_layers
+    if gpu_layers is not None:
+        gpu_layers = min(layers, whole_number("gpu_layers", gpu_layers, 1))
+    with_torch = runs_on_torch(chosen, model.config.quantization if dtype == "auto" else dtype, gpu_layers)
+    if gpu_layers is not None and (chosen == "cpu" or with_torch):
+        place = "cuda, where PyTorch computes" if with_torch else "cpu"
+        raise RequestError(f"gpu_layers is for devices of ggml; it does nothing on {place}", "leave it out")
+    has_cpu = chosen == "cpu" or gpu_layers not in (None, layers)
+    if repack != REPACK[0] and not has_cpu:
+        raise RequestError(f"repack is for CPUs; it does nothing on {chosen}", "leave it out")
+    if threads is not None and not has_cpu:
+        raise RequestError(f"threads does nothing on {chosen}", "leave it out")
+    if head == "shortlist" and chosen != "cpu":
+        raise RequestError(f"head shortlist is for CPUs; on {chosen} the whole head is computed", "leave it out")
+    if with_torch:
+        return _open_torch(model, num_slots, context_length, "bf16" if dtype == "auto" else dtype)
+    from .ggml import GgmlBackend
+
+    build = partial(
+        GgmlBackend,
+        num_slots=num_slots,
+        context_length=context_length,
+        dtype=None if dtype == "auto" else dtype,
+        kv_dtype="f32" if dtype in ("f32", "bf16") else "f16",  # f16 does not have the range of bf16
+    )
+    on_cpu = partial(build, threads=threads, repack=repack)
     if chosen == "cpu":
-        from .ggml import GgmlBackend
         from .ggml.shortlist import kept_preview
 
         with ThreadPoolExecutor(1) as pool:  # beside the weights
             kept = pool.submit(kept_preview, head, model, dtype, threads)
-            backend = GgmlBackend(
-                model.config,
-                model.tensors,
-                num_slots=num_slots,
-                context_length=context_length,
-                dtype=None if dtype == "auto" else dtype,
-                kv_dtype="f32" if dtype in ("f32", "bf16") else "f16",  # f16 does not have the range of bf16
-                threads=threads,
-                repack=repack,
-                progress=progress,
-            )
+            backend = on_cpu(model.config, model.tensors, progress=progress)
         backend.set_head(head, model, dtype, kept.result(), progress)
         return backend
-    if repack != REPACK[0]:
-        raise RequestError(f"repack is for CPUs; it does nothing on {chosen}", "leave it out")
-    if threads is not None:
-        raise RequestError(f"threads does nothing on {chosen}", "leave it out")
-    if head == "shortlist":
-        raise RequestError(f"head shortlist is for CPUs; on {chosen} the whole head is computed", "leave it out")
-    if chosen != "cuda":
-        from .ggml import GgmlBackend
-        from .ggml.library import ggml
+    from .ggml.library import ggml
 
-        return GgmlBackend(
-            model.config,
-            model.tensors,
-            device=ggml.device(chosen),
-            num_slots=num_slots,
-            context_length=context_length,
-            dtype=None if dtype == "auto" else dtype,
-            kv_dtype="f32" if dtype in ("f32", "bf16") else "f16",
-            progress=progress,
-        )
+    on_device = partial(build, device=ggml.device(chosen))
+    if gpu_layers is None or not has_cpu:
+        return on_device(model.config, model.tensors, progress=progress)
+    from .split import SplitBackend
+
+    return SplitBackend(model.config, model.tensors, gpu_layers, on_cpu, on_device, progress)
+
+
+def runs_on_torch(chosen: str, dtype: str, gpu_layers: int | None = None) -> bool:
+    """Whether PyTorch runs weights of this type on a chosen device, instead of ggml, which is for quantised ones."""
+    if chosen != "cuda" or (dtype.lower() in ("f32", "f16", "bf16") and gpu_layers is None):
+        return chosen == "cuda"
+    from .ggml.library import ggml
+
+    return not any(device.kind == "cuda" for device in ggml.devices)
+
+
+def _open_torch(model: LoadedModel, num_slots: int, context_length: int, dtype: str) -> Backend:
     try:
         import torch
 
         from .torch import TorchBackend
     except ImportError:
         raise RequestError("device cuda needs PyTorch", 'pip install "taper-llm[torch]", or use --device cpu') from None
-    dtype = "bf16" if dtype == "auto" else dtype
     try:
         return TorchBackend(
             model.config, model.tensors, num_slots=num_slots, context_length=context_length, dtype=dtype, device="cuda"

@@ -63,7 +63,7 @@ class PassingStates(Generic[S]):
 
     def note(self, batch: TokenBatch) -> None:
         """Record what a batch has written."""
-        cells = slice(batch.first_layer, None), batch.slots, batch.positions
+        cells = slice(batch.first_layer, len(batch.num_active)), batch.slots, batch.positions
         passed = np.arange(len(batch.tokens)) >= np.array(batch.num_active)[batch.first_layer :, None]
         self._held[cells] = passed if batch.fill else passed & self._held[cells]
 

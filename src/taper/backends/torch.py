@@ -55,6 +55,8 @@ class TorchBackend:
         ModelError: weights that f16 cannot hold.
     """
 
+    layers_on_cpu = 0
+
     def __init__(
         self,
         config: ModelConfig,

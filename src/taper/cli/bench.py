@@ -13,6 +13,7 @@ from ..errors import RequestError, shown
 from .common import (
     DEVICE,
     DTYPE,
+    GPU_LAYERS,
     HEAD_OPTION,
     MODEL,
     OFFLINE,
@@ -64,6 +65,7 @@ _PEERS = (("program", "name", 1, "s"), _TTFT, *_SPEED, _ROUNDS)
 @click.option("--rounds", type=int, default=5, metavar="N", help="Runs of each, after a warm-up; medians count.")
 @click.option("--minutes", type=float, default=9.0, help="Time budget; what does not fit is left out.")
 @DEVICE
+@GPU_LAYERS
 @DTYPE
 @THREADS
 @REPACK_OPTION

@@ -26,7 +26,22 @@ NOT_HEALED = "the adapters did not help: KL on held-out prompts did not fall"
 _LONG = 2  # seconds of loading
 Command = Callable[..., Any]
 
-OF_MODELS = ("model", "device", "dtype", "context", "threads", "repack", "head", "offline")  # `model_options`
+# `model_options`
+OF_MODELS = ("model", "device", "gpu_layers", "dtype", "context", "threads", "repack", "head", "offline")
+
+
+class LayerCount(click.ParamType):
+    """A number of layers, or all of them: None."""
+
+    name = "layers"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
+        """The number."""
+        try:
+            return None if value == "all" else int(value)
+        except ValueError:
+            self.fail(f"{value!r} is not a number of layers; write 12 or all", param, ctx)
+
 
 MODEL = click.option("-m", "--model", metavar="MODEL", help="Name, file, folder, or ORG/MODEL:TYPE of the hub.")
 THREADS = click.option("-t", "--threads", type=int, help="CPU threads. Default: the cores this process may use.")
@@ -59,6 +74,13 @@ REUSE_OPTION = click.option(
     default=REUSE[0],
     help="Where earlier turns skipped layers: filled takes the approximate keys and values that they left, exact "
     "computes these tokens again.",
+)
+GPU_LAYERS = click.option(
+    "--gpu-layers",
+    "-ngl",
+    type=LayerCount(),
+    metavar="N|all",
+    help="With a device of ggml that lacks memory: how many layers, the last ones, it runs. Default: all.",
 )
 OFFLINE = click.option("--offline", is_flag=True, help="Do not fetch a model that is not on this machine.")
 
@@ -132,7 +154,8 @@ def model_options(command: Command) -> Command:
         type=int,
         help="Tokens of prompt and output. Default: 4096 or the model's limit.",
     )
-    return with_options([MODEL, THREADS, context, DEVICE, DTYPE, REPACK_OPTION, HEAD_OPTION, OFFLINE], command)
+    how = (DEVICE, GPU_LAYERS, DTYPE, REPACK_OPTION, HEAD_OPTION, OFFLINE)
+    return with_options([MODEL, THREADS, context, *how], command)
 
 
 # The options that limit drafts, and what `LLM.resolve_drafting` calls them.
@@ -165,7 +188,7 @@ def load(options: dict[str, Any], **more: Any) -> LLM:
     from .terminal import console
 
     model = DEFAULT_MODEL if options["model"] is None else options["model"]
-    given = {name: options[name] for name in ("device", "dtype", "context", "threads", "repack", "head", "offline")}
+    given = {name: options[name] for name in OF_MODELS if name != "model"}
     started = time.monotonic()
     with console().status(f"loading {model}") as status:
         highest = 0.0

@@ -10,7 +10,7 @@ import click
 from ..errors import TaperError
 from ..models import model_name
 from ..models.policies import FULL
-from .common import REUSE_OPTION, draft_options, limits_of_drafts, load, model_options, say, say_why_full
+from .common import OF_MODELS, REUSE_OPTION, draft_options, limits_of_drafts, load, model_options, say, say_why_full
 
 
 @click.command()
@@ -50,9 +50,7 @@ def serve(
         raise TaperError(f"taper serve needs {error.name}", 'pip install "taper-llm[serve]"') from None
     if name is not None and not name.strip():
         raise TaperError("--name is empty", "give the name that clients use, or leave it out")
-    model = {
-        key: options.pop(key) for key in ("model", "device", "dtype", "context", "threads", "repack", "head", "offline")
-    }
+    model = {key: options.pop(key) for key in OF_MODELS}
     draft_limits = limits_of_drafts(options) | {"exact_bits": exact_bits}
     limits = Limits(**options | {"api_key": options["api_key"] or ""})
     listener = listen(limits)  # before the model is loaded, which takes time

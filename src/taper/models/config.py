@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import NormalDist
 from typing import NamedTuple
@@ -172,7 +172,7 @@ class LayerSpec:
     multiplies what the layer gives. `laurel_rank`: above 0, a path of this rank runs beside attention, and the sum of
     both is divided by the square root of 2 (LAuReL, arXiv 2411.07501). `sparsity`: the part of the MLP's gates that is
     cut to zero, if they are normally distributed (`gate_cutoff`). `head_dim`, `num_key_value_heads`,
-    `intermediate_size`: None: those of the model.
+    `intermediate_size`: None: those of the model. `is_elsewhere`: another part of the model runs it (`holding`).
     """
 
     rope: Rope | None
@@ -198,11 +198,12 @@ class LayerSpec:
     head_dim: int | None = None
     num_key_value_heads: int | None = None
     intermediate_size: int | None = None
+    is_elsewhere: bool = False
 
     @property
     def has_cells(self) -> bool:
-        """Whether it has keys and values of its own."""
-        return self.cells_of is None and self.mixer is None
+        """Whether it has keys and values of its own here."""
+        return self.cells_of is None and self.mixer is None and not self.is_elsewhere
 
     @property
     def gate_cutoff(self) -> float | None:
@@ -314,6 +315,14 @@ class ModelConfig:
     def mixer(self) -> Mixer | None:
         """That of the recurrent layers, which all have the same; None if there are none."""
         return next((spec.mixer for spec in self.layers if spec.mixer is not None), None)
+
+    def holding(self, layers: range) -> ModelConfig:
+        """The same model for a backend that runs these layers only: the others have neither cells nor a state there."""
+        specs = (
+            spec if layer in layers else replace(spec, mixer=None, is_elsewhere=True)
+            for layer, spec in enumerate(self.layers)
+        )
+        return replace(self, layers=tuple(specs))
 
     @property
     def identity(self) -> ModelIdentity:

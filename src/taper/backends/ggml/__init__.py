@@ -69,6 +69,8 @@ class GgmlBackend:
         kv_dtype: of the cache, "f16" or "f32"; always f32 for weights that do not fit f16.
     """
 
+    layers_on_cpu = 0
+
     def __init__(
         self,
         config: ModelConfig,
@@ -109,7 +111,7 @@ class GgmlBackend:
         self._closed = False
         self._products: HeadProducts | None = None  # with a preview
         self._pid = os.getpid()  # threads and their locks do not survive a fork
-        self._allocator = ggml.gallocr_new(ggml.backend_get_default_buffer_type(self._compute.backend))
+        self._allocator = self._new_allocator()
 
     def _rope_factors(self, layers: tuple[LayerSpec, ...]) -> tuple[Any, ...]:
         """A tensor of divisors of rotary frequencies for each layer, or None; layers with equal ones share it."""
@@ -330,6 +332,8 @@ class GgmlBackend:
         self._compute.compute(graph, interruptible=False)
 
     def _run_copies(self, copies: Copies) -> None:
+        if not ggml.graph_n_nodes(copies.pointer):
+            return
         ggml.gallocr_alloc_graph(self._allocator, copies.pointer)  # lets views lie where their tensors do
         self._compute.compute(copies, interruptible=False)
 
@@ -338,7 +342,13 @@ class GgmlBackend:
             self._graphs.move_to_end(key)
             return self._graphs[key]
         before = ggml.gallocr_get_buffer_size(self._allocator, 0)
-        graph = Graph(self._model, key, self._adapter_tensors(key.adapters), self._allocator)
+        try:
+            graph = Graph(self._model, key, self._adapter_tensors(key.adapters), self._allocator)
+        except ModelError:
+            self._graphs.clear()  # what they lay in is freed
+            ggml.gallocr_free(self._allocator)
+            self._allocator = self._new_allocator()
+            raise
         if ggml.gallocr_get_buffer_size(self._allocator, 0) != before:
             self._graphs.clear()  # all graphs share one buffer, and it has just moved
         self._graphs[key] = graph
@@ -346,12 +356,16 @@ class GgmlBackend:
             self._graphs.popitem(last=False)
         return graph
 
+    def _new_allocator(self) -> Any:
+        return ggml.gallocr_new(ggml.backend_get_default_buffer_type(self._compute.backend))
+
     def _adapter_tensors(self, adapters: Adapters | None) -> Mapping[int, tuple[Any, Any]]:
         """Adapters as tensors, made when a forward first needs them."""
         if adapters is None:
             return {}
         if adapters not in self._adapters:
-            self._adapters[adapters] = AdapterTensors(adapters, self._model.exact, self._buffer_type)
+            here = adapters.only(i for i, spec in enumerate(self.config.layers) if not spec.is_elsewhere)
+            self._adapters[adapters] = AdapterTensors(here, self._model.exact, self._buffer_type)
         return self._adapters[adapters]
 
 

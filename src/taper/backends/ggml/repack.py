@@ -13,6 +13,7 @@ import numpy as np
 
 from ...errors import ModelError
 from ...models.tensors import WEIGHT_TYPES, Tensor
+from .layouts import num_bytes
 from .library import ggml
 from .tensors import TensorContext
 
@@ -64,9 +65,12 @@ class CopiedTensors:
             try:
                 context.allocate(target)
             except ModelError:
-                if buffer_type is not None:
-                    raise
-                continue  # there is no memory for a copy: they stay where they are
+                if buffer_type is None:
+                    continue  # there is no memory for a copy: they stay where they are
+                needed = sum(num_bytes(types[name], matrix.shape) for name, matrix in matrices.items())
+                message = f"the device has not enough memory for {needed / 1e9:.1f} GB of weights"
+                hint = "lower --gpu-layers, take a file of fewer bits, or use --device cpu"
+                raise ModelError(message, hint) from None
             self._contexts.append(context)
             self.tensors |= tensors
             for name in names:

@@ -134,8 +134,9 @@ class Copies(Computation):
 
     def __init__(self, number: int) -> None:
         super().__init__()
-        self._context = TensorContext(3 * number, graph_nodes=3 * number)
-        self.pointer = ggml.new_graph_custom(self._context.pointer, 3 * number, False)
+        nodes = max(1, 3 * number)
+        self._context = TensorContext(nodes, graph_nodes=nodes)
+        self.pointer = ggml.new_graph_custom(self._context.pointer, nodes, False)
 
     def add(self, tensor: Any, source: int, target: int, count: int, rows: int = 1, stride: int = 0) -> None:
         """Copy `count` elements of each of some rows, `stride` elements apart; `source` and `target` are elements."""

@@ -38,7 +38,8 @@ def llama_cpp(target: Target, options: BenchOptions) -> Peer:
         path = _random_file(target)
     if path is None or path.is_dir():
         raise RequestError("it runs GGUF files only")
-    bench = LlamaBench(folder, path, target.threads, on_gpu=target.device == "cuda")
+    layers = 0 if target.device == "cpu" else options.gpu_layers or _ALL_LAYERS
+    bench = LlamaBench(folder, path, target.threads, layers)
 
     def run(length: int, clock: Clock) -> Speeds:
         try:
@@ -127,7 +128,7 @@ class LlamaBench:
     folder: Path  # of llama.cpp's programs
     model: Path  # a GGUF file
     threads: int
-    on_gpu: bool = False  # runs every layer there, else none
+    gpu_layers: int = 0  # how many layers run there
 
     def measure(
         self, *, prompt_tokens: int = 0, max_tokens: int = 0, context: int = 0, timeout_s: float | None = None
@@ -149,8 +150,7 @@ class LlamaBench:
             RequestError: the program cannot be run or failed.
             subprocess.TimeoutExpired: it took longer than `timeout_s` seconds.
         """
-        layers = _ALL_LAYERS if self.on_gpu else 0
-        command = [self.folder / program, "-m", self.model, "-t", self.threads, "-ngl", layers, *arguments]
+        command = [self.folder / program, "-m", self.model, "-t", self.threads, "-ngl", self.gpu_layers, *arguments]
         words = [str(word) for word in command]
         try:
             done = subprocess.run(words, capture_output=True, encoding="utf-8", timeout=timeout_s, check=True)

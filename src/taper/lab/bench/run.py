@@ -101,6 +101,8 @@ def _conditions(target: Target, options: BenchOptions) -> Json:
         "head": target.backend.head,
         "dtype": options.dtype,
         "gpu": gpu,
+        "device": target.device,
+        "gpu_layers": options.gpu_layers,
         "machine": machine(),
         "threads": target.threads,
         "versions": versions,
@@ -135,7 +137,9 @@ class Phases:
 
             phases["graphs equal eager steps"] = partial(self.check, check_graphs)
             phases["graphs equal the reference implementation"] = partial(self.check, check_reference)
-        phases |= {"bandwidth": self.bandwidth, "depth": self.depth}
+        if self._target.on_torch or self._target.device == "cpu":
+            phases["bandwidth"] = self.bandwidth
+        phases["depth"] = self.depth
         prompts: dict[str, Callable[[], Json]] = {"prompts": self.prompts}
         outputs: dict[str, Callable[[], Json]] = {}
         for length in self._options.lengths:

@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from ...backends import Backend, available_memory, available_threads, choose_device, open_backend
-from ...errors import DTYPES, HEADS, REPACK, RequestError, number, one_of, whole_number
+from ...backends import Backend, available_memory, available_threads, choose_device, open_backend, runs_on_torch
+from ...errors import HEADS, REPACK, RequestError, number, one_of, whole_number
 from ...models import load_model
 from ...models.config import ModelConfig, expected_shapes
 from ...models.download import DEFAULT_MODEL
 from ...models.fetch import find_or_fetch
 from ...models.policies import FULL, fitting_policies, resolve_policy
-from ...models.tensors import Tensor, row_bytes
+from ...models.tensors import LoadedModel, Tensor, row_bytes
 from ...policy import DepthPolicy
 from .shapes import SHAPES
 
@@ -46,6 +46,7 @@ class BenchOptions:
     rounds: int = 5
     minutes: float = 9.0
     device: str = "auto"
+    gpu_layers: int | None = None
     dtype: str = "auto"
     threads: int | None = None
     repack: str = REPACK[0]
@@ -77,7 +78,7 @@ class Target:
     name: str
     backend: Backend
     on_torch: bool  # whether PyTorch runs it, instead of ggml
-    device: str
+    device: str  # "cpu", one of PyTorch's, or the name of one of ggml's
     threads: int  # of the CPU that it may use
     policies: dict[str, DepthPolicy]  # full depth first
     path: Path | None = None  # its files; None for random weights
@@ -97,37 +98,36 @@ def open_target(options: BenchOptions, torch_device: str = "cuda") -> Target:
         ModelError: the model is missing, damaged or not supported.
         PolicyError: a policy that does not fit the model.
     """
-    chosen = choose_device(options.device)
-    if chosen not in ("cpu", "cuda"):
-        raise RequestError(f"taper bench measures on cpu and cuda, not yet on {chosen}", "use another --device")
-    on_torch = chosen == "cuda"
-    if on_torch and (options.threads is not None or options.repack != REPACK[0]):
-        raise RequestError("threads and repack are for CPUs; they do nothing on cuda", "leave out the option")
-    if options.shape is not None and options.head == "shortlist":
-        raise RequestError("--shape has random weights, for which no preview of the head holds", "leave out --head")
-    device, threads = torch_device if on_torch else "cpu", options.threads or available_threads()
+    chosen, threads = choose_device(options.device), options.threads or available_threads()
     if options.shape is not None:
+        if options.head == "shortlist":
+            raise RequestError("--shape has random weights, for which no preview of the head holds", "leave out --head")
         config = SHAPES[options.shape]
-        length, policies = _context_length(options, config), _policies(options, config)
+        on_torch = runs_on_torch(chosen, "bf16" if options.dtype == "auto" else options.dtype, options.gpu_layers)
         if on_torch:
-            name, backend, weights = _random_weights(options, config, length, device)
-        else:
-            name, backend, weights = _random_weights_on_cpu(options, config, length)
+            _refuse_on_torch(options)
+        length, policies = _context_length(options, config), _policies(options, config)
+        make = _random_weights if on_torch else _random_weights_of_ggml
+        device = torch_device if on_torch else chosen
+        name, backend, weights = make(options, config, length, device)
         return Target(name, backend, on_torch, device, threads, policies, weights=weights)
     model = options.model or DEFAULT_MODEL
     path = find_or_fetch(model, options.offline)
     loaded = load_model(path)
+    dtype = loaded.config.quantization if options.dtype == "auto" else options.dtype
+    on_torch = runs_on_torch(chosen, dtype, options.gpu_layers)
+    if on_torch:
+        _refuse_on_torch(options)
     length, policies = _context_length(options, loaded.config), _policies(options, loaded.config)
-    backend = open_backend(
-        loaded,
-        device=chosen,
-        dtype=options.dtype,
-        context_length=length,
-        threads=options.threads,
-        repack=options.repack,
-        head=options.head,
-    )
-    return Target(model, backend, on_torch, device, threads, policies, path)
+    backend = open_backend(loaded, context_length=length, **_how(options, chosen, options.head))
+    return Target(model, backend, on_torch, torch_device if on_torch else chosen, threads, policies, path)
+
+
+def _refuse_on_torch(options: BenchOptions) -> None:
+    if options.threads is not None or options.repack != REPACK[0]:
+        raise RequestError("threads and repack are for CPUs; they do nothing on cuda", "leave out the option")
+    if options.gpu_layers is not None:
+        raise RequestError("gpu_layers is for devices of ggml; on cuda, PyTorch computes this", "leave it out")
 
 
 def _random_weights(
@@ -153,12 +153,10 @@ def _random_weights(
     return f"{name}, {dtype}", backend, weights
 
 
-def _random_weights_on_cpu(
-    options: BenchOptions, config: ModelConfig, length: int
+def _random_weights_of_ggml(
+    options: BenchOptions, config: ModelConfig, length: int, device: str
 ) -> tuple[str, Backend, Mapping[str, Any]]:
-    """The same on the CPU, in ggml's Q4_0 unless another `dtype` is given."""
-    from ...backends.ggml import GgmlBackend
-
+    """The same on the CPU or a device of ggml, in its Q4_0 unless another `dtype` is given."""
     name, free = f"random weights in the shape of {options.shape}", available_memory()
     values = sum(math.prod(shape) for shape in expected_shapes(config).values())
     needed = 2 * row_bytes(RANDOM_DTYPE, values)  # while they are repacked
@@ -166,16 +164,16 @@ def _random_weights_on_cpu(
         message = f"{name} need {needed / 1e9:.1f} GB while they load; {free / 1e9:.1f} GB are free"
         raise RequestError(message, "choose a smaller shape")
     weights = random_tensors(config)
-    dtype = None if options.dtype == "auto" else one_of("dtype", options.dtype, DTYPES)
-    backend = GgmlBackend(
-        replace(config, quantization=RANDOM_DTYPE),
-        weights,
-        context_length=length,
-        dtype=dtype,
-        threads=options.threads,
-        repack=options.repack,
-    )
-    return f"{name}, {dtype or RANDOM_DTYPE.lower()}", backend, weights
+    model = LoadedModel(replace(config, quantization=RANDOM_DTYPE), weights, tokenizer=None, sampling={})  # type: ignore[arg-type]
+    backend = open_backend(model, context_length=length, **_how(options, device, "full"))
+    dtype = RANDOM_DTYPE.lower() if options.dtype == "auto" else options.dtype
+    return f"{name}, {dtype}", backend, weights
+
+
+def _how(options: BenchOptions, device: str, head: str) -> dict[str, Any]:
+    """What `open_backend` takes of the options."""
+    names = ("dtype", "threads", "repack", "gpu_layers")
+    return {name: getattr(options, name) for name in names} | {"device": device, "head": head}
 
 
 def random_tensors(config: ModelConfig) -> dict[str, Tensor]:

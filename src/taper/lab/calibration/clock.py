@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -20,18 +21,29 @@ _WARM_UP = 4  # steps; the first ones prepare graphs
 
 @dataclass(frozen=True)
 class CostModel:
-    """Milliseconds of a decode step: a straight line in its depth."""
+    """Milliseconds of a decode step: a sum over its layers.
+
+    The first `layers_on_cpu` of them, if the others are on a device, take `on_cpu_ms` more each.
+    """
 
     fixed_ms: float
     layer_ms: float
+    on_cpu_ms: float = 0.0
+    layers_on_cpu: int = 0
 
-    def step_ms(self, depth: float) -> float:
-        """Time of a step at a depth; at a mean depth, the mean time."""
-        return self.fixed_ms + self.layer_ms * depth
+    def saved_ms(self, layer: int) -> float:
+        """What a step saves by skipping a layer."""
+        return self.layer_ms + (self.on_cpu_ms if layer < self.layers_on_cpu else 0.0)
+
+    def step_ms(self, retained: Iterable[int]) -> float:
+        """Time of a step that runs these layers."""
+        return self.fixed_ms + sum(map(self.saved_ms, retained))
 
     def speedup(self, policy: DepthPolicy, max_tokens: int) -> float:
         """Predicted time per token from step 1 on at full depth, over that of the policy."""
-        return self.step_ms(policy.num_hidden_layers) / self.step_ms(policy.mean_depth(max_tokens))
+        steps = Counter(map(policy.depth, range(1, max_tokens)))
+        tapered = sum(count * self.step_ms(policy.retained_at(depth)) for depth, count in steps.items())
+        return steps.total() * self.step_ms(range(policy.num_hidden_layers)) / tapered if tapered else 1.0
 
 
 class TimedRuns(NamedTuple):
@@ -45,22 +57,26 @@ class TimedRuns(NamedTuple):
 def measure_cost(
     engine: Engine, prompt_ids: Sequence[int], max_tokens: int, healed: DepthPolicy | None = None
 ) -> CostModel:
-    """Fit the line to the median steps of outputs of `max_tokens` tokens at several constant depths.
+    """Fit the times to the median steps of outputs of `max_tokens` tokens at several constant depths.
 
     With a policy that has adapters, its layers are skipped as far as these go; otherwise which ones does not matter.
     """
-    layers = engine.backend.config.num_hidden_layers
+    layers, on_cpu = engine.backend.config.num_hidden_layers, engine.backend.layers_on_cpu
     if healed is None:
         depths = sorted({layers, layers * 5 // 6, layers * 2 // 3})
-        policies = [DepthPolicy.static(layers, depth, range(layers - 1, 0, -1)) for depth in depths]
+        orders = [range(layers - 1, 0, -1), *([range(layers - 1)] if on_cpu else [])]
+        policies = [DepthPolicy.static(layers, depth, order) for order in orders for depth in depths]
     else:
         most = len(healed.adapted_layers)
         depths = sorted({layers, layers - (most + 1) // 2, layers - most})
         policies = [DepthPolicy.static(layers, depth, healed.skip_order) for depth in depths]
         policies = [replace(policy, adapters=healed.adapters) for policy in policies]
     times = _alternate(engine, prompt_ids, policies, max_tokens)
-    layer_ms, fixed_ms = np.polyfit(depths, [statistics.median(row[_WARM_UP:] or row) for row in times], 1)
-    return CostModel(max(0.0, float(fixed_ms)), max(0.0, float(layer_ms)))
+    retained = [policy.retained_layers(1) for policy in policies]
+    counts = [(1, len(layers), sum(layer < on_cpu for layer in layers)) for layers in retained]
+    medians = [statistics.median(row[_WARM_UP:] or row) for row in times]
+    fixed_ms, layer_ms, on_cpu_ms = np.linalg.lstsq(np.array(counts, float), np.array(medians), rcond=None)[0].tolist()
+    return CostModel(max(0.0, fixed_ms), max(0.0, layer_ms), max(0.0, on_cpu_ms), on_cpu)
 
 
 def measure_speedup(engine: Engine, prompt_ids: Sequence[int], policy: DepthPolicy, max_tokens: int) -> TimedRuns:

@@ -131,11 +131,17 @@ def adapted(llm: LLM, policy: DepthPolicy | str | Path) -> DepthPolicy:
 
 
 def search_order(
-    model: MeasuredModel, measurements: Measurements, problems: Problems | None, rounds: int, tolerance: float
+    model: MeasuredModel,
+    measurements: Measurements,
+    problems: Problems | None,
+    rounds: int,
+    tolerance: float,
+    cost: CostModel | None = None,
 ) -> tuple[list[float], Iterator[Skipped]]:
     """The importance of each layer, and the first `rounds` layers to skip, at most all but one.
 
-    If a layer makes the score on problems exceed `tolerance`, others are tried instead.
+    If a layer makes the score on problems exceed `tolerance`, others are tried instead. `cost`: where some layers take
+    more time than others, they are skipped rather than these.
     """
     layers, steps = model.num_hidden_layers, measurements.tapered_steps
     importance = _importance(model, measurements)
@@ -146,7 +152,8 @@ def search_order(
     def score(skipped: frozenset[int]) -> float:
         return _score(problems, measurements, skipping(layers, skipped))
 
-    return importance, islice(layers_to_skip(importance, steps, kl_sums, score, tolerance), rounds)
+    saved_ms = cost.saved_ms if cost is not None and cost.on_cpu_ms else None
+    return importance, islice(layers_to_skip(importance, steps, kl_sums, score, tolerance, saved_ms), rounds)
 
 
 def _order_of_adapters(
@@ -219,7 +226,7 @@ def _calibrate(
     with model.measurements(first_steps(search[:COMPLETIONS], STEPS)) as measurements:
         if healed is None:
             rounds = _rounds(layers, budget, cost)
-            importance, skipped = search_order(model, measurements, problems, rounds, HARMLESS)
+            importance, skipped = search_order(model, measurements, problems, rounds, HARMLESS, cost)
             order = LayerOrder(importance, list(skipped))
         else:
             order = _order_of_adapters(model, measurements, problems, healed)
@@ -231,6 +238,7 @@ def _calibrate(
     pairs = list(zip(held_out, own, strict=True))[:EXAMPLES]
     examples = [Example(texts[full.prompt_ids], _text(llm, full), _text(llm, tapered)) for full, tapered in pairs]
     depths = [layers - count for count in range(1, len(order.searched) + 1)]
+    depth_ms = {depth: cost.step_ms(order.skipping(layers - depth).retained_at(depth)) for depth in depths}
     summary = CalibrationSummary(
         mean_depth=round(policy.mean_depth(planned), 3),
         speedup=Speedup(round(cost.speedup(policy, planned), 4), model.speedup(middle, policy, planned)),
@@ -253,7 +261,7 @@ def _calibrate(
         curve=[policy.depth(step) for step in range(planned)],
         by_step=loss_by_step(scores),
         frontier=Frontier(
-            {depth: round(cost.step_ms(layers) / cost.step_ms(depth), 4) for depth in depths},
+            {depth: round(cost.step_ms(range(layers)) / ms, 4) for depth, ms in depth_ms.items()},
             {depth: skipped.kl for depth, skipped in zip(depths, order.searched, strict=True)},
         ),
         harmless_layers=None if problems is None else order.harmless,
@@ -288,7 +296,7 @@ def _rounds(layers: int, budget: Budget, cost: CostModel) -> int:
     """How many layers to search for: a third of them; more if a speed needs it."""
     rounds = layers // 3
     if budget.speedup is not None:
-        enough = cost.step_ms(layers) / budget.speedup
-        needed = (n for n in range(1, layers) if cost.step_ms(layers - n) <= enough)
+        enough = cost.step_ms(range(layers)) / budget.speedup
+        needed = (n for n in range(1, layers) if cost.step_ms(range(layers - n)) <= enough)
         rounds = max(rounds, next(needed, 0) * 5 // 4)
     return max(1, rounds)

@@ -108,43 +108,60 @@ def layers_to_skip(
     measure: Measure,
     score: Callable[[frozenset[int]], float],
     tolerance: float = HARMLESS,
+    saved_ms: Callable[[int], float] | None = None,
 ) -> Iterator[Skipped]:
     """The flex layers in the order of skipping. Each is searched for only when it is asked for, as that takes long.
 
     Next comes the first of the layers of lowest KL whose removal keeps the score within the tolerance; if there is
     none, the one that raises it least; and once the model has collapsed, the one of lowest KL. `steps` are the tapered
-    steps of each completion, `score` is the number of standard errors by which fewer problems are solved.
+    steps of each completion, `score` is the number of standard errors by which fewer problems are solved. With
+    `saved_ms`, what skipping each layer saves, what counts is not KL but KL for each millisecond.
     """
+
+    def price(layer: int, added_kl: float) -> float:
+        if saved_ms is None:
+            return added_kl
+        saved = max(saved_ms(layer), 1e-6)
+        return added_kl / saved if added_kl > 0 else added_kl * saved
+
     order: list[int] = []
     added = {layer: importance[layer] for layer in flex_layers(importance)}  # KL by each layer when it was last tried
     last_kl, collapsed = 0.0, False
-    while left := sorted(added.keys() - order, key=lambda layer: (added[layer], layer)):
-        finalists, others = _mean_kl(frozenset(order), left[:CANDIDATES], steps, measure)
+    while left := sorted(added.keys() - order, key=lambda layer: (price(layer, added[layer]), layer)):
+        finalists, others = _mean_kl(frozenset(order), left[:CANDIDATES], steps, measure, price, last_kl)
         added |= {layer: kl - last_kl for layer, kl in (finalists | others).items()}
-        by_kl = sorted(finalists, key=lambda layer: finalists[layer])
+        best = sorted(finalists, key=lambda layer: price(layer, finalists[layer] - last_kl))
         scores: dict[int, float] = {}
-        for layer in by_kl:
+        for layer in best:
             scores[layer] = 0.0 if collapsed else score(frozenset([*order, layer]))
             if scores[layer] <= tolerance:
                 break
         chosen = min(scores, key=lambda layer: scores[layer])
         if scores[chosen] > COLLAPSED:  # which of them loses least is chance
-            chosen, collapsed = by_kl[0], True
+            chosen, collapsed = best[0], True
         order.append(chosen)
         last_kl = finalists[chosen]
         yield Skipped(chosen, last_kl, COLLAPSED if collapsed else scores[chosen])
 
 
 def _mean_kl(
-    skipped: frozenset[int], candidates: Sequence[int], steps: Sequence[int], measure: Measure
+    skipped: frozenset[int],
+    candidates: Sequence[int],
+    steps: Sequence[int],
+    measure: Measure,
+    price: Callable[[int, float], float],
+    before: float,
 ) -> tuple[dict[int, float], dict[int, float]]:
-    """Mean KL of the best candidates over all completions, and of the others over the first completions alone."""
+    """Mean KL of the best candidates over all completions, and of the others over the first completions alone.
+
+    `price`: by layer and the KL that it adds to what was there before; the lowest are the best.
+    """
     first, rest = range(len(steps))[:FIRST_LOOK], range(len(steps))[FIRST_LOOK:]
+    looked_at = sum(steps[i] for i in first)
     sums = dict(zip(candidates, measure(skipped, candidates, first).tolist(), strict=True))
-    finalists = sorted(sums, key=lambda layer: sums[layer])[:FINALISTS]
+    finalists = sorted(sums, key=lambda layer: price(layer, sums[layer] / looked_at - before))[:FINALISTS]
     more = measure(skipped, finalists, rest) if rest else np.zeros(len(finalists))
     means = {layer: (sums[layer] + extra) / sum(steps) for layer, extra in zip(finalists, more.tolist(), strict=True)}
-    looked_at = sum(steps[i] for i in first)
     return means, {layer: sums[layer] / looked_at for layer in candidates if layer not in means}
 
 

@@ -45,7 +45,7 @@ class TaperLM(LM):  # type: ignore[misc]  # the harness has no types
         batch_size: outputs generated at a time.
         max_gen_toks: tokens of an output where the task sets no limit.
         seed: of tasks that sample.
-        options: what `LLM` takes besides: device, dtype, context, threads, repack, head.
+        options: what `LLM` takes besides: device, gpu_layers, dtype, context, threads, repack, head.
 
     Raises:
         RequestError: an unknown option, or one out of its range.
@@ -64,7 +64,7 @@ class TaperLM(LM):  # type: ignore[misc]  # the harness has no types
         **options: Any,
     ) -> None:
         super().__init__()
-        if unknown := sorted(set(options) - {"device", "dtype", "context", "threads", "repack", "head"}):
+        if unknown := sorted(set(options) - {"device", "gpu_layers", "dtype", "context", "threads", "repack", "head"}):
             raise RequestError(f"model_args has {unknown[0]}, which the model class taper does not take")
         self.max_gen_toks = whole_number("max_gen_toks", max_gen_toks, 1)
         self.seed = whole_number("seed", seed, 0)
