@@ -10,6 +10,7 @@ import gc
 import mmap
 import os
 import signal
+import time
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -164,6 +165,44 @@ def test_all_memory_is_given_back(model, stand_in, monkeypatch):
     assert not held
 
 
+@pytest.mark.parametrize("tokens", [1, 48])
+def test_an_interrupt_ends_a_forward_between_two_pieces_and_costs_nothing(model, stand_in, monkeypatch, tokens):
+    backend, computed = on(stand_in, model.loaded), []
+    compute = devices.DeviceCompute._compute
+
+    def interrupted(self, graph):
+        compute(self, graph)
+        computed.append(graph)
+        if len(computed) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(devices.DeviceCompute, "_compute", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            backend.forward(one_slot(backend, random_prompt(5, tokens), (0,)))
+    assert len(computed) == 2
+    assert complete(Engine(backend), model.prompts[:1], model.policies[:1], 16) == model.said[:1]
+
+
+def test_pieces_are_of_bounded_time(model, stand_in, monkeypatch):
+    backend, compute, node_s = on(stand_in, model.loaded), devices.DeviceCompute._compute, 0.0
+
+    def slow(self, graph):
+        sizes.append(ggml.graph_n_nodes(graph))
+        time.sleep(node_s * sizes[-1])
+        compute(self, graph)
+
+    monkeypatch.setattr(devices.DeviceCompute, "_compute", slow)
+    largest = []
+    for seconds in (0.002, 0.002, 0.0, 0.0):
+        node_s, sizes = seconds, []
+        backend.forward(one_slot(backend, random_prompt(5, 40), (0,)))
+        largest.append(max(sizes))
+    assert largest[0] == devices._FIRST_PIECE
+    assert devices._FIRST_PIECE < largest[1] <= devices._SECONDS / 0.002
+    assert sizes == [largest[3]]  # as it took little time before
+
+
 def test_after_too_little_memory_a_smaller_request_works(model, stand_in, monkeypatch):
     engine, allocate = Engine(on(stand_in, model.loaded, num_slots=3)), ggml.gallocr_alloc_graph
 
@@ -227,27 +266,6 @@ def test_quantised_weights_give_the_distributions_of_the_cpu(device, dtype):
     )
     p, q = (logits - np.log(np.exp(logits).sum(-1, keepdims=True)) for logits in (ours, theirs))
     assert (np.exp(p) * (p - q)).sum(-1).mean() < 1e-3
-
-
-@NEEDS_DEVICE
-def test_an_interrupt_ends_a_prompt_between_two_pieces_and_costs_nothing(device, tiny_llama, monkeypatch):
-    prompt, policy = random_prompt(5, 48), policies(6)["d3"]
-    expected = complete(Engine(make_backend(device, tiny_llama.load())), [prompt], [policy], 4)
-    backend, computed = make_backend(device, tiny_llama.load()), []
-    compute = devices.DeviceCompute._compute
-
-    def interrupted(self, graph):
-        compute(self, graph)
-        computed.append(graph)
-        if len(computed) == 2:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(devices.DeviceCompute, "_compute", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            backend.forward(one_slot(backend, prompt, (0,)))
-    assert len(computed) == 2
-    assert complete(Engine(backend), [prompt], [policy], 4) == expected
 
 
 @NEEDS_DEVICE

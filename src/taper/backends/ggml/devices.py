@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 import warnings
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,14 +16,14 @@ from .. import available_threads
 from .library import STATUS_SUCCESS, Device, ggml
 from .tensors import Computation, TensorContext, aligned
 
-_MANY_TOKENS, _PIECE = 32, 16  # graphs of so many tokens run in pieces of so many nodes
+_FIRST_PIECE, _SECONDS = 16, 0.1  # a graph runs in pieces of so many nodes at first, later of so much time
 
 
 class DeviceCompute:
     """Computes graphs on a device, and on the CPU those of their operations that it lacks; `close` comes last.
 
     Python runs the handlers of signals such as Ctrl-C between calls only, and a device cannot be asked to stop. So
-    each piece of a long graph is a call.
+    each piece of a long graph is a call. A new graph is taken for long, as drivers compile what it runs.
     """
 
     def __init__(self, device: Device) -> None:
@@ -33,6 +34,7 @@ class DeviceCompute:
         self._cpu = ggml.backend_cpu_init()
         ggml.backend_cpu_set_n_threads(self._cpu, available_threads())
         self._lacking = WeakKeyDictionary[Computation, dict[int, _OnCpu]]()  # by the numbers of their nodes
+        self._pieces = WeakKeyDictionary[Computation, int]()  # of how many nodes
 
     def compute(self, graph: Computation, interruptible: bool = True) -> bool:
         """Compute a graph; True, as it is completed unless the handler of a signal raises.
@@ -47,12 +49,15 @@ class DeviceCompute:
             ggml.backend_tensor_set(tensor, data.ctypes.data, 0, data.nbytes)
         lacking, first, nodes = self._lacking[graph], 0, ggml.graph_n_nodes(graph.pointer)
         handles_signals = threading.current_thread() is threading.main_thread()
-        piece = _PIECE if interruptible and handles_signals and graph.num_tokens >= _MANY_TOKENS else nodes
+        piece = self._pieces.get(graph, _FIRST_PIECE) if interruptible and handles_signals else nodes
+        started = time.perf_counter()
         for number in sorted(lacking):
             self._compute_nodes(graph.pointer, first, number, piece)
             lacking[number].compute()
             first = number + 1
         self._compute_nodes(graph.pointer, first, nodes, piece)
+        seconds = time.perf_counter() - started
+        self._pieces[graph] = nodes if seconds < _SECONDS else max(1, int(nodes * _SECONDS / seconds))
         for tensor, data in graph.fetched:
             ggml.backend_tensor_get(tensor, data.ctypes.data, 0, data.nbytes)
         return True

@@ -100,7 +100,6 @@ class Graph(Computation):
         self._model, self._key, self._adapters = model, key, adapters
         self._layer_inputs: Any = None
         config, count = model.config, key.runs[-1][2]
-        self.num_tokens = count
         shapes: dict[str, tuple[tuple[int, ...], type]] = {
             "positions": ((count,), np.int32),
             "cells": ((count,), np.int64),

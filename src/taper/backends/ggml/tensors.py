@@ -123,7 +123,6 @@ class Computation:
     """
 
     pointer: Any
-    num_tokens = 1
 
     def __init__(self) -> None:
         self.sent, self.fetched = list[tuple[Any, np.ndarray]](), list[tuple[Any, np.ndarray]]()
