@@ -10,6 +10,8 @@ import gc
 import mmap
 import os
 import signal
+import subprocess
+import sys
 import time
 import warnings
 from dataclasses import replace
@@ -233,6 +235,31 @@ def test_too_little_memory_for_weights_or_cells_is_told_in_one_line(tiny_llama, 
         monkeypatch.setattr(ggml, "backend_alloc_ctx_tensors_from_buft", allocated)
         with pytest.raises(error, match=said):
             on(stand_in, tiny_llama.load())
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ('ggml._function("ggml_abort")(b"vulkan.cpp", 7, b"lost")', "vulkan.cpp:7: lost"),
+        pytest.param(
+            'ctypes.CDLL("libstdc++.so.6")._ZSt9terminatev()',
+            "its driver failed",
+            marks=pytest.mark.skipif(sys.platform != "linux", reason="it takes libstdc++"),
+        ),
+    ],
+)
+def test_a_lost_device_ends_the_process_in_one_line(how, said):
+    program = f"""
+import ctypes
+from taper.backends.ggml.devices import DeviceCompute
+from taper.backends.ggml.library import Device, ggml
+assert ggml.devices is not None
+DeviceCompute(Device(ggml.backend_reg_dev_get(ggml.backend_cpu_reg(), 0), "Test0", "the CPU", (0, 0)))
+{how}
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert done.stderr == f"taper: the device was lost, or there is a bug: {said} (start again)\n"
 
 
 @pytest.mark.parametrize("gpu_layers", [None, 2])

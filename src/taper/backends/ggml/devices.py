@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import sys
 import threading
 import time
 import warnings
+from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from ...errors import ModelError, TaperWarning
+from ...errors import ModelError, TaperWarning, printable
 from .. import available_threads
 from .library import STATUS_SUCCESS, Device, ggml
 from .tensors import Computation, TensorContext, aligned
@@ -31,6 +34,7 @@ class DeviceCompute:
         self.backend = ggml.backend_dev_init(device.pointer, None)
         if not self.backend:
             raise ModelError(f"{device.name} cannot be opened", "use another --device")
+        _end_in_one_line()
         self._cpu = ggml.backend_cpu_init()
         ggml.backend_cpu_set_n_threads(self._cpu, available_threads())
         self._lacking = WeakKeyDictionary[Computation, dict[int, _OnCpu]]()  # by the numbers of their nodes
@@ -135,6 +139,27 @@ class _OnCpu:
         ours.contents.nb = theirs.nb
         ours.contents.data = self._held[address][1].ctypes.data + (theirs.view_offs if theirs.view_src else 0)
         return ours
+
+
+def _end(message: bytes | None = None) -> None:
+    what = message.decode(errors="replace") if message else "its driver failed"
+    os.write(2, f"{printable(f'taper: the device was lost, or there is a bug: {what} (start again)')}\n".encode())
+    os._exit(2)
+
+
+_ON_ABORT, _ON_TERMINATE = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(_end), ctypes.CFUNCTYPE(None)(_end)
+
+
+def _end_in_one_line() -> None:
+    """Where a library of a device gives up, as it does if that is lost, let this process end with exit code 2.
+
+    It would end anyway: such libraries abort, or throw exceptions that C cannot catch.
+    """
+    if hasattr(ggml, "set_abort_callback"):
+        ggml.set_abort_callback(_ON_ABORT)
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL("libstdc++.so.6")._ZSt13set_terminatePFvvE(_ON_TERMINATE)
 
 
 def _whole(tensor: Any) -> Any:

@@ -298,6 +298,8 @@ class Library:
         Only now are they loaded, as their drivers take a moment to start.
         """
         self._declare(_DEVICES)
+        with suppress(ModelError):  # older versions lack it
+            self._declare({"set_abort_callback": (None, c_void_p)})
         for file in _device_files(self.place.folder):
             self.backend_load(bytes(file))  # where it cannot be, as its driver is missing, it has no devices
         pointers = [self.backend_dev_get(number) for number in range(self.backend_dev_count())]
@@ -475,6 +477,8 @@ def _places() -> Iterator[Place]:
         yield Place(Path(folder))
         return
     for package, module, inside in (
+        ("cyllama-cuda12", "cyllama", ("../cyllama_cuda12.libs",)),  # who installs one of these wants its devices
+        ("cyllama-vulkan", "cyllama", ("../cyllama_vulkan.libs",)),
         ("llama-cpp-python", "llama_cpp", ("lib",)),  # names of packages, not of architectures
         ("xllamacpp", "xllamacpp", ("",)),
         ("libggml-python", "libggml", ("lib64", "lib", "bin")),
@@ -482,7 +486,8 @@ def _places() -> Iterator[Place]:
     ):
         spec = find_spec(module)
         for root in (spec.submodule_search_locations or ()) if spec else ():
-            yield from (Place(Path(root) / name, package) for name in inside if _files(Path(root) / name)[-1].exists())
+            folders = [Path(os.path.normpath(Path(root) / name)) for name in inside]
+            yield from (Place(folder, package) for folder in folders if _files(folder)[-1].exists())
 
 
 def _load() -> Library:
