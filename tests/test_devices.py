@@ -128,6 +128,7 @@ def test_the_cpu_computes_operations_that_a_device_lacks(model, stand_in, monkey
     }
 
 
+@pytest.mark.ci
 def test_all_memory_is_given_back(model, stand_in, monkeypatch):
     """After 200 requests of any length, some of which are aborted, and after the end."""
     held, allocate, free = dict[int, int](), ggml.backend_alloc_ctx_tensors_from_buft, ggml.backend_buffer_free

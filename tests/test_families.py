@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import (
     BACKENDS,
+    DEVICES,
     FAMILIES,
     NOT_IN_GGUF,
     PLAIN,
@@ -103,7 +104,7 @@ def test_gguf_equals_transformers(family, tmp_path):
 
 
 @pytest.mark.ci
-@BACKENDS
+@pytest.mark.parametrize("kind", ["ggml", *DEVICES, pytest.param("torch", marks=pytest.mark.slow)])
 def test_a_prompt_alone_equals_a_batch_and_a_second_turn_a_cold_start(family, kind):
     loaded, policy = family.tiny.load(), family.policies["d3 late"]
     warm, cold, filled = (Engine(make_backend(kind, loaded, **family.options)) for _ in range(3))
