@@ -48,6 +48,7 @@ NUMBERS = {
     "gemma4": range(108, 116),
 }
 NOT_IN_LLAMA_CPP = {
+    "deepseek v3 without groups": "it takes models whose queries are not compressed to have certain numbers of layers",
     "gemma3n": "it takes most sizes to be those of published models; the other twin has them",
     "mobilellm": "it asks models of Llama 4 for experts",
     "phi3 with a window": "it lets layers of Phi 3 attend to everything, and warns of that",
