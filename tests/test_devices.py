@@ -64,8 +64,16 @@ def test_options_for_cpus_are_refused(tiny_llama, monkeypatch, option):
 
 
 @pytest.fixture
-def host() -> Device:
+def host(monkeypatch) -> Device:
     assert ggml.devices is not None  # declares their functions
+    init = ggml.backend_dev_init
+
+    def opened(device: object, parameters: object) -> object:
+        backend = init(device, parameters)
+        ggml.backend_cpu_set_n_threads(backend, 1)  # it begins with four, which wait for one another on one core
+        return backend
+
+    monkeypatch.setattr(ggml, "backend_dev_init", opened)
     return Device(ggml.backend_reg_dev_get(ggml.backend_cpu_reg(), 0), "Test0", "the CPU", (0, 0))
 
 

@@ -20,6 +20,7 @@ from .common import INTERRUPTED, say
 
 _CLOSED_PIPE, _WRONG = 141, 2
 _NATIVE = 'pip install "taper-llm[native]" compiles ggml for this processor (with a C++ compiler, three minutes)'
+_DEVICES = 'pip install "taper-llm[vulkan]", or [cuda] or [torch], for a graphics card'
 _ADVICE = {
     "AVX2": "this processor is old, or ggml was built on another one; every kernel is slow",
     "REPACK": f"matrices cannot be repacked for this processor; {_NATIVE}",
@@ -53,6 +54,8 @@ def _version(context: click.Context, parameter: click.Parameter, wanted: bool) -
     click.echo(f"{ggml.place.folder}, built with {', '.join(name for name in built if built[name])}")
     for device in ggml.devices:
         click.echo(f"--device {device.name.lower()}: {device}")
+    if not ggml.devices:
+        click.echo(f"no device besides the processor; {_DEVICES}")
     layouts = {dtype: layout_for_many(dtype, available_threads()) for dtype in WEIGHT_TYPES}
     if two := in_words({dtype: layout for dtype, layout in layouts.items() if layout is not None}):
         click.echo(f"two layouts, with --repack auto: {two}")
