@@ -368,15 +368,17 @@ def test_version_says_what_ggml_was_built_with_and_what_to_do_about_it(monkeypat
     monkeypatch.setattr(ggml, "unused_instructions", lambda: ["AVX512"])
     monkeypatch.setattr(ggml, "features", lambda: built)
     monkeypatch.setattr(ggml, "rejected", ["a library: too old"])
+    monkeypatch.setattr(ggml, "devices", [])
     lines = CliRunner().invoke(cli, ["--version"]).stdout.splitlines()
     assert lines[1].endswith("built with REPACK")
     assert str(ggml.place.folder) in lines[1]
-    assert lines[2] == (
+    assert lines[2].startswith("no device besides the processor; pip install")
+    assert lines[3] == (
         "two layouts, with --repack auto: Q4_1 also in bf16, for 4 tokens or more; "
         "Q4_K also as in the file, for 16 tokens or more"
     )
-    assert lines[3] == f"previews of output heads, with --head auto: 0 in {previews_folder()}"
-    assert [line.split(":")[0] for line in lines[4:]] == ["not used", "without AVX2", "without LLAMAFILE, AVX512"]
+    assert lines[4] == f"previews of output heads, with --head auto: 0 in {previews_folder()}"
+    assert [line.split(":")[0] for line in lines[5:]] == ["not used", "without AVX2", "without LLAMAFILE, AVX512"]
     assert "taper-llm[native]" in lines[-1]
 
 
