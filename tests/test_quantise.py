@@ -287,7 +287,7 @@ def test_a_terminal_shows_progress_where_loading_takes_long(monkeypatch, wide, a
     updates = []
     monkeypatch.setattr(Status, "update", lambda self, text: updates.append(text))
     options = {"device": "cpu", "dtype": "q4_0", "context": 64, "threads": 1, "offline": True}
-    options |= {"repack": "auto", "head": "auto"}
+    options |= {"repack": "auto", "head": "auto", "gpu_layers": None}
     common.load({"model": str(wide.folder), **options})
     assert f"loading {wide.folder}" in screen.file.getvalue().replace("\n", "")
     assert bool(updates) == shown
