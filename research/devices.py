@@ -10,8 +10,6 @@ meanwhile.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import tempfile
 from functools import partial
 from itertools import count
@@ -19,20 +17,19 @@ from pathlib import Path
 from typing import Any
 
 from decode import conditions, median, write
+from family_speed import skipping
+from formats import batched
 
 from taper import DepthPolicy
 from taper.backends import open_backend
 from taper.backends.ggml.library import ggml
 from taper.engine import Engine
-from taper.lab.bench.measure import alternate, measure, step_bytes, step_ms_by_depth
+from taper.lab.bench.measure import alternate, measure
 from taper.lab.bench.peers import LlamaBench
 from taper.models import load_model
 from taper.policy import middle_first_order
 
-sys.path.append(str(Path(__file__).parent.parent / "tests"))
-
 BATCHES, PROMPT = (1, 8, 32), 512
-ALL_LAYERS = 999
 
 
 def tokens_per_second(
@@ -64,7 +61,7 @@ def tokens_per_second(
         else:
             runs = {f"{name}, {kind}": partial(ours, name, policies[kind]) for name in places for kind in policies}
         if llama is not None:
-            theirs = LlamaBench(llama, path, 8, gpu_layers=ALL_LAYERS)
+            theirs = LlamaBench(llama, path, 8, gpu_layers=layers + 1)
             if test == "prompt":
                 runs["llama.cpp"] = partial(theirs.measure, prompt_tokens=PROMPT)
             elif test == 1:
@@ -74,30 +71,10 @@ def tokens_per_second(
         speeds = alternate(runs, rounds)
         results[str(test)] = {name: round(median(values), 3) for name, values in speeds.items()}
         if test == 1:
-            results["two_thirds"] = {name: realised(backend) for name, backend in backends.items()}
+            results["two_thirds"] = {name: skipping(backend) for name, backend in backends.items()}
         for engine in engines.values():
             engine.close()
     return results
-
-
-def realised(backend: Any) -> dict[str, float]:
-    """A step at two thirds of the layers against full depth, in turn; the ideal is by the bytes that each reads."""
-    layers = backend.config.num_hidden_layers
-    order, depth = middle_first_order(layers), 2 * layers // 3
-    step_ms = step_ms_by_depth(backend, order, (layers, depth), 100)
-    retained = DepthPolicy.static(layers, depth, order).retained_at(depth)
-    ideal = step_bytes(backend.weight_bytes, range(layers)) / step_bytes(backend.weight_bytes, retained)
-    speedup = step_ms[layers] / step_ms[depth]
-    parts = {"speedup": speedup, "ideal": ideal, "realised": (speedup - 1) / (ideal - 1)}
-    return {name: round(value, 3) for name, value in parts.items()}
-
-
-def batched(llama: LlamaBench, size: int, tokens: int) -> float:
-    """llama.cpp's tokens per second with so many sequences side by side."""
-    arguments = ["-npp", 16, "-ntg", tokens, "-npl", size, "-c", size * (tokens + 272), "-fa", "on"]
-    output = llama.run("llama-batched-bench", [*arguments, "--output-format", "jsonl"])
-    (line,) = (line for line in output.splitlines() if line.startswith("{"))
-    return float(json.loads(line)["speed_tg"])
 
 
 def tiny_file(folder: Path) -> Path:

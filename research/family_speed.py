@@ -23,7 +23,7 @@ from decode import conditions, median, write
 from formats import ROUNDS, THREADS, TOKENS, compare
 
 from taper import DepthPolicy
-from taper.backends import TokenBatch
+from taper.backends import Backend, TokenBatch
 from taper.backends.ggml import GgmlBackend
 from taper.backends.ggml.weights import convert
 from taper.lab.bench.measure import step_bytes, step_ms_by_depth
@@ -155,11 +155,9 @@ def repeat_layers(source: Path, target: Path, times: int) -> None:
     writer.close()
 
 
-def skipping(path: Path) -> dict[str, Any]:
+def skipping(backend: Backend) -> dict[str, Any]:
     """A step at two thirds of the layers against full depth, in turn; the ideal is by the bytes that each reads."""
-    loaded = load_model(path)
-    layers = loaded.config.num_hidden_layers
-    backend = GgmlBackend(loaded.config, loaded.tensors, context_length=512, threads=THREADS)
+    layers = backend.config.num_hidden_layers
     order, depth = middle_first_order(layers), 2 * layers // 3
     step_ms = step_ms_by_depth(backend, order, (layers, depth), STEPS)
     retained = DepthPolicy.static(layers, depth, order).retained_at(depth)
@@ -221,8 +219,10 @@ def main() -> None:
         make(path, options.shape)
     about = {"answer_tokens": TOKENS, "rounds": ROUNDS, "file_mib": round(path.stat().st_size / 2**20)}
     tests = {f"{kind} {size}": compare(path, {name: Path(programs)}, kind, size) for kind, size in TESTS}
-    more = {"two_thirds": skipping(path), "memory": memory(path, name, Path(programs))}
-    more |= {"mtp": mtp(path)} if load_model(path).config.has_mtp else {}
+    loaded = load_model(path)
+    backend = GgmlBackend(loaded.config, loaded.tensors, context_length=512, threads=THREADS)
+    more = {"two_thirds": skipping(backend), "memory": memory(path, name, Path(programs))}
+    more |= {"mtp": mtp(path)} if loaded.config.has_mtp else {}
     write(options.out, {"conditions": conditions(path) | about, **tests, **more})
 
 

@@ -66,16 +66,21 @@ def compare(path: Path, programs: dict[str, Path], kind: str, size: int) -> dict
             return llama.measure(prompt_tokens=size)
         if kind == "decode":
             return llama.measure(max_tokens=TOKENS, context=size)
-        cells = batch * (BATCH_PROMPT + TOKENS + 256)  # each sequence's share is rounded up
-        arguments = ["-npp", BATCH_PROMPT, "-ntg", TOKENS, "-npl", batch, "-c", cells, "-fa", "on"]
-        output = llama.run("llama-batched-bench", [*arguments, "--output-format", "jsonl"])
-        (line,) = (line for line in output.splitlines() if line.startswith("{"))
-        return float(json.loads(line)["speed_tg"])
+        return batched(llama, batch, TOKENS)
 
     runs = {TAPER: ours} | {name: partial(theirs, folder) for name, folder in programs.items()}
     speeds = alternate(runs, ROUNDS)
     ratios = {name: median([a / b for a, b in zip(speeds[TAPER], speeds[name], strict=True)]) for name in programs}
     return {"tokens_per_second": {name: median(values) for name, values in speeds.items()}, "ratio": ratios}
+
+
+def batched(llama: LlamaBench, batch: int, tokens: int) -> float:
+    """llama.cpp's tokens per second with so many sequences side by side."""
+    cells = batch * (BATCH_PROMPT + tokens + 256)  # each sequence's share is rounded up
+    arguments = ["-npp", BATCH_PROMPT, "-ntg", tokens, "-npl", batch, "-c", cells, "-fa", "on"]
+    output = llama.run("llama-batched-bench", [*arguments, "--output-format", "jsonl"])
+    (line,) = (line for line in output.splitlines() if line.startswith("{"))
+    return float(json.loads(line)["speed_tg"])
 
 
 def quantised(folder: Path, source: Path, name: str, programs: Path) -> Path:
