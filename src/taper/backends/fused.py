@@ -47,7 +47,6 @@ class FusedLayers:
         self._attended = torch.empty(heads * dim, dtype=cache.dtype, device=device)
         self._inner = torch.empty(config.intermediate_size, dtype=cache.dtype, device=device)
         self._shares = tuple(torch.empty(heads * _MAX_SPLITS * size, device=device) for size in (dim, 1, 1))
-        self._norms = torch.stack([weights[f"layers.{i}.pre_attention_norm"] for i in range(len(config.layers))])
         self._counts = torch.zeros(heads, dtype=torch.int32, device=device)
         self._overlaps: dict[str, Any] = {"OVERLAPS": False}
         if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
@@ -75,7 +74,7 @@ class FusedLayers:
         """
         config, spec, name = self._config, self._config.layers[layer], f"layers.{layer}."
         inner = config.intermediate_size
-        self._project(x, layer, config.num_attention_heads * config.head_dim)
+        self._project(x, layer)
         per_split = max(_CELLS, triton.next_power_of_2(triton.cdiv(kv_length, _MAX_SPLITS)))
         splits = triton.next_power_of_2(triton.cdiv(kv_length, per_split))
         heads = {"HEADS": config.num_attention_heads, "KV_HEADS": config.num_key_value_heads}
@@ -97,26 +96,6 @@ class FusedLayers:
         )  # fmt: skip
         self._linear(self._inner, None, down, x, x, config.residual_scale)
 
-    def write_keys_values(self, x: Tensor, layer: int, positions: Tensor, slots: Tensor) -> None:
-        """Write the keys and values of a layer for the hidden states x [1, hidden_size] that enter it."""
-        self._project(x, layer, 0)
-        k_norm = self._weights.get(f"layers.{layer}.k_norm")
-        rotation, options = self._head_options(self._config.layers[layer].rope)
-        heads = self._config.num_key_value_heads
-        triton_kernels.write_keys_values[(heads,)](
-            self._projected, k_norm, rotation, *self._cache[layer], positions, slots, self._config.rms_norm_eps,
-            HEADS=heads, **options,
-        )  # fmt: skip
-
-    def pass_states(self, x: Tensor, first: int, end: int, positions: Tensor, slots: Tensor) -> None:
-        """Leave x [1, hidden_size] for `PassingStates` in the layers from `first` to `end`, excluded, which skip it."""
-        config, keys = self._config, self._cache[first, 0]
-        triton_kernels.pass_states[(end - first,)](
-            x, self._norms[first], keys, positions, slots, config.rms_norm_eps, self._cache.stride(0),
-            HEADS=config.num_key_value_heads, DIM=config.head_dim, CONTEXT=self._cache.shape[-2],
-            COLUMNS=triton.next_power_of_2(config.hidden_size), **self._overlaps,
-        )  # fmt: skip
-
     def logits(self, x: Tensor) -> Tensor:
         """Logits f32 [1, vocab_size] of the hidden states x [1, hidden_size] after the last layer."""
         head = self._weights.get("lm_head", self._weights["embed_tokens"])
@@ -124,10 +103,11 @@ class FusedLayers:
         self._linear(x, self._weights["norm"], head, None, out, self._config.logit_scale)
         return out
 
-    def _project(self, x: Tensor, layer: int, q_size: int) -> None:
-        """Queries (unless `q_size` is 0), keys and values of a layer before rotation, into `_projected`."""
+    def _project(self, x: Tensor, layer: int) -> None:
+        """Queries, keys and values of a layer before rotation, into `_projected`."""
         config, tile, name = self._config, QKV_TILE, f"layers.{layer}."
-        kv_size = config.num_key_value_heads * config.head_dim
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        q_size, kv_size = heads * config.head_dim, kv_heads * config.head_dim
         matrices = (self._weights[f"{name}{part}_proj"] for part in "qkv")
         biases = (self._weights.get(f"{name}{part}_bias") for part in "qkv")
         programs = triton.cdiv(q_size, tile.rows) + 2 * triton.cdiv(kv_size, tile.rows)

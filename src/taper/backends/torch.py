@@ -25,7 +25,7 @@ from ..models.config import DeltaNet, Experts, LatentAttention, Mamba2, Mixer, M
 from ..models.tensors import Tensor as StoredTensor
 from . import ForwardOutput, Runs, TokenBatch, needed, runs_by_slot
 from .mixers import States, delta_rule, pass_tokens, short_convolution, state_space
-from .passing import PassingStates
+from .passing import PassingStates, Plan
 from .states import Passage, StateRecords
 from .streams import corrected, merged, predicted, spread
 
@@ -84,8 +84,8 @@ class TorchBackend:
         self._cache = self._new_cache()
         self._records = None if config.mixer is None else StateRecords(config, num_slots)
         self._states = self._new_states()
-        fits = PassingStates.fit(config)
-        self._passing = PassingStates[Tensor](config, num_slots, context_length) if fits else None
+        self._passing = PassingStates(config)
+        self._passed = torch.zeros(self._passing.size, config.hidden_width, dtype=self.dtype, device=self.device)
         ropes = {spec.rope for spec in config.layers if spec.rope}
         self._rotations = {rope: rotation_table(rope, context_length, device) for rope in ropes}
         self._windows = {spec.window for spec in config.layers}
@@ -144,12 +144,10 @@ class TorchBackend:
         """Run the batch and write its keys and values."""
         batch = needed(batch, self.config)
         with torch.inference_mode():
-            if self._passing is not None:
-                self._passing.fill(batch, self._held, self._write_cells)
+            plan = self._passing.plan(batch, self._write_cells)
             passages = [] if self._records is None else self._records.passages(batch)
-            output = self._forward(batch, stacked(batch, passages))
-            if self._passing is not None:
-                self._passing.note(batch)
+            output = self._forward(batch, plan, stacked(batch, passages, self._placed(plan, len(batch.tokens))))
+            self._passing.note(batch, plan)
             if self._records is not None:
                 self._records.commit(passages, batch.tentative)
             return output
@@ -172,9 +170,8 @@ class TorchBackend:
     def copy(self, source: int, target: int, first: int, end: int) -> None:
         """Copy keys and values, and the state after them, from one slot to another."""
         with torch.inference_mode():
-            if self._passing is not None:
-                self._passing.finish(self._write_cells)
-                self._passing.copy(source, target, first, end)
+            self._passing.settle(source, first, end, self._write_cells)
+            self._passing.forget(target, first, end)
             for cells in self._own_cells():
                 cells[:, target, :, first:end] = cells[:, source, :, first:end]
             if self._records is not None:
@@ -188,6 +185,7 @@ class TorchBackend:
         """Write zeros over the keys and values of a slot, and forget its states."""
         if self._records is not None:
             self._records.clear(slot)
+        self._passing.forget(slot, 0, self.context_length)
         with torch.inference_mode():
             for cells in self._own_cells():
                 cells[:, slot] = 0
@@ -197,25 +195,29 @@ class TorchBackend:
         self._graphs.clear()
         self._adapters.clear()
         self._weights.clear()
-        self._fused = self._passing = None
-        self._cache, self._states = [], []
+        self._fused = None
+        self._cache, self._states, self._passed = [], [], torch.empty(0)
 
     def _own_cells(self) -> list[Tensor]:
         return [cells for cells in self._cache if len(cells)]
 
-    def _held(self, layer: int, slot: int, positions: np.ndarray) -> Tensor:
-        """What a layer's keys hold at these positions of a slot: [n, hidden_size], a copy."""
-        return self._cache[layer][0, slot][:, self._upload(positions)].transpose(0, 1).flatten(1)
+    def _placed(self, plan: Plan | None, num_tokens: int) -> np.ndarray:
+        """Where each token's state goes in each part of a plan: int64 [parts, N]; 0 for those without one."""
+        placed = np.zeros((len(plan.parts) if plan else 0, num_tokens), np.int64)
+        if plan:
+            places = iter(self._passing.places(plan).tolist())
+            for row, part in zip(placed, plan.parts, strict=True):
+                row[part.first : part.end] = [next(places) for _ in range(part.first, part.end)]
+        return placed
 
-    def _write_cells(self, layer: int, slot: int, positions: np.ndarray, states: Tensor) -> None:
-        """Write the keys and values of a layer for the inputs of its attention [n, hidden_size]."""
-        places = self._upload(positions)
-        for cells, new in zip(
-            self._cache[layer][:, slot], self.keys_values(states, layer, self.rotations(places)), strict=True
-        ):
-            cells[:, places] = new.transpose(0, 1)
+    def _write_cells(self, layer: int, slots: np.ndarray, positions: np.ndarray, places: np.ndarray) -> None:
+        """Write the keys and values of a layer for states that have passed it (`passing.Write`)."""
+        at, of = self._upload(positions), self._upload(slots)
+        h = self.attention_input(self.expected(self._passed[self._upload(places)], layer), layer)
+        for cells, new in zip(self._cache[layer], self.keys_values(h, layer, self.rotations(at)), strict=True):
+            cells[of, :, at] = new
 
-    def _forward(self, batch: TokenBatch, rows: np.ndarray) -> ForwardOutput:
+    def _forward(self, batch: TokenBatch, plan: Plan | None, rows: np.ndarray) -> ForwardOutput:
         kv_length = self._kv_length(int(batch.positions.max()) + 1)
         runs = runs_by_slot(batch.slots)
         count = len(batch.tokens)
@@ -223,8 +225,9 @@ class TorchBackend:
         whole = batch.first_layer == 0 and not batch.output_hidden_states and not batch.head_inputs
         if self._use_graphs and whole and one_depth and len(runs) == count:
             skips = 0 in batch.num_active
-            key = batch.num_active, batch.adapters if skips else None, batch.fill and skips, count, kv_length
-            logits, greedy = self._step(key, batch, rows)(rows)
+            adapters = batch.adapters if skips else None
+            key = batch.num_active, adapters, batch.fill and skips, plan is None, count, kv_length
+            logits, greedy = self._step(key, batch, plan, rows)(rows)
             chosen = logits[list(batch.logits_rows)] if batch.logits_rows else logits[:0]
             return ForwardOutput(chosen.float().cpu().numpy(), greedy.numpy()[list(batch.greedy_rows)])
         inputs = self._upload(rows)
@@ -233,8 +236,8 @@ class TorchBackend:
         if batch.hidden_states is not None:
             given = torch.tensor(batch.hidden_states).to(self.device, self.dtype)
             x = self.combined(x, given) if is_mtp else given
-        adapters = self._adapter_weights(batch.adapters)
-        hidden_states = self._decode(x, inputs, batch, adapters, None if len(runs) == count else runs, kv_length)
+        weights = self._adapter_weights(batch.adapters)
+        hidden_states = self._decode(x, inputs, batch, plan, weights, None if len(runs) == count else runs, kv_length)
         num_logits = len(batch.logits_rows)
         x = self.head_inputs(x, is_mtp)
         logits = self._logits(x[self._upload(np.array(batch.logits_rows + batch.greedy_rows, np.int32))])
@@ -254,22 +257,22 @@ class TorchBackend:
     def _upload(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(self.device, non_blocking=True)
 
-    def _step(self, key: tuple[Any, ...], batch: TokenBatch, rows: np.ndarray) -> Step:
-        """A step of one token a row: `key` is what it depends on, (num_active, adapters, fill, count, kv_length).
+    def _step(self, key: tuple[Any, ...], batch: TokenBatch, plan: Plan | None, rows: np.ndarray) -> Step:
+        """A step of one token a row: `key` is what it depends on, of which the last are the count and the cells read.
 
-        `batch` is an example with this key, and `rows` are its inputs.
+        `batch` and its `plan` are an example with this key, and `rows` are its inputs.
         """
         if key not in self._graphs:
-            _, adapters, _, count, kv_length = key
+            _, adapters, *_, count, kv_length = key
             weights = self._adapter_weights(adapters)
 
             def compute(inputs: Tensor) -> Outputs:
                 x = self.embed(inputs[0])
                 if count == 1 and self._fused is not None:
-                    self._decode_token(self._fused, x, inputs, batch, weights, kv_length)
+                    self._decode_token(self._fused, x, inputs, batch, plan, weights, kv_length)
                     logits = self._fused.logits(x)
                 else:
-                    self._decode(x, inputs, batch, weights, None, kv_length)
+                    self._decode(x, inputs, batch, plan, weights, None, kv_length)
                     logits = self.logits(x)
                 return logits, argmax(logits)
 
@@ -310,14 +313,23 @@ class TorchBackend:
         return replay
 
     def _decode(
-        self, x: Tensor, inputs: Tensor, batch: TokenBatch, adapters: AdapterWeights, runs: Runs | None, kv_length: int
+        self,
+        x: Tensor,
+        inputs: Tensor,
+        batch: TokenBatch,
+        plan: Plan | None,
+        adapters: AdapterWeights,
+        runs: Runs | None,
+        kv_length: int,
     ) -> dict[int, Tensor]:
         """Run the layers on x [N, hidden_width], in place; copies of it before the layers of `output_hidden_states`.
 
-        Tokens, positions, slots and records are read from `inputs` (`stacked`), not from `batch`: graphs replay with
-        others. With `runs` None, each slot has one token, and the operations do not depend on which slots these are.
+        Tokens, positions, slots, records and places are read from `inputs` (`stacked`), not from `batch` or `plan`:
+        graphs replay with others. With `runs` None, each slot has one token, and the operations do not depend on which
+        slots these are.
         """
-        (tokens, positions, slots), (reads, writes) = inputs[:3], inputs[3:].tensor_split(2)
+        count = len(self._states)
+        (tokens, positions, slots), reads, writes, placed = inputs.split((3, count, count, len(inputs) - 3 - 2 * count))
         rotations, layer_inputs = self.rotations(positions), self.inputs_of_layers(tokens)
         visible = {window: visible_cells(positions, kv_length, window) for window in self._windows}
         hidden_states = {}
@@ -328,6 +340,7 @@ class TorchBackend:
                 continue
             spec = self.config.layers[layer]
             source = self.config.source(layer)
+            self._leave(x, layer, plan, placed)
             if spec.mixer is not None:
                 if n < len(x) and layer in adapters:
                     x[n:] = adapt(x[n:], *adapters[layer])
@@ -338,17 +351,13 @@ class TorchBackend:
                     x[:n] = self.finish_layer(x[:n], mixed, layer)
                 continue
             keys, values = self._cache[source]  # [num_slots, key-value heads, context_length, head_dim]
-            filled = len(x) if self.config.fills(layer, batch.fill) else n
-            written = n if self._passing is not None else filled
+            filled = len(x) if self.config.fills(layer, batch.fill and plan is None) else n
             if filled:
                 expected = self.expected(x[:filled], layer)
                 h = self.attention_input(expected, layer)
-            if written and spec.has_cells:
-                k, v = self.keys_values(h[:written], layer, rotations)
-                keys[slots[:written], :, positions[:written]], values[slots[:written], :, positions[:written]] = k, v
-            if written < filled:  # not where layers lend: there no states wait
-                states = h[written:].unflatten(1, (-1, self.config.head_dim))
-                keys[slots[written:], :, positions[written:]] = states
+            if filled and spec.has_cells:
+                k, v = self.keys_values(h, layer, rotations)
+                keys[slots[:filled], :, positions[:filled]], values[slots[:filled], :, positions[:filled]] = k, v
             if n < len(x) and layer in adapters:
                 x[n:] = adapt(x[n:], *adapters[layer])
             if n == 0:
@@ -362,25 +371,29 @@ class TorchBackend:
         return hidden_states
 
     def _decode_token(
-        self, fused: FusedLayers, x: Tensor, inputs: Tensor, batch: TokenBatch, adapters: AdapterWeights, kv_length: int
+        self,
+        fused: FusedLayers,
+        x: Tensor,
+        inputs: Tensor,
+        batch: TokenBatch,
+        plan: Plan | None,
+        adapters: AdapterWeights,
+        kv_length: int,
     ) -> None:
-        """`_decode` of one token in kernels: x [1, hidden_size], in place."""
+        """`_decode` of one token in kernels: x [1, hidden_size], in place. What it passes always has room."""
         _, positions, slots = inputs[:3]
-        active = batch.num_active
-        passed = 0  # the end of the layers that have been passed together
-        for layer, is_active in enumerate(active):
+        for layer, is_active in enumerate(batch.num_active):
+            self._leave(x, layer, plan, inputs[3:])
             if is_active:
                 fused.run_layer(x, layer, positions, slots, kv_length)
-                continue
-            if batch.fill and self._passing is None:
-                fused.write_keys_values(x, layer, positions, slots)
-            elif batch.fill and layer >= passed:
-                passed = layer + 1
-                while passed < len(active) and not active[passed] and passed - 1 not in adapters:
-                    passed += 1
-                fused.pass_states(x, layer, passed, positions, slots)
-            if layer in adapters:
+            elif layer in adapters:
                 x.copy_(adapt(x, *adapters[layer]))
+
+    def _leave(self, x: Tensor, layer: int, plan: Plan | None, placed: Tensor) -> None:
+        """Leave those of the hidden states x [N, hidden_width] before a layer that a plan names (`_placed`)."""
+        for part, places in zip(plan.parts if plan else (), placed, strict=True):
+            if part.layer == layer:
+                self._passed[places[part.first : part.end]] = x[part.first : part.end]
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Hidden states [N, hidden_width] before the first layer, of token ids [N]."""
@@ -650,10 +663,11 @@ class TorchBackend:
         return F.rms_norm(x.to(weight.dtype), (x.shape[-1],), weight, self.config.rms_norm_eps)
 
 
-def stacked(batch: TokenBatch, passages: Sequence[Passage] = ()) -> np.ndarray:
-    """The tokens, positions and slots of a batch, int64 [3 + 2 * recurrent layers, N].
+def stacked(batch: TokenBatch, passages: Sequence[Passage] = (), placed: np.ndarray | None = None) -> np.ndarray:
+    """The tokens, positions and slots of a batch, int64 [3 + 2 * recurrent layers + parts of a plan, N].
 
-    Then come the records which the slots of the tokens read in each recurrent layer, and those which they write.
+    Then come the records which the slots of the tokens read in each recurrent layer, those which they write, and the
+    places of states that pass.
     """
     rows = [np.array((batch.tokens, batch.positions, batch.slots), np.int64)]
     if passages:
@@ -661,6 +675,8 @@ def stacked(batch: TokenBatch, passages: Sequence[Passage] = ()) -> np.ndarray:
         of_tokens = [place[slot] for slot in batch.slots.tolist()]
         for records in ([passage.reads for passage in passages], [passage.writes for passage in passages]):
             rows.append(np.stack(records, 1)[:, of_tokens])
+    if placed is not None:
+        rows.append(placed)
     return np.concatenate(rows)
 
 

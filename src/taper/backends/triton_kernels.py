@@ -84,7 +84,7 @@ def queries_keys_values(
     Q_SIZE: tl.constexpr, KV_SIZE: tl.constexpr, SIZE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Queries, keys and values of x [SIZE] before rotation, one after another in out; Q_SIZE 0 leaves queries out."""
+    """Queries, keys and values of x [SIZE] before rotation, one after another in out."""
     block = tl.program_id(0)
     rows = tl.arange(0, ROWS)
     num_q: tl.constexpr = (Q_SIZE + ROWS - 1) // ROWS
@@ -146,40 +146,6 @@ def _head(
         sines = tl.load(rotation + (CONTEXT + position) * half + pairs, rotates, 0.0)
         head = head * cosines + tl.where(is_first, -partner, partner) * sines
     return head
-
-
-@triton.jit
-def write_keys_values(
-    projected, k_norm, rotation, keys, values, positions, slots, eps,
-    HEADS: tl.constexpr, DIM: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    CONTEXT: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
-    """Write the keys and values of a head into the cache [slots, HEADS, CONTEXT, DIM]."""
-    head, dims = tl.program_id(0), tl.arange(0, DIM)
-    position, slot = tl.load(positions), tl.load(slots)
-    cell = ((slot * HEADS + head) * CONTEXT + position) * DIM + dims
-    _begin(OVERLAPS)
-    k = _head(projected + head * DIM, k_norm, rotation, position, eps, DIM, ROTATED, INTERLEAVED, CONTEXT)
-    tl.store(keys + cell, k)
-    tl.store(values + cell, tl.load(projected + (HEADS + head) * DIM + dims))
-
-
-@triton.jit
-def pass_states(
-    x, norms, keys, positions, slots, eps, stride,
-    HEADS: tl.constexpr, DIM: tl.constexpr, CONTEXT: tl.constexpr, COLUMNS: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
-    """Write what the keys of a layer are projected from, the RMS norm of x [HEADS * DIM], in the place of its key."""
-    layer, columns = tl.program_id(0), tl.arange(0, COLUMNS)
-    size: tl.constexpr = HEADS * DIM
-    inside = columns < size
-    norm = tl.load(norms + layer * size + columns, inside, 0.0).to(tl.float32)
-    position, slot = tl.load(positions), tl.load(slots)
-    _begin(OVERLAPS)
-    h = tl.load(x + columns, inside, 0.0).to(tl.float32)
-    h *= norm * tl.rsqrt(tl.sum(h * h, 0) / size + eps)
-    cell = ((slot * HEADS + columns // DIM) * CONTEXT + position) * DIM + columns % DIM
-    tl.store(keys + layer.to(tl.int64) * stride + cell, h, inside)
 
 
 @triton.jit

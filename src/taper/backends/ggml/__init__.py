@@ -49,7 +49,7 @@ from .layouts import seconds
 from .library import STATUS_ABORTED, STATUS_SUCCESS, AbortCallback, Device, ggml
 from .recurrent import StateTensors, fill_state_inputs
 from .shortlist import HeadProducts, Previewed, PreviewTensors, make_preview, quantised
-from .tensors import Computation, Copies, TensorContext
+from .tensors import Computation, Copies, TensorContext, lazy_zeros
 from .weights import AdapterTensors, LoadProgress, Weights
 
 MAX_GRAPHS = 64
@@ -94,17 +94,17 @@ class GgmlBackend:
             ggml.declare_recurrent()
             self._records = StateRecords(config, num_slots)
             self._states = StateTensors(config, config.mixer, self._records.num_records, self._buffer_type)
-        self._constants = TensorContext(config.num_hidden_layers, buffer_type=self._buffer_type)
+        self._constants = TensorContext(config.num_hidden_layers + 1, buffer_type=self._buffer_type)
         rope_factors = self._rope_factors(config.layers)
         weights = Weights(tensors, dtype, repack, self._threads, progress, self._buffer_type)
         self.config = replace(config, quantization=weights.quantization) if dtype in QUANTISED_DTYPES else config
         self.weight_bytes, self.layouts = weights.num_bytes, weights.layouts
         kv_dtype = "f32" if weights.beyond_f16 else kv_dtype
         cache = KeyValueCache(config, num_slots, context_length, kv_dtype, self._buffer_type)
-        exact, keeps_states = weights.quantization == "F32", PassingStates.fit(config)
-        self._passing = PassingStates[np.ndarray](config, num_slots, context_length) if keeps_states else None
+        self._passing, exact = PassingStates(config), weights.quantization == "F32"
+        passed = self._constants.over(lazy_zeros((self._passing.size, config.hidden_width), np.dtype(np.float32)))
         tile = _TILE if device is None else 1
-        self._model = Model(config, weights, cache, rope_factors, exact, keeps_states, tile, self._states)
+        self._model = Model(config, weights, cache, rope_factors, exact, passed, tile, self._states)
         self._graphs: OrderedDict[GraphKey, Graph] = OrderedDict()
         self._adapters: WeakKeyDictionary[Adapters, AdapterTensors] = WeakKeyDictionary()  # those in use
         self._compute = InterruptibleCompute(self._threads) if device is None else DeviceCompute(device)
@@ -209,8 +209,7 @@ class GgmlBackend:
     def forward(self, batch: TokenBatch) -> ForwardOutput:
         """Run the batch and write its keys and values."""
         batch = needed(batch, self.config)
-        if self._passing is not None:
-            self._passing.fill(batch, self._model.cache.states, self._write_cells)
+        plan = self._passing.plan(batch, self._write_cells)
         skips = min(batch.num_active) < len(batch.tokens)
         num_greedy, num_logits, num_previews = map(len, (batch.greedy_rows, batch.logits_rows, batch.preview_rows))
         key = GraphKey(
@@ -224,6 +223,7 @@ class GgmlBackend:
             head_inputs=batch.head_inputs,
             adapters=batch.adapters if skips else None,
             fill=batch.fill and skips,
+            plan=plan,
         )
         graph, passages = self._graph(key), [] if self._records is None else self._records.passages(batch)
         self._fill(graph, key, batch, passages)
@@ -232,8 +232,7 @@ class GgmlBackend:
             self._compute.compute(graph, interruptible=False)
         if self._records is not None:
             self._records.commit(passages, batch.tentative)
-        if self._passing is not None:
-            self._passing.note(batch)
+        self._passing.note(batch, plan)
         previews = self._previewed(graph) if key.num_previews else []
         if batch.shortlist:
             greedy_ids = np.array([preview.argmax() for preview in previews[num_previews:]], np.int64)
@@ -253,9 +252,8 @@ class GgmlBackend:
 
     def copy(self, source: int, target: int, first: int, end: int) -> None:
         """Copy keys and values, and the state after them, from one slot to another."""
-        if self._passing is not None:
-            self._passing.finish(self._write_cells)
-            self._passing.copy(source, target, first, end)
+        self._passing.settle(source, first, end, self._write_cells)
+        self._passing.forget(target, first, end)
         self._run_copies(self._model.cache.copies(source, target, first, end))
         if self._records is not None and self._states is not None:
             passage = self._records.copied(source, target, first, end)
@@ -265,6 +263,7 @@ class GgmlBackend:
     def clear(self, slot: int) -> None:
         """Write zeros over the keys and values of a slot, and forget its states."""
         self._model.cache.clear(slot)
+        self._passing.forget(slot, 0, self.context_length)
         if self._records is not None:
             self._records.clear(slot)
 
@@ -275,7 +274,7 @@ class GgmlBackend:
             self._closed = True
             ggml.gallocr_free(self._allocator)
             self._compute.close()
-            del self._model, self._passing, self._products, self._states
+            del self._model, self._products, self._states
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if hasattr(self, "_allocator") and not is_finalizing():
@@ -311,6 +310,8 @@ class GgmlBackend:
             inputs["tokens"][:] = batch.tokens
         if "layer_tokens" in inputs:
             inputs["layer_tokens"][:] = np.where(batch.tokens < self.config.layer_vocab_size, batch.tokens, 0)
+        if key.plan:
+            inputs["places"][:] = self._passing.places(key.plan)
         if key.num_outputs + key.num_previews:  # those of the whole head come first
             inputs["rows"][:] = (*batch.logits_rows, *batch.preview_rows, *batch.greedy_rows)
 
@@ -322,13 +323,13 @@ class GgmlBackend:
         for width, name in graph.elements.items():
             inputs[name][:] = cache.elements(slots, positions, width)
 
-    def _write_cells(self, layer: int, slot: int, positions: np.ndarray, states: np.ndarray) -> None:
-        """Write the keys and values of a layer for the inputs of its attention, float32 [n, hidden_size]."""
+    def _write_cells(self, layer: int, slots: np.ndarray, positions: np.ndarray, places: np.ndarray) -> None:
+        """Write the keys and values of a layer for states that have passed it (`passing.Write`)."""
         none, count = (0,) * self.config.num_hidden_layers, len(positions)
-        key = GraphKey(none, ((slot, 0, count),), 0, 0, 0, layer, (), False, None, fill=True, only_cells=True)
+        key = GraphKey(none, ((0, 0, count),), 0, 0, 0, layer, (), False, None, fill=True, only_cells=True)
         graph = self._graph(key)
-        self._fill_places(graph, np.full(count, slot), positions)
-        graph.inputs["hidden_states"][:] = states
+        self._fill_places(graph, slots, positions)
+        graph.inputs["waiting"][:] = places
         self._compute.compute(graph, interruptible=False)
 
     def _run_copies(self, copies: Copies) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import mmap
-import sys
 from typing import Any
 
 import numpy as np
@@ -13,7 +10,7 @@ from ...errors import ModelError
 from ...models.config import ModelConfig
 from .. import no_room
 from .library import ggml
-from .tensors import Copies, TensorContext, read, write
+from .tensors import Copies, TensorContext, lazy_zeros, write
 
 BUCKET = 64  # cells; attention reads whole buckets, so that one graph serves that many positions
 
@@ -42,7 +39,7 @@ class KeyValueCache:
                 cells, width = num_slots * context_length, config.sizes(layer).cell_width
                 # In ggml's order: keys [width, cells], and values the same or [1, elements].
                 shapes = (cells, width), (cells, width) if self._by_cell else (cells * width, 1)
-                keys, values = (self._context.over(_lazy_zeros(shape, self._type)) for shape in shapes)
+                keys, values = (self._context.over(lazy_zeros(shape, self._type)) for shape in shapes)
                 self._tensors[layer] = keys, values
         except (OSError, OverflowError, ModelError):
             raise no_room(num_slots, context_length) from None
@@ -67,14 +64,6 @@ class KeyValueCache:
         rows = slots.astype(np.int64)[:, None] * width + np.arange(width)
         elements: np.ndarray = rows * self._context_length + positions[:, None]
         return elements
-
-    def states(self, layer: int, slot: int, positions: np.ndarray) -> np.ndarray:
-        """What a layer's keys hold at these positions of a slot: float32 [n, width], a copy."""
-        first, keys = int(positions.min()), self._tensors[layer][0]
-        rows = np.empty((int(positions.max()) + 1 - first, self._config.sizes(layer).cell_width), self._type)
-        read(keys, rows, (slot * self._context_length + first) * keys.contents.nb[1])
-        states: np.ndarray = rows[positions - first].astype(np.float32)
-        return states
 
     def copies(self, source: int, target: int, first: int, end: int) -> Copies:
         """What copies cells of a slot to another: positions `first` to `end`, excluded."""
@@ -117,15 +106,3 @@ class KeyValueCache:
             return keys, ggml.permute(context, values, 1, 0, 2, 3)
         strides = (size * item, dim * size * item, slot, first * slot)
         return keys, ggml.view_4d(context, values, length, dim, heads, count, *strides)
-
-
-def _lazy_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-    """Zeros that take memory as they are written, in small pages; numpy's own ask for pages of 2 MiB."""
-    size = math.prod(shape) * dtype.itemsize
-    if sys.platform == "win32":
-        pages = mmap.mmap(-1, size)
-    else:  # private: a forked process must not write into its parent's cells
-        pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_NOHUGEPAGE"):
-            pages.madvise(mmap.MADV_NOHUGEPAGE)
-    return np.frombuffer(pages, dtype).reshape(shape)

@@ -17,6 +17,7 @@ from ...adapters import EPS, Adapters
 from ...errors import ModelError
 from ...models.config import DeltaNet, Experts, LatentAttention, Mamba2, Mixer, ModelConfig
 from .. import Runs
+from ..passing import Plan
 from . import streams
 from .cache import KeyValueCache
 from .library import ggml
@@ -54,7 +55,8 @@ class GraphKey(NamedTuple):
     head_inputs: bool
     adapters: Adapters | None
     fill: bool
-    only_cells: bool = False  # only write keys and values of `first_layer`, from the inputs of its attention
+    plan: Plan | None = None  # of what it leaves; with none, it fills the cells itself
+    only_cells: bool = False  # only write keys and values of `first_layer`, for states that have passed it
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Model:
     cache: KeyValueCache
     rope_factors: tuple[Any, ...]  # of each layer: a tensor, or None
     exact: bool  # computes in f32 throughout; ggml's own gelu looks it up in a table of f16
-    keeps_states: bool  # to fill, skipped layers leave the inputs of their attention in the place of keys
+    passed: Any  # a tensor, [hidden_width, places]: the states that wait
     tile: int  # tokens of a slot from which on flash attention is faster than products
     states: StateTensors | None = None  # of recurrent layers
     preview: PreviewTensors | None = None
@@ -108,10 +110,14 @@ class Graph(Computation):
         self.elements = {width: f"elements of {width}" for width in widths}
         parts = model.cache.num_elements
         shapes |= {name: ((count, parts(width)), np.int64) for width, name in self.elements.items()}
-        if key.first_layer:
+        if key.only_cells:
+            shapes["waiting"] = ((count,), np.int32)
+        elif key.first_layer:
             shapes["hidden_states"] = ((count, config.hidden_width), np.float32)
+        if key.plan:
+            shapes["places"] = ((len(key.plan.tokens),), np.int64)
         self._is_mtp = len(key.num_active) > config.num_hidden_layers
-        if not key.first_layer or config.layer_input_size or self._is_mtp:
+        if not (key.first_layer or key.only_cells) or config.layer_input_size or self._is_mtp:
             shapes["tokens"] = ((count,), np.int32)
         if config.layer_input_size:
             shapes["layer_tokens"] = ((count,), np.int32)
@@ -158,6 +164,11 @@ class Graph(Computation):
     def _build(self) -> _Results:
         """Add the nodes in the order in which they run."""
         key, context, weights = self._key, self._context.pointer, self._model.weights
+        if key.only_cells:
+            x = ggml.get_rows(context, self._model.passed, self._inputs["waiting"])
+            x = self._first(self._expected(x, key.first_layer))
+            self._write_cells(self._norm(x, f"layers.{key.first_layer}.pre_attention_norm"), key.first_layer)
+            return _Results({})
         if "tokens" in self._inputs:
             x = ggml.get_rows(context, weights["embed_tokens"], self._inputs["tokens"])
             x = self._scaled(x, self._model.config.embedding_scale)  # [hidden_size, tokens]
@@ -167,15 +178,13 @@ class Graph(Computation):
             given = self._inputs["hidden_states"]
             x = self._combined(x, given) if self._is_mtp else given
         results = _Results({})
-        if key.only_cells:
-            self._write_cells(x, key.first_layer)
-            return results
         layers = len(key.num_active)
         for layer in range(key.first_layer, layers + 1):
             if layer in key.output_hidden_states:
                 # A copy, made before a later layer updates x in place.
                 results.hidden_states[layer] = self._output(ggml.dup(context, x))
-            if layer < layers and (self._model.config.fills(layer, key.fill) or key.num_active[layer]):
+            self._leave(x, layer)
+            if layer < layers and (self._fills(layer) or key.num_active[layer]):
                 x = self._layer(x, layer, key.num_active[layer])
             if layer in self._adapters and key.num_active[layer] < key.runs[-1][2]:
                 x = self._adapter(x, layer, key.num_active[layer])
@@ -219,15 +228,11 @@ class Graph(Computation):
     def _layer(self, x: Any, layer: int, active: int) -> Any:
         """Run a layer on the first `active` tokens of x [hidden_width, tokens]; to fill, the rest write their cells."""
         context, count, config = self._context.pointer, self._key.runs[-1][2], self._model.config
-        spec, fills = config.layers[layer], config.fills(layer, self._key.fill)
-        expected = self._expected(x if fills else _rows(context, x, 0, active), layer)
+        spec = config.layers[layer]
+        expected = self._expected(x if self._fills(layer) else _rows(context, x, 0, active), layer)
         h = self._norm(self._first(expected), f"layers.{layer}.pre_attention_norm")
         if spec.has_cells:
-            written = active if self._model.keeps_states else h.contents.ne[1]
-            if written:
-                self._write_cells(_rows(context, h, 0, written), layer)
-            if written < h.contents.ne[1]:
-                self._write_states(_rows(context, h, written, count), layer, written)
+            self._write_cells(h, layer)
         if not active:
             return x
         expected, has_streams = _rows(context, expected, 0, active), config.num_streams > 1
@@ -457,11 +462,20 @@ class Graph(Computation):
         v = ggml.rms_norm(self._context.pointer, v, config.rms_norm_eps) if spec.v_norm else v
         return self._rotated(self._in_heads(k, layer, "k", heads), layer, "k"), v
 
-    def _write_states(self, h: Any, layer: int, first: int) -> None:
-        """Leave h [hidden_size, n], the tokens from `first` on, in the place of their keys."""
-        context, cells = self._context.pointer, self._inputs["cells"]
-        part = ggml.view_1d(context, cells, h.contents.ne[1], first * cells.contents.nb[0])
-        self._run(ggml.set_rows(context, self._model.cache[layer][0], h, part))
+    def _fills(self, layer: int) -> bool:
+        """Whether tokens that skip a layer write keys and values there."""
+        return self._model.config.fills(layer, self._key.fill and self._key.plan is None)
+
+    def _leave(self, x: Any, layer: int) -> None:
+        """Leave those of the hidden states x [hidden_width, tokens] before a layer that the plan names."""
+        context, first = self._context.pointer, 0  # of the states that are left
+        for part in self._key.plan.parts if self._key.plan else ():
+            if part.layer == layer:
+                places = self._inputs["places"]
+                places = ggml.view_1d(context, places, part.end - part.first, first * places.contents.nb[0])
+                states = _rows(context, x, part.first, part.end)
+                self._run(ggml.set_rows(context, self._model.passed, states, places))
+            first += part.end - part.first
 
     def _attention(self, h: Any, layer: int) -> Any:
         """Let the first tokens, h [hidden_size, active], attend; returns [hidden_size, active]."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import math
+import mmap
+import sys
 import weakref
 from typing import Any
 
@@ -153,6 +155,18 @@ def array_of(tensor: Any, shape: tuple[int, ...], dtype: type, travelling: list[
         return view(tensor, shape, dtype)
     travelling.append((tensor, np.empty(shape, dtype)))
     return travelling[-1][1]
+
+
+def lazy_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+    """Zeros that take memory as they are written, in small pages; numpy's own ask for pages of 2 MiB."""
+    size = math.prod(shape) * dtype.itemsize
+    if sys.platform == "win32":
+        pages = mmap.mmap(-1, size)
+    else:  # private: a forked process must not write into its parent's
+        pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_NOHUGEPAGE"):
+            pages.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(pages, dtype).reshape(shape)
 
 
 def aligned(size: int) -> np.ndarray:
