@@ -96,8 +96,7 @@ docs: $(VENV)/installed-docs
 lint: $(VENV)/installed-test
 	@$(BIN)/ruff check src tests research docs
 	@$(BIN)/ruff format --check --quiet src tests research docs
-	@$(BIN)/mypy
-	@$(BIN)/mypy --platform win32 --cache-dir .mypy_cache/win32
+	@$(BIN)/mypy & linux=$$!; $(BIN)/mypy --platform win32 --cache-dir .mypy_cache/win32 && wait $$linux
 	@$(BIN)/hadolint Dockerfile
 	@$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml > $(VENV)/workflows.log || \
 		{ cat $(VENV)/workflows.log; exit 1; }

@@ -1,10 +1,12 @@
-"""What writing keys and values of skipped layers adds to a step of one token, at the least depth of policies.
+"""What keys and values of skipped layers add to a step of one token, at the least depth of policies.
 
     python research/fill_cost.py --out research/results/fill_cost.json
 
-Steps that fill and steps that do not take turns, after a context of 128 tokens. Besides the named models, it measures
-random Q4_0 weights in the shape of Llama-2-7B, whose keys and values are as wide as its hidden states: the most that
-filling can cost. Leave the machine alone while it runs (about five minutes).
+Three kinds of steps take turns, after a context of 128 tokens: those that leave no keys and values, those that let the
+states that pass wait, as Taper does, and those that compute them at once. Then what waits is computed together, as a
+later turn would. Besides the named models, it measures random Q4_0 weights in the shape of Llama-2-7B, whose keys and
+values are as wide as its hidden states: the most that filling can cost. Leave the machine alone while it runs (about
+five minutes).
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import numpy as np
 from decode import conditions, write
 
 from taper import DepthPolicy
-from taper.backends import Backend, TokenBatch
+from taper.backends import TokenBatch
 from taper.backends.ggml import GgmlBackend
 from taper.lab.bench.shapes import SHAPES
 from taper.models import find_model, load_model
@@ -33,6 +35,7 @@ from taper.policy import active_prefixes
 MODELS = ("qwen2.5-coder-1.5b-instruct", "smollm2-135m-instruct")
 THREADS, CONTEXT, FILLED_TOKENS = 2, 512, 128
 STEPS = 200  # of each kind; a quarter of them for the large shape
+KINDS, LATER_TOKENS = ("none", "waiting", "at once"), 256
 SHAPE, PAPER_DEPTH = "llama-2-7b", 20
 
 
@@ -65,7 +68,7 @@ def targets() -> Iterator[tuple[str, GgmlBackend, dict[str, DepthPolicy], Path |
     yield f"{SHAPE}, random Q4_0", backend, {f"depth {PAPER_DEPTH}": policy}, None
 
 
-def step_s(backend: Backend, num_active: tuple[int, ...], position: int, fill: bool) -> float:
+def step_s(backend: GgmlBackend, num_active: tuple[int, ...], position: int, kind: str) -> float:
     """Seconds of a forward of one token."""
     batch = TokenBatch(
         np.array([position % backend.config.vocab_size], np.int32),
@@ -73,33 +76,54 @@ def step_s(backend: Backend, num_active: tuple[int, ...], position: int, fill: b
         np.zeros(1, np.int32),
         num_active,
         greedy_rows=(0,),
-        fill=fill,
+        fill=kind != "none",
     )
+    room = backend._passing.size
+    backend._passing.size = 0 if kind == "at once" else room  # without room, nothing waits
+    try:
+        started = time.perf_counter()
+        backend.forward(batch)
+        return time.perf_counter() - started
+    finally:
+        backend._passing.size = room
+
+
+def later_s(backend: GgmlBackend) -> tuple[float, int]:
+    """Seconds to compute all that waits, and how many tokens these are."""
+    passing = backend._passing
+    tokens = len({*zip(passing._slots[: passing._count], passing._positions[: passing._count], strict=True)})
     started = time.perf_counter()
-    backend.forward(batch)
-    return time.perf_counter() - started
+    passing.settle(0, 0, backend.context_length, backend._write_cells)
+    return time.perf_counter() - started, tokens
 
 
-def cost(backend: Backend, policy: DepthPolicy, steps: int) -> dict[str, Any]:
-    """Milliseconds of steps with and without filling, in turn, and the part that filling adds."""
+def cost(backend: GgmlBackend, policy: DepthPolicy, steps: int) -> dict[str, Any]:
+    """Milliseconds of steps of each kind, in turn; what waiting and filling at once add; and what comes later."""
     layers, depth = backend.config.num_hidden_layers, policy.min_depth
     num_active = active_prefixes(policy.skip_order, layers, [depth])
     start = np.arange(FILLED_TOKENS, dtype=np.int32)
     tokens = start % backend.config.vocab_size
     backend.forward(TokenBatch(tokens, start, start * 0, (FILLED_TOKENS,) * layers, greedy_rows=(0,)))
-    seconds: dict[bool, list[float]] = {True: [], False: []}
+    seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for step in range(-4, steps):
-        for fill in sorted(seconds, reverse=bool(step % 2)):
-            taken = step_s(backend, num_active, FILLED_TOKENS + step % 64, fill)
+        for kind in KINDS[:: 1 if step % 2 else -1]:
+            taken = step_s(backend, num_active, FILLED_TOKENS + step % 64, kind)
             if step >= 0:
-                seconds[fill].append(taken)
-    added = [a / b - 1 for a, b in zip(seconds[True], seconds[False], strict=True)]
+                seconds[kind].append(taken)
+    step_ms = {kind: round(1e3 * statistics.median(taken), 3) for kind, taken in seconds.items()}
+    added = {
+        kind: round(statistics.median(a / b - 1 for a, b in zip(seconds[kind], seconds["none"], strict=True)), 4)
+        for kind in KINDS[1:]
+    }
+    for position in range(FILLED_TOKENS, FILLED_TOKENS + LATER_TOKENS):
+        step_s(backend, num_active, position, "waiting")
+    later, tokens = later_s(backend)
     return {
         "depth": depth,
         "num_hidden_layers": layers,
-        "step_ms": round(1e3 * statistics.median(seconds[False]), 3),
-        "filling_step_ms": round(1e3 * statistics.median(seconds[True]), 3),
-        "added": round(statistics.median(added), 4),
+        "step_ms": step_ms,
+        "added": added,
+        "later_ms_a_token": round(1e3 * later / tokens, 3),
     }
 
 

@@ -177,7 +177,9 @@ def test_a_narrow_model_generates(tiny_llama, dtype, recwarn):
     assert len(lines) == (dtype in ("q4_k", "q6_k"))
 
 
-@pytest.mark.parametrize("dtype", ["q4_0", "q4_k", "iq4_nl"])
+@pytest.mark.parametrize(
+    "dtype", ["q4_k", *(pytest.param(dtype, marks=pytest.mark.ci) for dtype in ("q4_0", "iq4_nl"))]
+)
 def test_quantised_matrices_are_repacked(wide, dtype):
     packed, plain = (
         open_backend(load_model(wide.folder), device="cpu", dtype=dtype, context_length=64, threads=2, repack=repack)

@@ -26,6 +26,7 @@ def python(code: str, model: object, threads: int = 2) -> subprocess.CompletedPr
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.ci
 def test_a_fork_after_loading_is_one_line_in_the_child_and_nothing_in_the_parent(tiny_gguf):
     code = """
 before = llm.generate("hi", params, policy=full).token_ids

@@ -49,6 +49,7 @@ from taper.lab.calibration.replay import Reference, Replay
 from taper.lab.evals.records import RecordFile
 from taper.models.policies import LONG_OUTPUT
 
+pytestmark = pytest.mark.ci
 TASKS = "gsm8k,bbh_cot_zeroshot_boolean_expressions,bbh_cot_zeroshot_word_sorting"
 ORDER = (4, 1, 2, 3)
 POLICY = DepthPolicy.d3(6, 0.95, skip_order=ORDER)
@@ -292,20 +293,23 @@ def test_a_rotating_rule_runs_layers_again_and_misses_their_keys(tiny_llama, ans
 
 
 def test_the_cost_of_filling_is_that_of_steps_at_the_least_depth(tiny_llama, monkeypatch):
-    seconds = iter([9, 9] * 4 + [1, 2, 2, 4, 1, 3])  # of pairs; each begins where the last one ended
-    seen = []
+    seconds = iter([9, 9, 9] * 4 + [3, 2, 1, 2, 3, 4, 5, 3, 1])  # of three kinds; each time the other way round
+    seen, step_s = [], fill_cost.step_s
 
-    def step_s(backend, num_active, position, fill):
-        seen.append((sum(num_active), fill))
-        return next(seconds)
+    def timed(*step):
+        step_s(*step)
+        seen.append((sum(step[1]), step[3]))
+        return next(seconds, 0.0)
 
-    monkeypatch.setattr(fill_cost, "step_s", step_s)
+    monkeypatch.setattr(fill_cost, "step_s", timed)
     backend = make_backend("ggml", tiny_llama.load(), context_length=512)
     row = fill_cost.cost(backend, POLICY, steps=3)
     assert {depth for depth, _ in seen} == {POLICY.min_depth} == {row["depth"]}
-    assert sum(fill for _, fill in seen) == len(seen) / 2
-    assert [fill for _, fill in seen[-6:]] == [False, True, True, False, False, True]
-    assert row["added"] == 1.0  # of 2 to 1, 2 to 4 and 3 to 1
+    assert [kind for _, kind in seen[12:18]] == ["at once", "waiting", "none", "none", "waiting", "at once"]
+    assert row["added"] == {"waiting": 1.0, "at once": 2.0}  # of 2 to 1, 3 to 2 and 3 to 1; of 3 to 1, 4 to 2, 5 to 1
+    assert row["step_ms"] == {"none": 1000.0, "waiting": 3000.0, "at once": 4000.0}
+    assert len(seen) == 3 * 7 + fill_cost.LATER_TOKENS
+    assert row["later_ms_a_token"] > 0
 
 
 def test_random_weights_of_a_shape_give_finite_logits():

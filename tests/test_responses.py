@@ -294,6 +294,7 @@ def test_a_stream_that_fails_ends_with_a_failed_response(tiny_llama, monkeypatch
     assert last["response"]["error"] == {"code": "server_error", "message": "the server failed; its log says why"}
 
 
+@pytest.mark.ci
 def test_the_openai_client_works_unchanged(tools_server, monkeypatch):
     from openai import BadRequestError, OpenAI
     from pydantic import BaseModel

@@ -674,6 +674,7 @@ def test_metrics_count_tokens_and_layers(server):
 # Clients
 
 
+@pytest.mark.ci
 def test_the_openai_client_works_unchanged(server):
     from openai import BadRequestError, NotFoundError, OpenAI
     from pydantic import BaseModel

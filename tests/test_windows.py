@@ -20,7 +20,7 @@ import taper
 from taper import LLM
 from taper.backends.ggml import library
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="here Linux plays Windows")
+pytestmark = [pytest.mark.ci, pytest.mark.skipif(sys.platform != "linux", reason="here Linux plays Windows")]
 SOURCES = Path(taper.__file__).parent
 
 _PRELUDE = """
