@@ -29,13 +29,14 @@ from tiny import DEVICES, FAMILIES, complete, make_backend, make_tiny, one_slot,
 from taper.backends import choose_device, open_backend
 from taper.backends.ggml import GgmlBackend, devices, tensors
 from taper.backends.ggml.library import Device, Library, ggml
+from taper.backends.ggml.shortlist import PreviewTensors, kept_as
 from taper.backends.split import SplitBackend, least_on_device
 from taper.engine import Engine, Request
 from taper.errors import ModelError, RequestError
 from taper.lab.bench import target
 from taper.lab.bench.run import run as run_bench
 from taper.lab.bench.target import BenchOptions
-from taper.models import load_model
+from taper.models import load_model, preview
 from taper.models.tensors import LoadedModel
 from taper.policy import DepthPolicy
 from taper.sampling import SamplingParams
@@ -53,7 +54,7 @@ def test_a_device_that_is_not_there_is_told_in_one_line():
         choose_device("tpu7")
 
 
-@pytest.mark.parametrize("option", [{"repack": "never"}, {"threads": 2}, {"head": "shortlist"}])
+@pytest.mark.parametrize("option", [{"repack": "never"}, {"threads": 2}])
 def test_options_for_cpus_are_refused(tiny_llama, monkeypatch, option):
     monkeypatch.setattr("taper.backends.choose_device", lambda device: "Vulkan0")
     with pytest.raises(RequestError, match="Vulkan0"):
@@ -83,6 +84,11 @@ def stand_in(host, monkeypatch) -> Device:
     return host
 
 
+@pytest.fixture(params=["stand-in", *DEVICES])
+def place(request) -> Device:
+    return request.getfixturevalue("stand_in") if request.param == "stand-in" else ggml.device(request.param)
+
+
 def on(device: Device, loaded: LoadedModel, **options) -> GgmlBackend:
     options = {"num_slots": 1, "context_length": 256, "dtype": "f32", "kv_dtype": "f32"} | options
     return GgmlBackend(loaded.config, loaded.tensors, device=device, **options)
@@ -108,6 +114,33 @@ def test_tokens_are_those_of_the_cpu_in_a_batch_and_in_later_turns(model, stand_
     engine = Engine(on(stand_in, model.loaded, num_slots=3))
     assert complete(engine, model.prompts, model.policies, 16) == model.said
     assert complete(engine, model.later, model.policies, 8) == model.turns
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_p": 0.9}])
+def test_the_head_of_a_device_is_computed_in_two_steps(model, place, sampling, monkeypatch, tmp_path):
+    """With a margin that no token misses: the approximations come from the device, the exact logits from the CPU."""
+    monkeypatch.setattr(preview, "previews_folder", lambda: tmp_path)
+    loaded = model.loaded
+    whole, listed = (on(place, loaded, num_slots=3) for _ in range(2))
+    listed.set_head("shortlist", loaded, "f32", None, None)
+    assert listed.has_preview
+    assert preview.find_preview(loaded, "f32") is None  # that would be the CPU's
+    kept = preview.find_preview(loaded, kept_as("f32", place))
+    listed.use_preview(PreviewTensors(replace(kept, margin=1e3), 1, listed._buffer_type))
+    params = SamplingParams(max_tokens=16, ignore_eos=True, seed=5, **sampling)
+    found, expected = (
+        Engine(backend).complete(
+            Request(prompt, params, policy) for prompt, policy in zip(model.prompts, model.policies, strict=True)
+        )
+        for backend in (listed, whole)
+    )
+    assert found == expected
+    count = len(model.prompts[0])
+    batch = one_slot(listed, model.prompts[0], (count - 1,))
+    previewed = listed.forward(replace(batch, logits_rows=(), preview_rows=(count - 1,), shortlist=True)).previews[0]
+    logits = whole.forward(batch).logits[0]
+    np.testing.assert_allclose(previewed.whole(), logits, atol=1e-4)
+    np.testing.assert_allclose(previewed.exact(np.arange(7, 90)), logits[7:90], atol=1e-4)
 
 
 def test_a_device_and_the_cpu_share_a_model(model, host):

@@ -281,9 +281,12 @@ def test_whether_a_preview_saves_time_is_kept_with_it(tiny_file, monkeypatch, tm
     assert opened(tiny_file, head="shortlist", dtype="q8_0").has_preview
 
 
-def test_a_shortlist_is_for_cpus(tiny_file):
-    with pytest.raises(RequestError, match="head shortlist is for CPUs"):
+def test_a_shortlist_is_computed_by_ggml_where_the_whole_model_lies(tiny_file, monkeypatch):
+    with pytest.raises(RequestError, match="head shortlist is not there in PyTorch"):
         LLM(tiny_file, device="cuda", head="shortlist")
+    monkeypatch.setattr("taper.backends.choose_device", lambda device: "Vulkan0")
+    with pytest.raises(RequestError, match="head shortlist is not there with gpu_layers"):
+        LLM(tiny_file, device="vulkan", head="shortlist", gpu_layers=2)
     with pytest.raises(RequestError, match="head is 'some'"):
         LLM(tiny_file, head="some")
 

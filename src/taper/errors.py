@@ -82,7 +82,7 @@ EXACT = "exact"
 MODES = ("full", "taper", EXACT)
 DRAFTERS, OFF = ("auto", "ngram", "mtp", "policy"), "off"
 REPACK = ("auto", "always", "never")  # layouts of matrices on a CPU; see `LLM`
-HEADS = ("auto", "full", "shortlist")  # which logits are computed on a CPU; see `LLM`
+HEADS = ("auto", "full", "shortlist")  # which logits are computed; see `LLM`
 REUSE = ("filled", "exact")  # of keys and values: also those that were filled in for skipped layers, or not
 
 

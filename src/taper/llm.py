@@ -114,7 +114,7 @@ class LLM:
             one; "auto" also keeps a second layout where many tokens are faster with it and memory is free; "never" uses
             the mapped file alone, which processes share.
         gpu_layers: on a device of ggml, how many layers it runs, the last ones; the CPU runs the others. Default all.
-        head: on a CPU, "full" computes the logits of the whole vocabulary; "shortlist" approximates them, and computes
+        head: with ggml, "full" computes the logits of the whole vocabulary; "shortlist" approximates them, and computes
             those that matter; "auto" does so if it is faster on this machine, but not with f32 weights.
         offline: do not fetch a model that has a name and is not on this machine.
         progress: on a CPU, called with the part of the weights that is loaded, 0 to 1; with a shortlist, the first time

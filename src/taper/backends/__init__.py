@@ -180,8 +180,9 @@ def open_backend(
         raise RequestError(f"repack is for CPUs; it does nothing on {chosen}", "leave it out")
     if threads is not None and not has_cpu:
         raise RequestError(f"threads does nothing on {chosen}", "leave it out")
-    if head == "shortlist" and chosen != "cpu":
-        raise RequestError(f"head shortlist is for CPUs; on {chosen} the whole head is computed", "leave it out")
+    if head == "shortlist" and (with_torch or gpu_layers not in (None, layers)):
+        place = "in PyTorch" if with_torch else "with gpu_layers"
+        raise RequestError(f"head shortlist is not there {place}: the whole head is computed", "leave it out")
     if with_torch:
         return _open_torch(model, num_slots, context_length, "bf16" if dtype == "auto" else dtype)
     from .ggml import GgmlBackend
@@ -194,22 +195,23 @@ def open_backend(
         kv_dtype="f32" if dtype in ("f32", "bf16") else "f16",  # f16 does not have the range of bf16
     )
     on_cpu = partial(build, threads=threads, repack=repack)
-    if chosen == "cpu":
-        from .ggml.shortlist import kept_preview
+    open_whole, found = on_cpu, None
+    if chosen != "cpu":
+        from .ggml.library import ggml
 
-        with ThreadPoolExecutor(1) as pool:  # beside the weights
-            kept = pool.submit(kept_preview, head, model, dtype, threads)
-            backend = on_cpu(model.config, model.tensors, progress=progress)
-        backend.set_head(head, model, dtype, kept.result(), progress)
-        return backend
-    from .ggml.library import ggml
+        found = ggml.device(chosen)
+        open_whole = partial(build, device=found)
+        if gpu_layers is not None and has_cpu:
+            from .split import SplitBackend
 
-    on_device = partial(build, device=ggml.device(chosen))
-    if gpu_layers is None or not has_cpu:
-        return on_device(model.config, model.tensors, progress=progress)
-    from .split import SplitBackend
+            return SplitBackend(model.config, model.tensors, gpu_layers, on_cpu, open_whole, progress)
+    from .ggml.shortlist import kept_preview
 
-    return SplitBackend(model.config, model.tensors, gpu_layers, on_cpu, on_device, progress)
+    with ThreadPoolExecutor(1) as pool:  # beside the weights
+        kept = pool.submit(kept_preview, head, model, dtype, threads, found)
+        backend = open_whole(model.config, model.tensors, progress=progress)
+    backend.set_head(head, model, dtype, kept.result(), progress)
+    return backend
 
 
 def runs_on_torch(chosen: str, dtype: str, gpu_layers: int | None = None) -> bool:

@@ -65,7 +65,7 @@ HEAD_OPTION = click.option(
     "--head",
     type=click.Choice(HEADS),
     default=HEADS[0],
-    help="Logits on a CPU: full computes those of the whole vocabulary, shortlist those that matter, auto the latter "
+    help="Logits: full computes those of the whole vocabulary, shortlist those that matter, auto the latter "
     "where it is faster.",
 )
 REUSE_OPTION = click.option(

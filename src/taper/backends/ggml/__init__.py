@@ -48,7 +48,7 @@ from .graph import Graph, GraphKey, Model
 from .layouts import seconds
 from .library import STATUS_ABORTED, STATUS_SUCCESS, AbortCallback, Device, ggml
 from .recurrent import StateTensors, fill_state_inputs
-from .shortlist import HeadProducts, Previewed, PreviewTensors, make_preview, quantised
+from .shortlist import HeadProducts, Previewed, PreviewTensors, kept_as, make_preview, quantised
 from .tensors import Computation, Copies, TensorContext, lazy_zeros
 from .weights import AdapterTensors, LoadProgress, Weights
 
@@ -88,7 +88,10 @@ class GgmlBackend:
         self.num_slots, self.context_length, self.has_preview = num_slots, context_length, False
         self.head, self._threads = "the whole matrix", threads or available_threads()
         self.kernels = str(ggml.place) if device is None else f"{ggml.place}, {device.name}: {device.description}"
-        self._buffer_type = None if device is None else ggml.backend_dev_buffer_type(device.pointer)
+        self._device, self._buffer_type = (
+            device,
+            None if device is None else ggml.backend_dev_buffer_type(device.pointer),
+        )
         self._records = self._states = None  # of recurrent layers
         if config.mixer is not None:
             ggml.declare_recurrent()
@@ -150,8 +153,8 @@ class GgmlBackend:
                     return
                 preview = make_preview(states, self.head_rows, vocab_size, self._preview_rank(), advance)
             preview = replace(preview, saves_time=saves_time)
-            keep_preview(known, dtype, preview)
-            kept = PreviewTensors(preview, self._threads)
+            keep_preview(known, kept_as(dtype, self._device), preview)
+            kept = PreviewTensors(preview, self._threads, self._buffer_type)
         if head == "shortlist" or kept.saves_time:
             self.use_preview(kept)
 
@@ -160,9 +163,10 @@ class GgmlBackend:
         weights = self._model.weights
         self._model, self.has_preview = replace(self._model, preview=preview), True
         compute = partial(self._compute.compute, interruptible=False)
+        on_cpu = self._compute.compute_on_cpu if isinstance(self._compute, DeviceCompute) else compute
+        head = weights.matrix(weights.head, 1), weights.head_rows, weights.head_type
         scaling = self.config.logit_scale, self.config.logit_cap
-        whole = weights.matrix(weights.head, 1)
-        self._products = HeadProducts(whole, weights.head_rows, weights.head_type, *scaling, compute)
+        self._products = HeadProducts(*head, *scaling, compute, on_cpu, self._buffer_type)
         self.weight_bytes = self.weight_bytes | {weights.head: preview.num_bytes}  # read instead of the whole
         bits = f"{preview.rank} of {self.config.hidden_size} dimensions in {TABLE_TYPE.lower()}"
         self.head = f"shortlist: preview of {bits}, margin {preview.margin:.1f}"
@@ -180,7 +184,8 @@ class GgmlBackend:
         size, part = rows * row_bytes(weights.head_type, columns), rows // _PART // 8 * 8
         if size < max(_MIN_HEAD, sum(self.weight_bytes.values()) // 10):  # else making one takes more than it can save
             return False
-        places = [ggml.backend_get_default_buffer_type(self._compute.backend), *ggml.repacking_buffer_types()]
+        places = [ggml.backend_get_default_buffer_type(self._compute.backend)]
+        places += ggml.repacking_buffer_types() if self._device is None else []
         whole, previewed = (
             min(seconds(self._compute.backend, place, dtype, (part, width), 1) for place in places)
             for dtype, width in ((weights.head_type, columns), (TABLE_TYPE, self._preview_rank()))

@@ -66,6 +66,10 @@ class DeviceCompute:
             ggml.backend_tensor_get(tensor, data.ctypes.data, 0, data.nbytes)
         return True
 
+    def compute_on_cpu(self, graph: Computation) -> None:
+        """Compute a graph whose tensors lie in the processor's memory."""
+        _compute_on_cpu(self._cpu, graph.pointer)
+
     def close(self) -> None:
         """No graph is computed afterwards."""
         self._lacking.clear()
@@ -124,8 +128,7 @@ class _OnCpu:
         """Compute it now."""
         for tensor, data in [*self._read, self._written]:
             ggml.backend_tensor_get(tensor, data.ctypes.data, 0, data.nbytes)
-        if ggml.backend_graph_compute(self._backend, self._graph) != STATUS_SUCCESS:
-            raise ModelError("the CPU did not finish this computation", "retry with more memory free")
+        _compute_on_cpu(self._backend, self._graph)
         tensor, data = self._written
         ggml.backend_tensor_set(tensor, data.ctypes.data, 0, data.nbytes)
 
@@ -139,6 +142,11 @@ class _OnCpu:
         ours.contents.nb = theirs.nb
         ours.contents.data = self._held[address][1].ctypes.data + (theirs.view_offs if theirs.view_src else 0)
         return ours
+
+
+def _compute_on_cpu(backend: Any, graph: Any) -> None:
+    if ggml.backend_graph_compute(backend, graph) != STATUS_SUCCESS:
+        raise ModelError("the CPU did not finish this computation", "retry with more memory free")
 
 
 def _end(message: bytes | None = None) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from ...models.preview import TABLE_TYPE, Factors, Preview, Rows, find_preview, fit_factors, head_parts
 from ...models.tensors import WEIGHT_TYPES, LoadedModel, Tensor
 from .. import available_threads
-from .library import ggml
+from .library import TYPE_F32, Device, ggml
 from .repack import CopiedTensors
 from .tensors import Computation, TensorContext, aligned, capped
 from .weights import as_floats, convert
@@ -29,26 +29,40 @@ _SURE, _SAFETY, _MIN_MARGIN = 0.999, 1.25, 2.0  # it is enough for this share of
 class PreviewTensors:
     """A preview's `rotation` [hidden_size, rank], `shift` [rank], `table` [rank, vocab_size] and `bias` as tensors."""
 
-    def __init__(self, preview: Preview, threads: int) -> None:
+    def __init__(self, preview: Preview, threads: int, buffer_type: Any = None) -> None:
         self.margin, self.mean_row, self.saves_time = preview.margin, preview.mean_row, preview.saves_time
         self.rank, self.num_bytes = preview.rank, preview.table.nbytes  # of the table
-        self._context = TensorContext(4)
+        self._context = TensorContext(4, buffer_type=buffer_type)
         parts = preview.rotation, preview.shift, preview.bias
         self.rotation, self.shift, self.bias = map(self._context.over, parts)
         tensor = Tensor(TABLE_TYPE, (len(preview.bias), preview.rank), preview.table)
         types = {"table": TABLE_TYPE}
         self._copied = CopiedTensors(
-            {"table": tensor}, types, lambda _: preview.table, lambda _: None, threads, kept=()
+            {"table": tensor}, types, lambda _: preview.table, lambda _: None, threads, (), buffer_type
         )
         self.table = self._copied.tensors.get("table")
         if self.table is None:
             self.table = self._context.over(preview.table, WEIGHT_TYPES[TABLE_TYPE][0], tensor.shape)
 
 
-def kept_preview(head: str, model: LoadedModel, dtype: str, threads: int | None) -> PreviewTensors | None:
-    """The preview that the cache has for a model and a type of its weights; None if it has none, or none is used."""
-    preview = None if head == "full" else find_preview(model, dtype)
-    return None if preview is None else PreviewTensors(preview, threads or available_threads())
+def kept_preview(
+    head: str, model: LoadedModel, dtype: str, threads: int | None, device: Device | None
+) -> PreviewTensors | None:
+    """The preview that the cache has for a model, its weights' type and a place; None if it has none, or none is used.
+
+    Raises:
+        ModelError: the device has not enough memory.
+    """
+    preview = None if head == "full" else find_preview(model, kept_as(dtype, device))
+    if preview is None:
+        return None
+    buffer_type = None if device is None else ggml.backend_dev_buffer_type(device.pointer)
+    return PreviewTensors(preview, threads or available_threads(), buffer_type)
+
+
+def kept_as(dtype: str, device: Device | None) -> str:
+    """The name by which a preview is kept: whether it saves time differs from device to device."""
+    return dtype if device is None else f"{dtype}-{device.name.lower()}"
 
 
 def make_preview(
@@ -106,14 +120,16 @@ def longest(vocab_size: int) -> int:
 
 
 class HeadProducts:
-    """Products of one hidden state with chosen rows of the head, or with the whole.
+    """Products of one hidden state with chosen rows of the head, on the CPU, or with the whole.
 
     Args:
-        whole: the tensor of the head that a forward of one token uses.
+        whole: the tensor of the head that a forward of one token uses, on a device if the model lies there.
         rows: the same weights, uint8 [vocab_size, bytes of a row].
         dtype: their type.
         scale, cap: of logits.
-        compute: runs a graph.
+        compute_whole: runs a graph where the model lies.
+        compute_chosen: runs one on the CPU.
+        buffer_type: of the device.
     """
 
     def __init__(
@@ -123,10 +139,12 @@ class HeadProducts:
         dtype: str,
         scale: float,
         cap: float | None,
-        compute: Callable[[Computation], object],
+        compute_whole: Callable[[Computation], object],
+        compute_chosen: Callable[[Computation], object],
+        buffer_type: Any = None,
     ) -> None:
-        self._whole, self._rows, self._dtype = whole, rows, dtype
-        self._scale, self._cap, self._compute = scale, cap, compute
+        self._whole, self._rows, self._dtype, self._buffer_type = whole, rows, dtype, buffer_type
+        self._scale, self._cap, self._compute = scale, cap, (compute_whole, compute_chosen)
         self._chosen = aligned(longest(len(rows)) * rows.shape[1]).reshape(-1, rows.shape[1])  # rows copied together
         self._graphs: dict[int, _Product] = {}  # by the number of rows; 0 for the whole head
 
@@ -141,14 +159,14 @@ class HeadProducts:
 
     def _product(self, room: int, state: np.ndarray) -> np.ndarray:
         if room not in self._graphs:
-            context, matrix = TensorContext(8, graph_nodes=6), self._whole
+            context, matrix, buffer_type = TensorContext(8, graph_nodes=6), self._whole, self._buffer_type
             if room:
-                shape = room, matrix.contents.ne[0]
+                shape, buffer_type = (room, matrix.contents.ne[0]), None
                 matrix = context.over(self._chosen[:room], WEIGHT_TYPES[self._dtype][0], shape)
-            self._graphs[room] = _Product(context, matrix, self._scale, self._cap)
+            self._graphs[room] = _Product(context, matrix, self._scale, self._cap, buffer_type)
         graph = self._graphs[room]
         graph.state[:] = state
-        self._compute(graph)
+        self._compute[room > 0](graph)
         logits: np.ndarray = graph.logits.copy()
         return logits
 
@@ -156,14 +174,22 @@ class HeadProducts:
 class _Product(Computation):
     """A prepared product of a matrix with one state; set `state`, compute, then read `logits`."""
 
-    def __init__(self, context: TensorContext, matrix: Any, scale: float, cap: float | None) -> None:
+    def __init__(
+        self, context: TensorContext, matrix: Any, scale: float, cap: float | None, buffer_type: Any = None
+    ) -> None:
         super().__init__()
         self._context, (hidden_size, rows) = context, matrix.contents.ne[:2]
         self.state, self.logits = np.empty(hidden_size, np.float32), np.empty(rows, np.float32)
-        product = ggml.mul_mat(context.pointer, matrix, context.over(self.state.reshape(1, -1)))
-        logits = capped(context.pointer, product, scale, cap)
+        state = context.new(TYPE_F32, (1, hidden_size))
+        logits = capped(context.pointer, ggml.mul_mat(context.pointer, matrix, state), scale, cap)
         self.pointer = ggml.new_graph_custom(context.pointer, 6, False)
         ggml.build_forward_expand(self.pointer, logits)
+        if buffer_type is not None:
+            context.allocate(buffer_type)
+            self.sent.append((state, self.state))
+            self.fetched.append((logits, self.logits))
+            return
+        state.contents.data = self.state.ctypes.data
         # Each node works in place.
         for node in range(ggml.graph_n_nodes(self.pointer)):
             ggml.graph_node(self.pointer, node).contents.data = self.logits.ctypes.data

@@ -128,7 +128,7 @@ class Weights:
 
             def read(name: str) -> np.ndarray:
                 data = _as_type(name, tensors[name], types[name], pool)
-                if name == self.head and not on_device:
+                if name == self.head:
                     self.head_type, self.head_rows = types[name], data.reshape(shapes[name][0], -1)
                 if name in second:
                     kept[name] = data
