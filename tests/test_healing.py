@@ -22,6 +22,7 @@ from taper import LLM, DepthPolicy
 from taper.cli import cli
 from taper.engine import Engine
 from taper.errors import PolicyError, RequestError, TaperError
+from taper.lab.bench.shapes import SHAPES
 from taper.lab.calibration import replay as replay_module
 from taper.lab.calibration.problems import builtin_problems
 from taper.lab.calibration.replay import Reference, Replay
@@ -101,6 +102,14 @@ def test_lessons_together_lose_what_they_lose_alone(tmp_path, family):
     torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-4)
 
 
+def test_a_gpu_takes_as_many_steps_together_as_it_has_room_for():
+    most, little, *fitting = (
+        student_module.fitting_steps(SHAPES["llama-3-8b"], free) for free in (1 << 50, 0, 24 << 30, 60 << 30, 120 << 30)
+    )
+    assert (little, most) == (student_module.TOGETHER, student_module.MOST_TOGETHER)
+    assert little < fitting[0] < fitting[1] < fitting[2] < most
+
+
 def test_products_are_of_the_faster_type_if_it_is_worth_the_rounding(monkeypatch):
     seconds = {torch.float32: 1.0, torch.bfloat16: 0.4}
     monkeypatch.setattr(precision, "_seconds", lambda x, matrix: seconds[matrix.dtype])
@@ -170,7 +179,7 @@ def short_trainings() -> Iterator[None]:
     ticks = count()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("time.perf_counter", lambda: next(ticks) * 0.04)
-        patch.setattr("taper.lab.healing.train.TOGETHER", 96)
+        patch.setattr("taper.lab.healing.student.TOGETHER", 96)
         patch.setattr("taper.lab.healing.stages.OUTPUT_TOKENS", 48)
         patch.setattr("taper.lab.healing.stages.fastest_dtype", lambda device: "f32")  # its trial takes seconds
         yield

@@ -7,7 +7,7 @@ the hidden states below the first layer that is ever skipped.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,13 +16,14 @@ import torch
 
 from ...adapters import Adapters
 from ...backends.torch import DTYPES, TorchBackend, adapt, capped, shares, visible_cells
+from ...models.config import ModelConfig
 from ...models.tensors import LoadedModel
 from ...policy import DepthPolicy, active_prefixes
 from ..calibration.replay import Reference
 
 TOP = 256  # tokens of full depth's distribution that a target keeps; all others share one bucket
-TOGETHER = 512  # steps of lessons in one forward, or a few more, as lessons are whole
-_ROWS = 16  # whose probabilities are computed together: they fit into a processor's cache
+TOGETHER, MOST_TOGETHER = 512, 8192  # steps of lessons in one forward, or a few more; the latter if a GPU has room
+_ROWS, _ROWS_ON_GPU = 16, 512  # whose probabilities are computed together: few fit into a processor's cache
 _TINY = 1e-6  # least probability of the bucket, which rounding may leave empty
 
 Cells = tuple[torch.Tensor, torch.Tensor]  # keys and values, each [n, heads, head_dim]
@@ -47,11 +48,20 @@ class Lesson:
         """Tapered steps, T."""
         return len(self.top_ids)
 
+    def on(self, device: torch.device) -> Lesson:
+        """The same on a device."""
+        arrays = {
+            name: getattr(self, name).to(device) for name in ("token_ids", "hidden_states", "top_ids", "top_logprobs")
+        }
+        cache = {layer: (k.to(device), v.to(device)) for layer, (k, v) in self.cache.items()}
+        return replace(self, cache=cache, **arrays)
+
 
 class Student:
     """The frozen weights of a model, and the layers that `skip_order` may skip.
 
     `product_dtype` is f32, or bf16 for matrix products and attention; norms and hidden states are always f32.
+    `together`: steps of lessons in one forward, so many that a GPU is busy and has room for them.
     """
 
     def __init__(
@@ -74,6 +84,7 @@ class Student:
         self._product_dtype = DTYPES[product_dtype]
         self._products = partial(torch.autocast, device, torch.bfloat16, enabled=product_dtype == "bf16")
         self.config, self.skip_order, self.first_layer = model.config, tuple(skip_order), min(skip_order)
+        self.together = TOGETHER if device == "cpu" else fitting_steps(model.config, torch.cuda.mem_get_info()[0])
 
     def lesson(self, reference: Reference) -> Lesson:
         """Run full depth once over a prompt and a completion of at least two tokens."""
@@ -83,7 +94,7 @@ class Student:
         kept = torch.float16 if self._product_dtype == torch.float32 else self._product_dtype
         with torch.no_grad(), self._products():
             rotations = self._backend.rotations(positions)
-            given_ids = self._put(np.array(token_ids))
+            given_ids = torch.tensor(token_ids, device=self._backend.device)
             x, given = self._backend.embed(given_ids).float(), self._backend.inputs_of_layers(given_ids)
             shared: dict[int, Cells] = {}
             for layer, spec in enumerate(self.config.layers):
@@ -114,11 +125,12 @@ class Student:
         The steps of a lesson follow those of the lesson before it. All share every product; only their attention is
         apart. The depths of a lesson's steps never rise. Gradients flow to the adapters of skipped layers.
         """
-        rows = [self._put(lesson.hidden_states) for lesson in lessons]
+        lessons = [lesson.on(self._backend.device) for lesson in lessons]
+        rows = [lesson.hidden_states for lesson in lessons]
         layers, lenders = self.config.num_hidden_layers, self.config.lenders
         active = [active_prefixes(self.skip_order, layers, own) for own in depths]
         with self._products():
-            given = self._backend.inputs_of_layers(self._put(torch.cat([lesson.token_ids for lesson in lessons])))
+            given = self._backend.inputs_of_layers(torch.cat([lesson.token_ids for lesson in lessons]))
             shared = {
                 layer: [self._cells_of(lesson, layer) for lesson in lessons]
                 for layer in lenders
@@ -140,8 +152,11 @@ class Student:
                 skipped = skip.split([len(x) - n for x, n in zip(rows, counts, strict=True)])
                 rows = [torch.cat(parts) for parts in zip(run.split(counts), skipped, strict=True)]
             logits = self._backend.logits(torch.cat(rows))
-        ids = self._put(torch.cat([lesson.top_ids for lesson in lessons]))
-        kl, agrees = _Divergence.apply(logits, ids, self._put(torch.cat([lesson.top_logprobs for lesson in lessons])))
+        ids, logprobs = (
+            torch.cat(parts)
+            for parts in zip(*((lesson.top_ids, lesson.top_logprobs) for lesson in lessons), strict=True)
+        )
+        kl, agrees = _Divergence.apply(logits, ids, logprobs)
         return kl, agrees
 
     def _run_layer(
@@ -185,7 +200,7 @@ class Student:
 
     def _cells_of(self, lesson: Lesson, layer: int) -> Cells:
         keys, values = lesson.cache[layer]
-        return self._put(keys).to(self._product_dtype), self._put(values).to(self._product_dtype)
+        return keys.to(self._product_dtype), values.to(self._product_dtype)
 
     def _positions(self, rows: Sequence[torch.Tensor], lessons: Sequence[Lesson]) -> torch.Tensor:
         starts = [lesson.prompt_length for lesson in lessons]
@@ -230,9 +245,6 @@ class Student:
         out = torch.bmm(shares(scores, sinks), v.transpose(0, 1))
         return out.unflatten(1, (group, -1)).permute(2, 0, 1, 3).flatten(1)
 
-    def _put(self, values: torch.Tensor | np.ndarray) -> torch.Tensor:
-        return torch.as_tensor(values).to(self._backend.device)
-
 
 class _Divergence(torch.autograd.Function):  # type: ignore[misc]  # PyTorch does not type it
     """KL(full || tapered) of each row, and whether the argmax is the same.
@@ -247,7 +259,8 @@ class _Divergence(torch.autograd.Function):  # type: ignore[misc]  # PyTorch doe
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits [n, vocab_size] of the tapered model; full depth's likeliest tokens and their log-probabilities."""
         kl, agrees, ctx.gradient = [], [], torch.empty_like(logits)
-        parts = (x.split(_ROWS) for x in (logits, top_ids, top_logprobs, ctx.gradient))
+        at_once = _ROWS if logits.device.type == "cpu" else _ROWS_ON_GPU
+        parts = (x.split(at_once) for x in (logits, top_ids, top_logprobs, ctx.gradient))
         for row, ids, log_p, gradient in zip(*parts, strict=True):
             x = row.to(torch.float32, copy=True)
             highest, likeliest = x.max(-1, keepdim=True)
@@ -279,7 +292,7 @@ def mean_losses(
 ) -> tuple[float, float]:
     """Mean KL of a policy over the tapered steps of the lessons, in nats, and its top-1 agreement there."""
     kl, agreement, steps = 0.0, 0.0, 0
-    for batch in _batches(lessons):
+    for batch in _batches(lessons, student.together):
         depths = [[policy.depth(step) for step in range(1, lesson.num_steps + 1)] for lesson in batch]
         with torch.no_grad():
             losses, agrees = student.losses(batch, depths, adapters)
@@ -290,12 +303,18 @@ def mean_losses(
     return kl / max(1, steps), agreement / max(1, steps)
 
 
-def _batches(lessons: Sequence[Lesson]) -> Iterator[list[Lesson]]:
-    """All lessons in turn, in batches of about `TOGETHER` steps."""
+def fitting_steps(config: ModelConfig, free: int) -> int:
+    """Steps of lessons whose activations and logits, with gradients, take half of the bytes that are free on a GPU."""
+    of_layers = config.num_hidden_layers * (4 * config.intermediate_size + 12 * config.hidden_width) * 4
+    return max(TOGETHER, min(MOST_TOGETHER, free // 2 // (of_layers + 8 * config.vocab_size)))
+
+
+def _batches(lessons: Sequence[Lesson], together: int) -> Iterator[list[Lesson]]:
+    """All lessons in turn, in batches of about so many steps."""
     batch: list[Lesson] = []
     for lesson in lessons:
         batch.append(lesson)
-        if sum(one.num_steps for one in batch) >= TOGETHER:
+        if sum(one.num_steps for one in batch) >= together:
             yield batch
             batch = []
     if batch:

@@ -23,7 +23,7 @@ from ...models.files import write_whole
 from ...policy import DepthPolicy
 from ..calibration.progress import Stage
 from ..calibration.replay import Reference
-from .student import TOGETHER, AdapterParameters, Lesson, Student, mean_losses
+from .student import AdapterParameters, Lesson, Student, mean_losses
 
 LEARNING_RATE, LEAST_RATE, WARM_UP = 2e-3, 0.05, 10  # the peak, the last rate as a share of it, steps up to it
 CLIP = 1.0  # of the gradient's norm
@@ -99,7 +99,7 @@ class Training:
         """One step of the optimizer; returns its mean KL."""
         rng = np.random.default_rng((self._seed, self.steps))
         chosen: list[Lesson] = []
-        while (total := sum(lesson.num_steps for lesson in chosen)) < TOGETHER:
+        while (total := sum(lesson.num_steps for lesson in chosen)) < self._student.together:
             pool = pools[int(rng.integers(len(pools)))]
             chosen.append(self._lesson(pool[int(rng.integers(len(pool)))]))
         cosine = (1 + math.cos(math.pi * min(1.0, self.elapsed_s / self._seconds))) / 2
