@@ -20,6 +20,7 @@ import comparison
 import depth_signals
 import fill_cost
 import gaps
+import gpu
 import harness
 import long_outputs
 import methods
@@ -320,6 +321,16 @@ def test_random_weights_of_a_shape_give_finite_logits():
     logits = backend.forward(batch).logits[0]
     assert np.isfinite(logits).all()
     assert logits.std() > 0.01
+
+
+# GPUs
+
+
+def test_drafts_need_a_chance_that_pays_for_drafting_and_verifying():
+    assert gpu.needed_chance(1.0, 0.0, 1.0, 7) == 0.0  # costs nothing
+    assert gpu.needed_chance(1.0, 0.0, 1.5, 1) == 0.5  # a second token must come as often as it costs
+    assert gpu.needed_chance(1.0, 0.5, 1.5, 1) == 1.0
+    assert gpu.needed_chance(1.0, 0.6, 1.5, 1) is None
 
 
 # Sessions
