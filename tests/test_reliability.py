@@ -14,6 +14,8 @@ pty = pytest.importorskip("pty", reason="signals, forks and terminals of POSIX")
 
 _LOAD = """
 import os, signal, sys, threading, time
+if hasattr(os, "sched_setaffinity"):  # a test has one core, on which two threads would wait for each other
+    os.sched_setaffinity(0, range(os.cpu_count()))
 from taper import LLM, DepthPolicy, SamplingParams
 llm = LLM(sys.argv[1], threads=int(sys.argv[2]))
 params, full = SamplingParams(max_tokens=6), DepthPolicy.full(llm.config.num_hidden_layers)
