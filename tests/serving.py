@@ -16,7 +16,9 @@ from tiny import PLACE, TinyModel, policies
 
 from taper import LLM
 from taper.server.app import uvicorn_config
+from taper.server.engine_loop import EngineLoop
 from taper.server.limits import Limits, listen
+from taper.server.metrics import Metrics
 from taper.server.served import ServedModel
 
 LAYERS = 6
@@ -40,6 +42,7 @@ class Server:
     served: ServedModel
     thread: threading.Thread
     uvicorn: uvicorn.Server
+    engine_loop: EngineLoop
     http: httpx.Client = field(init=False)
 
     def __post_init__(self) -> None:
@@ -120,11 +123,12 @@ def serving(tiny: TinyModel, slots: int = 4, context: int = 256, template: str =
 def running(served: ServedModel, chosen: Limits) -> Iterator[Server]:
     """A server of a model."""
     listener = listen(chosen)
-    config = uvicorn.Server(uvicorn_config(served, chosen))
+    engine_loop = EngineLoop(served.llm, Metrics(served.llm.engine), chosen.max_waiting)
+    config = uvicorn.Server(uvicorn_config(served, chosen, engine_loop))
     thread = threading.Thread(target=config.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     url = "http://{}:{}".format(*listener.getsockname())
-    server = Server(url, served.llm, served, thread, config)
+    server = Server(url, served.llm, served, thread, config, engine_loop)
     headers = {"authorization": f"Bearer {chosen.api_key}"} if chosen.api_key else {}
     server.http.headers.update(headers)
     _soon(lambda: config.started or not thread.is_alive(), 20)

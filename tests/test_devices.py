@@ -7,6 +7,7 @@ that has it.
 from __future__ import annotations
 
 import gc
+import json
 import mmap
 import os
 import signal
@@ -14,16 +15,20 @@ import subprocess
 import sys
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import httpx
 import numpy as np
 import pytest
+from forked import posix_only
 from serving import chat_body, serving
 from test_bench import llama_bin, log  # noqa: F401  # a fixture
 from test_quantisation import CONFIG, TOKENS, random_model
+from test_serve_command import Process
 from tiny import DEVICES, FAMILIES, complete, make_backend, make_tiny, one_slot, policies, random_prompt, with_adapters
 
 from taper.backends import choose_device, open_backend
@@ -302,6 +307,82 @@ DeviceCompute(Device(ggml.backend_reg_dev_get(ggml.backend_cpu_reg(), 0), "Test0
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert done.stderr == f"taper: the device was lost, or there is a bug: {said} (start again)\n"
+
+
+# `taper` with the stand-in, which is lost once a file is there.
+_STAND_IN = """
+import os, sys, time
+from pathlib import Path
+from taper.__main__ import run
+from taper.backends.ggml import devices, tensors
+from taper.backends.ggml.library import Device, Library, ggml
+from taper.server import app
+
+file, app.RESTART_SECONDS = Path(sys.argv.pop(1)), 60 if "LISTEN_PID" in os.environ else 0
+assert ggml.devices is not None
+init, compute = ggml.backend_dev_init, devices.DeviceCompute._compute
+device = Device(ggml.backend_reg_dev_get(ggml.backend_cpu_reg(), 0), "Test0", "the CPU", (0, 0))
+
+def opened(*arguments):
+    backend = init(*arguments)
+    ggml.backend_cpu_set_n_threads(backend, 1)
+    return backend
+
+def slow(self, graph):
+    time.sleep(0.01)
+    if file.exists():
+        file.unlink()
+        ggml._function("ggml_abort")(b"vulkan.cpp", 7, b"lost")
+    compute(self, graph)
+
+ggml.backend_dev_init, devices.DeviceCompute._compute = opened, slow
+Library.device, tensors.in_host_memory = lambda self, name: device, lambda tensor: False
+run()
+"""
+LOST = "taper: the device was lost, or there is a bug: vulkan.cpp:7: lost (start again)\n"
+
+
+@posix_only
+@pytest.mark.parametrize("end", ["lost again", pytest.param("Ctrl-C", marks=pytest.mark.ci)])
+def test_a_server_whose_device_is_lost_says_so_to_its_clients_and_starts_again(tiny_gguf, tmp_path, end):
+    file, options = tmp_path / "lost", ("--max-batch-size", "2", "--context", "1000")
+    start = sys.executable, "-c", _STAND_IN, str(file), "serve", "--device", "test0"
+    with Process(tiny_gguf, *options, start=start) as server, ThreadPoolExecutor(3) as pool:
+        text, address = server.chat(temperature=0).json()["choices"][0]["message"]["content"], server.http.base_url
+        asked = [pool.submit(server.chat, max_tokens=900, stream=stream) for stream in (True, False, False)]
+        server.wait_for(accepted=4)
+        file.touch()
+        stream, *others = (future.result() for future in asked)
+        *_, last, end_of_stream = stream.text.split("\n\n")
+        assert (stream.status_code, end_of_stream) == (200, "")
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "device_lost"
+        for reply in others:
+            assert (reply.status_code, reply.json()["error"]["code"]) == (503, "device_lost")
+        time.sleep(float(reply.headers["retry-after"]))
+        again = server.chat(temperature=0)  # while the model is loaded
+        assert again.json()["choices"][0]["message"]["content"] == text
+        assert server.read(f"serving tiny at ({address})")
+        assert server.said.count(LOST) == 1
+        assert server.process.poll() is None
+        if end == "Ctrl-C":
+            server.process.send_signal(signal.SIGINT)
+            assert server.process.wait(20) == 130
+        else:
+            file.touch()
+            with pytest.raises(httpx.TransportError):
+                server.chat()
+            assert server.process.wait(20) == 2
+            rest = server.process.stderr.read()
+            assert rest.endswith(LOST)
+            assert "starts again" not in rest
+
+
+def test_requests_that_come_while_a_server_starts_again_are_answered_with_503(tiny_llama):
+    with serving(tiny_llama) as server:
+        server.engine_loop.lose_device()
+        for reply in (server.chat(), server.http.get("/ready"), server.http.get("/health")):
+            assert (reply.status_code, reply.json()["error"]["code"]) == (503, "device_lost")
+            assert reply.headers["retry-after"] == "1"
 
 
 @pytest.mark.parametrize("gpu_layers", [None, 2])

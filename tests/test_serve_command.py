@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -19,19 +20,14 @@ PYTHON = [sys.executable, "-m", "taper"]
 
 
 class Process:
-    """A server of a tiny model, on a free port."""
+    """A server of a tiny model, on a free port; `start` is the command with the place where it computes."""
 
-    def __init__(self, model, *options: str) -> None:
-        command = [*PYTHON, "serve", "--model", str(model), "--threads", "1", "--port", "0", *options]
+    def __init__(self, model, *options: str, start: Sequence[str] = (*PYTHON, "serve", "--threads", "1")) -> None:
+        command = [*start, "--model", str(model), "--port", "0", *options]
         self.started = time.monotonic()
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        assert self.process.stderr is not None
         self.said = ""
-        while not (url := re.search(r"at (http://\S+)/", self.said)):
-            line = self.process.stderr.readline()
-            assert line, self.said
-            self.said += line
-        self.http = httpx.Client(base_url=url[1], timeout=60)
+        self.http = httpx.Client(base_url=self.read(r"at (http://\S+)/"), timeout=60)
         while True:
             try:
                 self.http.get("/ready")
@@ -48,6 +44,15 @@ class Process:
         self.process.kill()
         self.process.communicate()
 
+    def read(self, pattern: str) -> str:
+        """Read what it says up to the line that has a pattern; returns the group of that."""
+        assert self.process.stderr is not None
+        while not (match := re.search(pattern, line := self.process.stderr.readline())):
+            assert line, self.said
+            self.said += line
+        self.said += line
+        return match[1]
+
     def wait_for(self, accepted: int) -> None:
         """Wait until so many requests run, wait or have been completed."""
         pattern = r"^taper_(?:(?:running|waiting)_sequences|completions_total{.*}) (.+)$"
@@ -60,6 +65,32 @@ class Process:
         ours = {"ignore_eos": True, "mode": "full"}
         body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "taper": ours, "max_tokens": 5}
         return self.http.post("/v1/chat/completions", json=body | fields)
+
+
+_HANDED_OVER = """
+import os, socket, sys
+listener = socket.create_server((sys.argv[1], 0))
+print(listener.getsockname()[1], file=sys.stderr, flush=True)
+os.dup2(listener.fileno(), 3)
+os.set_inheritable(3, True)
+os.environ.update(LISTEN_FDS="1", LISTEN_PID=str(os.getpid()))
+os.execv(sys.executable, [sys.executable, "-m", "taper", "serve", "--threads", "1", *sys.argv[2:]])
+"""  # as systemd does for a unit with a socket
+
+
+@posix_only
+def test_a_socket_that_is_handed_over_is_served(tiny_gguf):
+    with Process(tiny_gguf, start=(sys.executable, "-c", _HANDED_OVER, "127.0.0.1")) as server:
+        assert server.http.base_url.port == int(server.said.split()[0])
+        assert server.chat().status_code == 200
+
+
+@posix_only
+def test_a_socket_that_is_handed_over_lets_nobody_in_without_a_key(tiny_gguf):
+    command = [sys.executable, "-c", _HANDED_OVER, "0.0.0.0", "--model", str(tiny_gguf)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    said = "the socket that was handed over listens on 0.0.0.0, and host is 127.0.0.1 (give --host 0.0.0.0)"
+    assert (done.returncode, done.stderr.splitlines()[1:]) == (2, [f"taper: {said}"])
 
 
 @posix_only

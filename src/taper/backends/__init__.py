@@ -24,6 +24,7 @@ from ..errors import DEVICES, DTYPES, HEADS, REPACK, RequestError, one_of, whole
 from ..models.config import ModelConfig
 from ..models.tensors import LoadedModel
 
+on_lost: list[Callable[[], None]] = []  # called where a device is lost; the process ends once they return
 Runs = tuple[tuple[int, int, int], ...]  # (slot, first token, end) of consecutive tokens of one slot; end excluded
 
 

@@ -26,12 +26,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ..backends import on_lost
 from ..engine import Request as EngineRequest
 from ..engine import TokenFilter
 from ..errors import TaperError, printable
 from .completions import CompletionResponse
 from .engine_loop import EngineLoop
-from .limits import Gate, Limits
+from .limits import Gate, Limits, start_again
 from .metrics import Metrics
 from .protocols import messages, openai, responses
 from .protocols.bodies import MAX_PARAM_CHARACTERS, read_body
@@ -51,6 +52,7 @@ from .served import ServedModel
 
 log = logging.getLogger("taper.server")
 MAX_CONNECTIONS = 1 << 14
+RESTART_SECONDS = 60  # a server whose device is lost starts again only if it has served for so long
 MAX_WAITING_SCHEMAS = 8  # each may take two seconds, and SIGTERM waits for them
 SMALL_BODY = 1 << 16  # bytes; checked in milliseconds
 # These need no key, like the page's files: they hold no secrets and show no data.
@@ -69,7 +71,10 @@ _PAGE_HEADERS = {
 
 
 def serve(served: ServedModel, limits: Limits, listener: socket.socket) -> None:
-    """Serve a model on a socket until SIGTERM or Ctrl-C; requests accepted before are still completed."""
+    """Serve a model on a socket until SIGTERM or Ctrl-C; requests accepted before are still completed.
+
+    If its device is lost, they end with an error, and the process starts again; not on Windows, which cannot do that.
+    """
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(message)s")
     log.setLevel(logging.INFO)
     if sys.platform != "win32":  # there, connections are not files
@@ -81,13 +86,32 @@ def serve(served: ServedModel, limits: Limits, listener: socket.socket) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
     # A body may hold a million lists; by default, reading them takes five times as long.
     gc.set_threshold(50_000, 20, 100)
-    uvicorn.Server(uvicorn_config(served, limits)).run(sockets=[listener])
+    engine_loop = EngineLoop(served.llm, Metrics(served.llm.engine), limits.max_waiting)
+    server = uvicorn.Server(uvicorn_config(served, limits, engine_loop))
+    kept: list[socket.socket] = []
+
+    def close() -> None:  # runs in a thread that cannot go on, such as the engine's
+        if not kept:
+            if server.should_exit or time.monotonic() - engine_loop.ready_at < RESTART_SECONDS:
+                return
+            log.warning("the server starts again")
+            kept.append(listener.dup())  # uvicorn closes the other
+            engine_loop.lose_device()
+            server.config.timeout_graceful_shutdown = 1  # not all clients read their replies
+            server.should_exit = True
+        time.sleep(10)  # meanwhile the main thread closes the connections, and starts again
+
+    if sys.platform != "win32":
+        on_lost.append(close)
+    server.run(sockets=[listener])
+    if kept:
+        start_again(kept[0])
 
 
-def uvicorn_config(served: ServedModel, limits: Limits) -> uvicorn.Config:
+def uvicorn_config(served: ServedModel, limits: Limits, engine_loop: EngineLoop) -> uvicorn.Config:
     """How uvicorn runs the server."""
     return uvicorn.Config(
-        create_app(served, limits),
+        create_app(served, limits, engine_loop),
         http="h11",
         ws="none",
         lifespan="on",
@@ -100,10 +124,8 @@ def uvicorn_config(served: ServedModel, limits: Limits) -> uvicorn.Config:
     )
 
 
-def create_app(served: ServedModel, limits: Limits) -> types.ASGIApp:
+def create_app(served: ServedModel, limits: Limits, engine_loop: EngineLoop) -> types.ASGIApp:
     """The server of a model, as an ASGI application."""
-    metrics = Metrics(served.llm.engine)
-    engine_loop = EngineLoop(served.llm, metrics, limits.max_waiting)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -130,7 +152,8 @@ def create_app(served: ServedModel, limits: Limits) -> types.ASGIApp:
     gate: types.ASGIApp = Gate(app, limits, [*_PUBLIC_PATHS, *(route.path for route in page)])
     if limits.cors_origins:
         gate = CORSMiddleware(gate, limits.cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"])
-    return _RequestLog(gate, metrics, [getattr(route, "path", "") for route in app.routes], limits.root_path)
+    paths = [getattr(route, "path", "") for route in app.routes]
+    return _RequestLog(gate, engine_loop.metrics, paths, limits.root_path)
 
 
 def _add_model_routes(app: FastAPI, served: ServedModel, limits: Limits, engine_loop: EngineLoop) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -23,7 +24,7 @@ from ..policy import DepthPolicy
 from ..sampling import SamplingParams
 from ..stream import Chunk, Stream
 from .metrics import Metrics
-from .protocols.errors import ApiError, queue_full
+from .protocols.errors import ApiError, device_lost, queue_full
 
 HAND_OVER_SECONDS = 1 / 60  # as often as a screen shows something new
 log = logging.getLogger(__name__)
@@ -72,7 +73,8 @@ class EngineLoop:
     def __init__(self, llm: LLM, metrics: Metrics, max_waiting: int) -> None:
         self._llm, self._engine, self.metrics = llm, llm.engine, metrics
         self._max_in_flight = self._engine.backend.num_slots + max_waiting
-        self._in_flight = 0  # sequences; used by asyncio's thread alone
+        self._submitted: set[Job] = set()  # whose clients wait; used by asyncio's thread alone
+        self._is_lost, self.ready_at = False, math.inf  # when the first tokens had run, by `time.monotonic`
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._jobs: dict[Job, list[Stream]] = {}  # jobs that have not ended; in turn, one stream for each request
         self._unsent: list[tuple[Job, _Result]] = []
@@ -86,18 +88,32 @@ class EngineLoop:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
         await asyncio.wrap_future(self._warm)
+        self.ready_at = time.monotonic()
 
     def stop(self) -> None:
         """End the thread after its current step; jobs that still run end with an error."""
-        self._commands.put(None)
-        self._thread.join()
+        if not self._is_lost:
+            self._commands.put(None)
+            self._thread.join()
+
+    def lose_device(self) -> None:
+        """End all jobs with an error and accept no more, as the current step never ends. Any thread may call it."""
+        self._is_lost = True
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._end_submitted)
+
+    def _end_submitted(self) -> None:
+        for job in self._submitted:
+            job.results.put_nowait(device_lost())
 
     def check_alive(self) -> None:
-        """Check that the thread runs.
+        """Check that the thread runs, on a device that is there.
 
         Raises:
             ApiError: it does not.
         """
+        if self._is_lost:
+            raise device_lost()
         if not self._thread.is_alive():
             raise ApiError(503, "the engine has ended; restart the server", code="engine_ended")
 
@@ -108,7 +124,7 @@ class EngineLoop:
             ApiError: that would be too many, or the engine has ended.
         """
         self.check_alive()
-        if self._in_flight + count > self._max_in_flight:
+        if sum(len(job.requests) for job in self._submitted) + count > self._max_in_flight:
             raise queue_full()
 
     @contextmanager
@@ -126,12 +142,12 @@ class EngineLoop:
         """
         self.check_room(len(requests))
         job = Job(requests, arrived, in_turn, whole)
-        self._in_flight += len(requests)
+        self._submitted.add(job)
         self._commands.put(lambda: self._begin(job))
         try:
             yield job
         finally:
-            self._in_flight -= len(requests)
+            self._submitted.remove(job)
             self._commands.put(lambda: self._abort(job))
 
     # Everything below runs in the engine's thread, but for `_deliver`.

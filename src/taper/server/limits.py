@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import os
 import re
 import socket
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import anyio
 from starlette import types
@@ -24,6 +26,7 @@ from .protocols.errors import ApiError, queue_full
 
 BODY_SECONDS = 30  # for a whole body to arrive
 MAX_BODIES = 64  # of the largest size; as many bytes may be in memory for all requests together
+_HANDED_OVER = 3  # the first file descriptor that systemd hands over to a service
 
 
 @dataclass(frozen=True)
@@ -115,11 +118,13 @@ def _is_loopback(host: str) -> bool:
 
 
 def listen(limits: Limits) -> socket.socket:
-    """A socket at the host and port.
+    """A socket at the host and port, or the one that systemd or `start_again` has handed over.
 
     Raises:
         RequestError: the address is taken, not this machine's, or not an address.
     """
+    if os.environ.pop("LISTEN_PID", "") == str(os.getpid()):
+        return _handed_over(limits)
     family = socket.AF_INET6 if ":" in limits.host else socket.AF_INET
     # asyncio sends small parts of a reply at once only on sockets that name TCP; others wait for acknowledgements.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -135,6 +140,33 @@ def listen(limits: Limits) -> socket.socket:
         reason = error.strerror or str(error)
         raise RequestError(f"cannot listen on {limits.host} port {limits.port}: {reason}", "choose another") from None
     return listener
+
+
+def _handed_over(limits: Limits) -> socket.socket:
+    hint = "give the unit one ListenStream= with an address and a port"
+    if (count := os.environ.get("LISTEN_FDS", "")) != "1":
+        raise RequestError(f"{shown(count)} sockets were handed over; it must be one", hint)
+    try:
+        listener = socket.socket(proto=socket.IPPROTO_TCP, fileno=_HANDED_OVER)
+        listener.set_inheritable(False)
+        listener.listen(socket.SOMAXCONN)  # which it may do already; no fewer may wait then
+    except OSError as error:
+        raise RequestError(f"cannot listen on the socket that was handed over: {error.strerror}", hint) from None
+    if listener.family not in (socket.AF_INET, socket.AF_INET6):
+        raise RequestError("the socket that was handed over is not for TCP", hint)
+    address = listener.getsockname()[0]
+    if limits.is_local and not _is_loopback(address):
+        rule = f"the socket that was handed over listens on {address}, and host is {limits.host}"
+        raise RequestError(rule, f"give --host {address}")
+    return listener
+
+
+def start_again(listener: socket.socket) -> NoReturn:
+    """Replace this process by a new one with the same command line; clients wait at the socket, which it takes over."""
+    os.dup2(listener.fileno(), _HANDED_OVER)
+    os.set_inheritable(_HANDED_OVER, True)  # dup2 does nothing if it is that one already
+    environment = os.environ | {"LISTEN_FDS": "1", "LISTEN_PID": str(os.getpid())}
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
 
 
 class Gate:

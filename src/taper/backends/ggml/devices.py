@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from ...errors import ModelError, TaperWarning, printable
-from .. import available_threads
+from .. import available_threads, on_lost
 from .library import STATUS_SUCCESS, Device, ggml
 from .tensors import Computation, TensorContext, aligned
 
@@ -152,7 +152,11 @@ def _compute_on_cpu(backend: Any, graph: Any) -> None:
 def _end(message: bytes | None = None) -> None:
     what = message.decode(errors="replace") if message else "its driver failed"
     os.write(2, f"{printable(f'taper: the device was lost, or there is a bug: {what} (start again)')}\n".encode())
-    os._exit(2)
+    try:
+        for call in on_lost:
+            call()
+    finally:
+        os._exit(2)
 
 
 _ON_ABORT, _ON_TERMINATE = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(_end), ctypes.CFUNCTYPE(None)(_end)

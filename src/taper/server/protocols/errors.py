@@ -82,6 +82,12 @@ def queue_full() -> ApiError:
     return ApiError(429, message, code="queue_full", headers=headers)
 
 
+def device_lost() -> ApiError:
+    """The error for requests that run or come while the server starts again."""
+    message, headers = "the device was lost; the server starts again", {"Retry-After": "1"}
+    return ApiError(503, message, code="device_lost", headers=headers)
+
+
 def to_api_error(error: Exception) -> ApiError:
     """An error as clients see it. Of a bug in the server they learn only that there was one."""
     if isinstance(error, ApiError):
