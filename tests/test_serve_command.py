@@ -69,28 +69,20 @@ class Process:
 
 _HANDED_OVER = """
 import os, socket, sys
-listener = socket.create_server((sys.argv[1], 0))
+listener = socket.create_server(("127.0.0.1", 0))
 print(listener.getsockname()[1], file=sys.stderr, flush=True)
 os.dup2(listener.fileno(), 3)
 os.set_inheritable(3, True)
 os.environ.update(LISTEN_FDS="1", LISTEN_PID=str(os.getpid()))
-os.execv(sys.executable, [sys.executable, "-m", "taper", "serve", "--threads", "1", *sys.argv[2:]])
+os.execv(sys.executable, [sys.executable, "-m", "taper", "serve", "--threads", "1", *sys.argv[1:]])
 """  # as systemd does for a unit with a socket
 
 
 @posix_only
 def test_a_socket_that_is_handed_over_is_served(tiny_gguf):
-    with Process(tiny_gguf, start=(sys.executable, "-c", _HANDED_OVER, "127.0.0.1")) as server:
+    with Process(tiny_gguf, start=(sys.executable, "-c", _HANDED_OVER)) as server:
         assert server.http.base_url.port == int(server.said.split()[0])
         assert server.chat().status_code == 200
-
-
-@posix_only
-def test_a_socket_that_is_handed_over_lets_nobody_in_without_a_key(tiny_gguf):
-    command = [sys.executable, "-c", _HANDED_OVER, "0.0.0.0", "--model", str(tiny_gguf)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    said = "the socket that was handed over listens on 0.0.0.0, and host is 127.0.0.1 (give --host 0.0.0.0)"
-    assert (done.returncode, done.stderr.splitlines()[1:]) == (2, [f"taper: {said}"])
 
 
 @posix_only

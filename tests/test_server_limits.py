@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import socket
 import threading
@@ -11,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+from forked import posix_only
 from serving import before_each_forward, chat_body, serving
 
 from taper.errors import RequestError
@@ -404,6 +406,26 @@ def test_a_taken_port_is_one_line():
         taken.listen()
         with pytest.raises(RequestError, match="cannot listen on"):
             listen(Limits(port=taken.getsockname()[1])).listen()
+
+
+@posix_only
+@pytest.mark.parametrize(
+    ("family", "kind", "address", "said"),
+    [
+        (socket.AF_INET, socket.SOCK_STREAM, ("0.0.0.0", 0), "host is 127.0.0.1 .give (--)?host 0.0.0.0"),
+        (socket.AF_INET, socket.SOCK_DGRAM, ("127.0.0.1", 0), "cannot listen on the socket that was handed over"),
+        (getattr(socket, "AF_UNIX", None), socket.SOCK_STREAM, "socket", "not for TCP"),
+    ],
+)
+def test_a_socket_that_is_handed_over_is_checked(monkeypatch, tmp_path, family, kind, address, said):
+    monkeypatch.chdir(tmp_path)
+    with socket.socket(family, kind) as given:
+        given.bind(address)
+        monkeypatch.setattr(limits, "_HANDED_OVER", os.dup(given.fileno()))
+        monkeypatch.setenv("LISTEN_PID", str(os.getpid()))
+        monkeypatch.setenv("LISTEN_FDS", "1")
+        with pytest.raises(RequestError, match=said):
+            listen(Limits())
 
 
 def test_prompts_stay_out_of_the_log_unless_asked(tiny_llama, caplog):

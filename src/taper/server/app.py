@@ -53,6 +53,7 @@ from .served import ServedModel
 log = logging.getLogger("taper.server")
 MAX_CONNECTIONS = 1 << 14
 RESTART_SECONDS = 60  # a server whose device is lost starts again only if it has served for so long
+REPLY_SECONDS = 1  # for the replies to all who wait then; some do not read theirs
 MAX_WAITING_SCHEMAS = 8  # each may take two seconds, and SIGTERM waits for them
 SMALL_BODY = 1 << 16  # bytes; checked in milliseconds
 # These need no key, like the page's files: they hold no secrets and show no data.
@@ -87,25 +88,22 @@ def serve(served: ServedModel, limits: Limits, listener: socket.socket) -> None:
     # A body may hold a million lists; by default, reading them takes five times as long.
     gc.set_threshold(50_000, 20, 100)
     engine_loop = EngineLoop(served.llm, Metrics(served.llm.engine), limits.max_waiting)
-    server = uvicorn.Server(uvicorn_config(served, limits, engine_loop))
-    kept: list[socket.socket] = []
-
-    def close() -> None:  # runs in a thread that cannot go on, such as the engine's
-        if not kept:
-            if server.should_exit or time.monotonic() - engine_loop.ready_at < RESTART_SECONDS:
-                return
-            log.warning("the server starts again")
-            kept.append(listener.dup())  # uvicorn closes the other
-            engine_loop.lose_device()
-            server.config.timeout_graceful_shutdown = 1  # not all clients read their replies
-            server.should_exit = True
-        time.sleep(10)  # meanwhile the main thread closes the connections, and starts again
-
     if sys.platform != "win32":
-        on_lost.append(close)
-    server.run(sockets=[listener])
-    if kept:
-        start_again(kept[0])
+        on_lost.append(partial(_start_again, engine_loop, listener))
+    uvicorn.Server(uvicorn_config(served, limits, engine_loop)).run(sockets=[listener])
+
+
+def _start_again(engine_loop: EngineLoop, listener: socket.socket) -> None:
+    """Answer all requests, and start this process again, if it has served for a while before its device was lost.
+
+    It runs in a thread that cannot go on, such as the engine's.
+    """
+    if time.monotonic() - engine_loop.ready_at < RESTART_SECONDS:
+        return
+    log.warning("the server starts again")
+    engine_loop.lose_device()
+    time.sleep(REPLY_SECONDS)
+    start_again(listener)
 
 
 def uvicorn_config(served: ServedModel, limits: Limits, engine_loop: EngineLoop) -> uvicorn.Config:

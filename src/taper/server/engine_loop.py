@@ -56,8 +56,9 @@ class Job:
             chunks = [result for result in results if isinstance(result, Chunk)]
             if chunks:
                 yield chunks
-            if isinstance(error := results[-1], Exception):  # nothing comes after an error
-                raise error
+            for result in results:
+                if isinstance(result, Exception):
+                    raise result
             self._unfinished -= sum(chunk.output is not None for chunk in chunks)
 
 

@@ -83,8 +83,8 @@ def queue_full() -> ApiError:
 
 
 def device_lost() -> ApiError:
-    """The error for requests that run or come while the server starts again."""
-    message, headers = "the device was lost; the server starts again", {"Retry-After": "1"}
+    """The error for requests that wait or come before the server starts again, which it does after a second."""
+    message, headers = "the device was lost; the server starts again", {"Retry-After": "2"}
     return ApiError(503, message, code="device_lost", headers=headers)
 
 
