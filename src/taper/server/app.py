@@ -89,11 +89,11 @@ def serve(served: ServedModel, limits: Limits, listener: socket.socket) -> None:
     gc.set_threshold(50_000, 20, 100)
     engine_loop = EngineLoop(served.llm, Metrics(served.llm.engine), limits.max_waiting)
     if sys.platform != "win32":
-        on_lost.append(partial(_start_again, engine_loop, listener))
+        on_lost.append(partial(_on_lost, engine_loop, listener))
     uvicorn.Server(uvicorn_config(served, limits, engine_loop)).run(sockets=[listener])
 
 
-def _start_again(engine_loop: EngineLoop, listener: socket.socket) -> None:
+def _on_lost(engine_loop: EngineLoop, listener: socket.socket) -> None:
     """Answer all requests, and start this process again, if it has served for a while before its device was lost.
 
     It runs in a thread that cannot go on, such as the engine's.

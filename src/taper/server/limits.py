@@ -166,7 +166,8 @@ def _handed_over(limits: Limits) -> socket.socket:
 def start_again(listener: socket.socket) -> NoReturn:
     """Replace this process by a new one with the same command line; clients wait at the socket, which it takes over."""
     atexit._run_exitfuncs()  # ends the processes that check templates and schemas
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a driver's thread may block them all
+    if sys.platform != "win32":
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a driver's thread may block them all
     os.dup2(listener.fileno(), _HANDED_OVER)
     os.set_inheritable(_HANDED_OVER, True)  # dup2 does nothing if it is that one already
     environment = os.environ | {"LISTEN_FDS": "1", "LISTEN_PID": str(os.getpid())}

@@ -163,7 +163,7 @@ _ON_ABORT, _ON_TERMINATE = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(_end), ctypes
 
 
 def _end_in_one_line() -> None:
-    """Where a library of a device gives up, as it does if that is lost, let this process end with exit code 2.
+    """Where a library of a device gives up, as it does if that is lost, call `on_lost` and end with exit code 2.
 
     It would end anyway: such libraries abort, or throw exceptions that C cannot catch.
     """
