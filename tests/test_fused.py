@@ -1,4 +1,4 @@
-"""Triton's interpreter runs the fused kernels on a CPU: steps of one token equal PyTorch's own operations."""
+"""Triton's interpreter runs the fused kernels on a CPU: steps of one token a row equal PyTorch's own operations."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import pytest
 import torch
 from tiny import CONTEXT, FAMILIES, PLAIN, complete, make_tiny, one_slot, policies, random_prompt, with_adapters
 
+from taper.backends import TokenBatch, passing
 from taper.backends.torch import TorchBackend
 from taper.engine import Engine
+from taper.policy import DepthPolicy, active_prefixes, middle_first_order
 
 fused = pytest.importorskip("taper.backends.fused", reason="needs Triton, which make test-ci installs")
 pytestmark = [
@@ -17,12 +19,18 @@ pytestmark = [
 ]
 FITTING = [*PLAIN, "mistral with a window", "qwen2 with windows", "phi3", "phi3 with longrope", "smollm3", "granite"]
 
+ROWS = ["llama", "qwen2", "qwen3", "llama-untied", "mistral with a window", "phi3 with longrope", "granite"]
+
 
 @pytest.fixture(autouse=True)
 def _large_tiles(monkeypatch):
     """Few programs: the interpreter takes milliseconds for each."""
     for name in ("QKV_TILE", "GATE_UP_TILE", "TILE"):
         monkeypatch.setattr(fused, name, fused.Tile(64, 32, 4))
+    for name in ("ROWS_TILE", "ROWS_GATE_UP_TILE"):
+        monkeypatch.setattr(fused, name, fused.RowsTile(128, 64, 4, 3))
+    monkeypatch.setattr(fused, "_FEW_BLOCKS", 4)
+    monkeypatch.setattr(fused, "_ROWS_PROGRAMS", 16)
 
 
 class Interpreted(TorchBackend):
@@ -73,6 +81,64 @@ def test_any_slot_and_length_give_the_logits_of_the_slow_ones(tiny_llama):
             batch = one_slot(backend, prompt[length : length + 1], (0,), start=length, slot=2)
             logits.append(backend.forward(batch).logits)
         np.testing.assert_allclose(*logits, atol=1e-3)
+
+
+def rows_batch(backend, depths, positions, **options):
+    """A step of a token for each slot, which has a depth and a position; deepest first."""
+    layers, order = backend.config.num_hidden_layers, np.argsort(depths, kind="stable")[::-1]
+    tokens = np.array(random_prompt(sum(positions), len(depths)))
+    given = (np.asarray(values, np.int32)[order] for values in (tokens, positions, range(len(depths))))
+    active = active_prefixes(middle_first_order(layers), layers, [depths[slot] for slot in order])
+    return TokenBatch(*given, active, (0, len(depths) - 1), tuple(range(len(depths))), **options)
+
+
+def assert_rows_equal(loaded, depths, positions, steps=3, **options):
+    """Both backends compute the same after random prompts, while depths go round the slots; returns the fast one."""
+    slow, fast = backends = both(loaded, num_slots=len(depths))
+    for backend in backends:
+        for slot, length in enumerate(positions):
+            if length:
+                backend.forward(one_slot(backend, random_prompt(slot, length), (), slot=slot))
+    for step in range(steps):
+        moved = [*depths[step:], *depths[:step]], [position + step for position in positions]
+        found, expected = (backend.forward(rows_batch(backend, *moved, **options)) for backend in (fast, slow))
+        np.testing.assert_allclose(found.logits, expected.logits, atol=1e-3)
+        assert found.greedy_ids.tolist() == expected.greedy_ids.tolist()
+    for written in ("_cache", "_passed"):  # nothing else is, by rows of padding for example
+        np.testing.assert_allclose(getattr(fast, written), getattr(slow, written), atol=1e-4)
+    return fast
+
+
+@pytest.mark.parametrize("family", ROWS)
+def test_rows_at_mixed_depths_equal_the_slow_ones(tmp_path, family):
+    architecture, options = (PLAIN | FAMILIES)[family]
+    loaded = make_tiny(tmp_path, architecture, **options).load()
+    fast = assert_rows_equal(loaded, (5, 3, 4, 5, 3), (0, 70, 63, 64, 508), fill=True)
+    assert len(fast._graphs) == 1
+
+
+@pytest.mark.parametrize("depths", [(6, 2), (3, 3), (2, 5, 6, 4, 3, 2, 6, 5, 4)])
+def test_rows_of_any_number_equal_the_slow_ones(tiny_llama, depths):
+    assert_rows_equal(tiny_llama.load(), depths, [7 * slot + 60 for slot in range(len(depths))], fill=True)
+
+
+@pytest.mark.parametrize("fill", [False, True])
+def test_rows_that_pass_adapters_equal_the_slow_ones(tiny_llama, fill):
+    adapters = with_adapters(DepthPolicy.static(6, 2, middle_first_order(6)), 64).adapters
+    assert_rows_equal(tiny_llama.load(), (5, 3, 4, 2, 3), (9, 1, 62, 30, 40), fill=fill, adapters=adapters)
+
+
+def test_rows_that_leave_more_than_there_is_room_for_run_in_operations_of_pytorch(tiny_llama, monkeypatch):
+    monkeypatch.setattr(passing, "MAX_STATES", 1)
+    fast = assert_rows_equal(tiny_llama.load(), (6, 2, 3), (5, 6, 7), fill=True)
+    assert not fast._graphs
+
+
+def test_outputs_together_equal_the_slow_ones(tiny_llama):
+    loaded, chosen = tiny_llama.load(), list(policies(6).values())
+    prompts = [random_prompt(seed, 5 + 7 * seed) for seed in range(len(chosen))]
+    slow, fast = (complete(Engine(backend), prompts, chosen, tokens=6) for backend in both(loaded, num_slots=5))
+    assert fast == slow
 
 
 @pytest.mark.parametrize("family", ["gemma3", "olmo2", "mixtral"])

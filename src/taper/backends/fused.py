@@ -1,10 +1,11 @@
 """The layers of a model on one token, in five kernels each: a decode step takes little longer than reading the weights.
 
-The slow twin is `TorchBackend` in PyTorch's own operations.
+In seven kernels each, up to `MAX_ROWS` rows: one token each of as many slots, which may differ in depth. The slow twin is `TorchBackend` in PyTorch's own operations.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,11 @@ from . import triton_kernels
 
 _CELLS = 64  # of the key-value cache that a program of attention reads at a time
 _MAX_SPLITS = 32  # programs that share the cells of a head
+MAX_ROWS = 64  # of a batch; a step of them still takes little longer than reading the weights
+_ROWS_PROGRAMS = 2048  # of attention of all rows, at most, where cells are split
+_FEW_BLOCKS = 256  # of a matrix: with fewer, programs share its columns
+_BLOCK_BYTES = 16384  # of keys that a program of attention for rows reads at a time
+_LEAST = 16  # rows and columns of matrices that the GPU multiplies
 _ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
 
@@ -29,6 +35,18 @@ class Tile(NamedTuple):
 
 # Chosen by the time of a whole step: research/gpu_step.py --tiles.
 QKV_TILE, GATE_UP_TILE, TILE = Tile(8, 512, 2), Tile(1, 4096, 8), Tile(4, 512, 4)
+
+
+class RowsTile(NamedTuple):
+    """The same for rows of several tokens, and how many such tiles are on their way at a time."""
+
+    rows: int
+    columns: int  # of two bytes each
+    warps: int
+    stages: int
+
+
+ROWS_TILE, ROWS_GATE_UP_TILE = RowsTile(64, 128, 4, 4), RowsTile(64, 128, 4, 3)
 
 
 class FusedLayers:
@@ -48,6 +66,17 @@ class FusedLayers:
         self._inner = torch.empty(config.intermediate_size, dtype=cache.dtype, device=device)
         self._shares = tuple(torch.empty(heads * _MAX_SPLITS * size, device=device) for size in (dim, 1, 1))
         self._counts = torch.zeros(heads, dtype=torch.int32, device=device)
+        self.max_rows = rows = min(MAX_ROWS, triton.next_power_of_2(cache.shape[2]))
+        self._rows_normed = torch.empty(rows, config.hidden_size, dtype=cache.dtype, device=device)
+        self._rows_projected = torch.empty(rows, heads * dim + 2 * kv_size, device=device)
+        self._rows_attended = torch.empty(rows, heads * dim, dtype=cache.dtype, device=device)
+        self._rows_inner = torch.empty(rows, config.intermediate_size, dtype=cache.dtype, device=device)
+        group, kv_heads = heads // config.num_key_value_heads, config.num_key_value_heads
+        most = group * max(rows * kv_heads, min(_ROWS_PROGRAMS, rows * kv_heads * _MAX_SPLITS))
+        self._rows_shares = tuple(torch.empty(most * size, device=device) for size in (dim, 1, 1))
+        self._rows_sums = torch.empty(_FEW_BLOCKS * ROWS_TILE.rows * max(_LEAST, rows), device=device)
+        self._rows_counts = torch.zeros(max(rows * kv_heads, _FEW_BLOCKS), dtype=torch.int32, device=device)
+        self._rows_logits = torch.empty(rows, config.vocab_size, device=device)
         self._overlaps: dict[str, Any] = {"OVERLAPS": False}
         if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
             self._overlaps = {"OVERLAPS": True, "launch_pdl": True}
@@ -65,7 +94,9 @@ class FusedLayers:
             for spec in config.layers
         )
         plain = plain and config.logit_cap is None and not config.layer_input_size and config.num_streams == 1
-        return plain and config.head_dim & (config.head_dim - 1) == 0 and config.activation in _ACTIVATIONS
+        fits = config.head_dim & (config.head_dim - 1) == 0 and config.head_dim >= _LEAST
+        fits = fits and config.hidden_size % _LEAST == config.intermediate_size % _LEAST == 0
+        return plain and fits and config.activation in _ACTIVATIONS
 
     def run_layer(self, x: Tensor, layer: int, positions: Tensor, slots: Tensor, kv_length: int) -> None:
         """Run a layer on the hidden states x [1, hidden_size], in place, and write its keys and values.
@@ -102,6 +133,95 @@ class FusedLayers:
         out = torch.empty(1, len(head), device=x.device)
         self._linear(x, self._weights["norm"], head, None, out, self._config.logit_scale)
         return out
+
+    def run_rows(
+        self, x: Tensor, layer: int, positions: Tensor, slots: Tensor, active: Tensor, places: Tensor, passed: Tensor,
+        kv_length: int,
+    ) -> None:  # fmt: skip
+        """Run a layer on the first hidden states x [N, hidden_size], in place, and write their keys and values.
+
+        `active`, int64 [1], says how many these are. The others are left at `places` of `passed`, as in `leave`.
+        """
+        config, spec, name = self._config, self._config.layers[layer], f"layers.{layer}."
+        heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        q_size, kv_size, count = heads * dim, kv_heads * dim, len(x)
+        self._norm_rows(x, self._weights[name + "pre_attention_norm"], active, passed, places)
+        blocks = triton.cdiv(q_size, ROWS_TILE.rows) + 2 * triton.cdiv(kv_size, ROWS_TILE.rows)
+        matrices = (self._weights[f"{name}{part}_proj"] for part in "qkv")
+        biases = (self._weights.get(f"{name}{part}_bias") for part in "qkv")
+        splits, options = self._split_rows(blocks, count, config.hidden_size)
+        triton_kernels.rows_queries_keys_values[blocks, splits](
+            self._rows_normed, *matrices, *biases, self._rows_projected, active, self._rows_sums, self._rows_counts,
+            Q_SIZE=q_size, KV_SIZE=kv_size, **options,
+        )  # fmt: skip
+        cells = max(_LEAST, min(_CELLS, _BLOCK_BYTES // (dim * self._cache.element_size())))
+        most = min(_MAX_SPLITS, max(1, triton.next_power_of_2(_ROWS_PROGRAMS // (count * kv_heads) + 1) // 2))
+        per_split = max(_CELLS, triton.next_power_of_2(triton.cdiv(kv_length, most)))
+        splits = triton.next_power_of_2(triton.cdiv(kv_length, per_split))
+        group = heads // kv_heads
+        sizes = {"KV_HEADS": kv_heads, "GROUP": group, "HEADS": max(_LEAST, triton.next_power_of_2(group))}
+        sizes |= {"CELLS": cells, "PER_SPLIT": per_split, "SPLITS": splits}
+        rotation, options = self._head_options(spec.rope)
+        triton_kernels.rows_attend[count, kv_heads, splits](
+            self._rows_projected, self._weights.get(name + "q_norm"), self._weights.get(name + "k_norm"), rotation,
+            *self._cache[layer], positions, slots, active, self._rows_attended, *self._rows_shares, self._rows_counts,
+            spec.attention_scale, spec.window or self._cache.shape[-2] + 1, config.rms_norm_eps, **sizes, **options,
+        )  # fmt: skip
+        self._linear_rows(self._rows_attended, self._weights[name + "o_proj"], x, x, active, config.residual_scale)
+        self._norm_rows(x, self._weights[name + "pre_mlp_norm"], active)
+        inner = config.intermediate_size
+        triton_kernels.rows_gate_up[(triton.cdiv(inner, ROWS_GATE_UP_TILE.rows),)](
+            self._rows_normed, self._weights[name + "gate_proj"], self._weights[name + "up_proj"], self._rows_inner,
+            active, inner, SILU=config.activation == "silu",
+            **self._cut_rows(ROWS_GATE_UP_TILE, count, config.hidden_size),
+        )  # fmt: skip
+        self._linear_rows(self._rows_inner, self._weights[name + "down_proj"], x, x, active, config.residual_scale)
+
+    def leave(self, x: Tensor, active: Tensor, places: Tensor, passed: Tensor) -> None:
+        """Leave those hidden states x [N, hidden_size] that are not `active` at `places` [N], but none below 0."""
+        self._norm_rows(x, self._weights["norm"], active, passed, places)
+
+    def logits_of_rows(self, x: Tensor, active: Tensor) -> Tensor:
+        """Logits f32 [N, vocab_size] of the active ones of hidden states x [N, hidden_size]; overwritten next time."""
+        head = self._weights.get("lm_head", self._weights["embed_tokens"])
+        self._norm_rows(x, self._weights["norm"], active)
+        out = self._rows_logits[: len(x)]
+        self._linear_rows(self._rows_normed[: len(x)], head, None, out, active, self._config.logit_scale)
+        return out
+
+    def _norm_rows(
+        self, x: Tensor, norm: Tensor, active: Tensor, passed: Tensor | None = None, places: Tensor | None = None
+    ) -> None:
+        size = x.shape[1]
+        triton_kernels.rows_norm[(len(x),)](
+            x, norm, self._rows_normed, active, passed, places, self._config.rms_norm_eps,
+            SIZE=size, COLUMNS=triton.next_power_of_2(size), num_warps=8, **self._overlaps,
+        )  # fmt: skip
+
+    def _linear_rows(
+        self, x: Tensor, matrix: Tensor, residual: Tensor | None, out: Tensor, active: Tensor, scale: float
+    ) -> None:
+        outs, size = matrix.shape
+        blocks = triton.cdiv(outs, ROWS_TILE.rows)
+        splits, options = self._split_rows(blocks, len(out), size)
+        triton_kernels.rows_linear[blocks, splits](
+            x, matrix, residual, out, active, self._rows_sums, self._rows_counts, outs, scale, **options
+        )
+
+    def _split_rows(self, blocks: int, count: int, size: int) -> tuple[int, dict[str, Any]]:
+        """How many programs share the columns of each block of a matrix, and the kernel's options for that."""
+        options = self._cut_rows(ROWS_TILE, count, size)
+        tiles = size // options["COLUMNS"]
+        per_split = triton.cdiv(tiles, max(1, _FEW_BLOCKS // blocks))
+        splits = triton.cdiv(tiles, per_split)
+        return splits, options | {"PER_SPLIT": per_split * options["COLUMNS"], "SPLITS": splits}
+
+    def _cut_rows(self, tile: RowsTile, count: int, size: int) -> dict[str, Any]:
+        """The options of kernels that multiply matrices with rows of this size."""
+        columns = math.gcd(tile.columns * 2 // self._cache.element_size(), size)
+        options = {"SIZE": size, "OUTS": tile.rows, "COLUMNS": columns, "num_warps": tile.warps}
+        rows = max(_LEAST, triton.next_power_of_2(count))
+        return options | {"ROWS": rows, "num_stages": tile.stages} | self._overlaps
 
     def _project(self, x: Tensor, layer: int) -> None:
         """Queries, keys and values of a layer before rotation, into `_projected`."""

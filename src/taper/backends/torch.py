@@ -1,8 +1,8 @@
 """The CUDA backend: a compact decoder with a static key-value cache. Runs on a CPU too, where the tests use it.
 
-A decode step whose rows all have one depth replays a CUDA graph, captured on first use for each (depth pattern,
-batch, KV bucket); everything else runs eagerly. Graphs of one token run the kernels of `fused`, where those fit
-the model. Knows neither policies nor text.
+A decode step of one token a row replays a CUDA graph, captured on first use for each (depth pattern, batch, KV
+bucket). Its layers run in the kernels of `fused`, where those fit the model: then rows may differ in depth, and the
+graph depends on the deepest one. Everything else runs eagerly. Knows neither policies nor text.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class TorchBackend:
         return converted
 
     def _open_fused(self) -> FusedLayers | None:
-        """The kernels for steps of one token; None where they do not fit the model, or Triton does not work here."""
+        """The kernels for steps of one token a row; None where they do not fit the model, or Triton does not work."""
         try:
             from .fused import FusedLayers
 
@@ -223,11 +223,16 @@ class TorchBackend:
         count = len(batch.tokens)
         one_depth = set(batch.num_active) <= {0, count}
         whole = batch.first_layer == 0 and not batch.output_hidden_states and not batch.head_inputs
-        if self._use_graphs and whole and one_depth and len(runs) == count:
-            skips = 0 in batch.num_active
-            adapters = batch.adapters if skips else None
-            key = batch.num_active, adapters, batch.fill and skips, plan is None, count, kv_length
-            logits, greedy = self._step(key, batch, plan, rows)(rows)
+        is_fused = count > 1 and self._fuses(batch, plan)
+        if self._use_graphs and whole and len(runs) == count and (one_depth or is_fused):
+            if is_fused:
+                step, rows = self._rows_step(batch, plan, rows, kv_length)
+            else:
+                skips = 0 in batch.num_active
+                adapters = batch.adapters if skips else None
+                key = batch.num_active, adapters, batch.fill and skips, plan is None, count, kv_length
+                step = self._step(key, batch, plan, rows)
+            logits, greedy = step(rows)
             chosen = logits[list(batch.logits_rows)] if batch.logits_rows else logits[:0]
             return ForwardOutput(chosen.float().cpu().numpy(), greedy.numpy()[list(batch.greedy_rows)])
         inputs = self._upload(rows)
@@ -262,50 +267,100 @@ class TorchBackend:
 
         `batch` and its `plan` are an example with this key, and `rows` are its inputs.
         """
+        _, adapters, *_, count, kv_length = key
+        weights = self._adapter_weights(adapters)
+
+        def compute(inputs: Tensor) -> Outputs:
+            x = self.embed(inputs[0])
+            if count == 1 and self._fused is not None:
+                self._decode_token(self._fused, x, inputs, batch, plan, weights, kv_length)
+                logits = self._fused.logits(x)
+            else:
+                self._decode(x, inputs, batch, plan, weights, None, kv_length)
+                logits = self.logits(x)
+            return logits, argmax(logits)
+
+        return self._captured(key, compute, rows)
+
+    def _fuses(self, batch: TokenBatch, plan: Plan | None) -> bool:
+        """Whether the kernels for rows can run a step; what passes layers must have room."""
+        leaves = batch.fill and min(batch.num_active) < len(batch.tokens)
+        return self._fused is not None and len(batch.tokens) <= self._fused.max_rows and not (leaves and plan is None)
+
+    def _rows_step(
+        self, batch: TokenBatch, plan: Plan | None, rows: np.ndarray, kv_length: int
+    ) -> tuple[Step, np.ndarray]:
+        """A step of several rows in kernels, and its inputs: int64 [3 + layers, N + 1].
+
+        N is the count of rows, rounded up, so that graphs are few. As in `stacked`, come tokens, positions and slots;
+        then the places of states that pass each layer, or -1. The last column is `num_active`, and before it the count.
+        """
+        fused, active, count = self._fused, batch.num_active, len(batch.tokens)
+        assert fused is not None
+        size = 1 << (count - 1).bit_length()
+        inputs = np.zeros((3 + len(active), size + 1), np.int64)
+        inputs[:3, :count], inputs[3:, :size] = rows[:3], -1
+        inputs[2, size], inputs[3:, size] = count, active
+        for part, places in zip(plan.parts if plan else (), rows[3:], strict=True):
+            inputs[3 + part.layer, part.first : part.end] = places[part.first : part.end]
+        runs = tuple(n > 0 for n in active)
+        adapters = batch.adapters if batch.adapters and min(active) < count else None
+        adapted = tuple(layer for layer in adapters.layers if active[layer] < count) if adapters else ()
+        weights = self._adapter_weights(adapters)
+
+        def compute(inputs: Tensor) -> Outputs:
+            x = self.embed(inputs[0, :size])
+            positions, slots, *places = inputs[1:, :size]
+            count, *counts = inputs[2:, size:]
+            can_leave = plan is not None
+            for layer, n in enumerate(counts):
+                if runs[layer]:
+                    fused.run_rows(x, layer, positions, slots, n, places[layer], self._passed, kv_length)
+                elif can_leave:
+                    fused.leave(x, n, places[layer], self._passed)
+                can_leave = plan is not None and (runs[layer] or layer in adapted)
+                if layer in adapted:
+                    passes = torch.arange(size, device=self.device) >= n
+                    x = torch.where(passes[:, None], adapt(x, *weights[layer]), x)
+            logits = fused.logits_of_rows(x, count)
+            return logits, argmax(logits)
+
+        key = "rows", runs, adapters, adapted, plan is None, size, kv_length
+        return self._captured(key, compute, inputs), inputs
+
+    def _captured(self, key: tuple[Any, ...], compute: Callable[[Tensor], Outputs], inputs: np.ndarray) -> Step:
+        """The graph of a computation with this key; one that has none yet is captured, on an example of its inputs."""
         if key not in self._graphs:
-            _, adapters, *_, count, kv_length = key
-            weights = self._adapter_weights(adapters)
-
-            def compute(inputs: Tensor) -> Outputs:
-                x = self.embed(inputs[0])
-                if count == 1 and self._fused is not None:
-                    self._decode_token(self._fused, x, inputs, batch, plan, weights, kv_length)
-                    logits = self._fused.logits(x)
-                else:
-                    self._decode(x, inputs, batch, plan, weights, None, kv_length)
-                    logits = self.logits(x)
-                return logits, argmax(logits)
-
-            self._graphs[key] = self._capture(compute, rows)
+            self._graphs[key] = self._capture(compute, inputs)
             if len(self._graphs) > MAX_GRAPHS:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(key)
         return self._graphs[key]
 
-    def _capture(self, compute: Callable[[Tensor], Outputs], rows: np.ndarray) -> Step:
+    def _capture(self, compute: Callable[[Tensor], Outputs], inputs: np.ndarray) -> Step:
         """Capture a computation as a CUDA graph that reads its inputs from the host's memory.
 
-        It first runs once without being captured, on `rows`, because libraries initialise themselves then.
+        It first runs once without being captured, on these inputs, because libraries initialise themselves then.
 
         Returns:
             A function from inputs to logits on the device and their argmax on the host; its next call overwrites both.
         """
-        given = torch.from_numpy(rows).pin_memory()
-        chosen = torch.zeros(rows.shape[1], dtype=torch.int64, pin_memory=True)
-        inputs, values = given.to(self.device), given.numpy()
+        given = torch.from_numpy(inputs).pin_memory()
+        on_device, values = given.to(self.device), given.numpy()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            compute(inputs)
+            _, greedy = compute(on_device)
         torch.cuda.current_stream().wait_stream(side)
+        chosen = torch.zeros(greedy.shape, dtype=torch.int64, pin_memory=True)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, self._pool):
-            inputs.copy_(given, non_blocking=True)
-            logits, greedy = compute(inputs)
+            on_device.copy_(given, non_blocking=True)
+            logits, greedy = compute(on_device)
             chosen.copy_(greedy, non_blocking=True)
 
-        def replay(rows: np.ndarray) -> Outputs:
-            values[:] = rows
+        def replay(inputs: np.ndarray) -> Outputs:
+            values[:] = inputs
             graph.replay()
             torch.cuda.current_stream().synchronize()
             return logits, chosen

@@ -1,6 +1,10 @@
 """Triton kernels for one token: products of matrices and a vector, and attention. `fused` launches them.
 
-Norms, rotations, activations and residuals are computed inside them, in f32. With OVERLAPS, a kernel starts while the
+Norms, rotations, activations and residuals are computed inside them, in f32. Those whose names begin with `rows` do the
+same for up to 64 rows, one token of another slot each: matrices are multiplied with all of them at once, and norms are
+a kernel of their own. A layer runs on the first `active` ones, a number on the device, and writes nothing for the rest.
+
+With OVERLAPS, a kernel starts while the
 one before it still runs: its programs fetch what they read first, and wait there for its results (programmatic
 dependent launch). What they fetch before they wait is therefore never what the kernel before writes.
 """
@@ -113,11 +117,17 @@ def gate_up(
     _begin(OVERLAPS)
     gate = _products(gate_pointers, gate_tile, x, norm, rows, num_rows, eps, SIZE, COLUMNS, ROWS)
     up = _products(up_pointers, up_tile, x, norm, rows, num_rows, eps, SIZE, COLUMNS, ROWS)
+    tl.store(out + rows, _activated(gate, SILU) * up, rows < num_rows)
+
+
+@triton.jit
+def _activated(gate, SILU: tl.constexpr):
+    """SiLU of gate, or GELU by tanh."""
     if SILU:
         gate *= tl.sigmoid(gate)
     else:
         gate *= tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
-    tl.store(out + rows, gate * up, rows < num_rows)
+    return gate
 
 
 @triton.jit
@@ -125,12 +135,15 @@ def _head(
     projected, norm, rotation, position, eps,
     DIM: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, CONTEXT: tl.constexpr,
 ):  # fmt: skip
-    """One head of the queries or keys [DIM], normed if there is a `norm`, its first ROTATED dimensions rotated: f32."""
+    """One head of the queries or keys [DIM], normed if there is a `norm`, its first ROTATED dimensions rotated: f32.
+
+    With `projected` [heads, 1], so many heads.
+    """
     dims = tl.arange(0, DIM)
     head = tl.load(projected + dims).to(tl.float32)
     scale = 1.0
     if norm is not None:
-        scale = tl.rsqrt(tl.sum(head * head, 0) / DIM + eps)
+        scale = tl.rsqrt(tl.sum(head * head, len(head.shape) - 1, keep_dims=True) / DIM + eps)
         head *= scale * tl.load(norm + dims).to(tl.float32)
     if ROTATED > 0:
         half: tl.constexpr = ROTATED // 2
@@ -139,9 +152,9 @@ def _head(
         else:
             partners, pairs, is_first = (dims + half) % ROTATED, dims % half, dims < half
         rotates = dims < ROTATED
-        partner = tl.load(projected + partners, rotates, 0.0).to(tl.float32)
+        partner = tl.load(projected + partners).to(tl.float32)  # of dimensions that stay, any of the head
         if norm is not None:
-            partner *= scale * tl.load(norm + partners, rotates, 0.0).to(tl.float32)
+            partner *= scale * tl.load(norm + partners).to(tl.float32)
         cosines = tl.load(rotation + position * half + pairs, rotates, 1.0)
         sines = tl.load(rotation + (CONTEXT + position) * half + pairs, rotates, 0.0)
         head = head * cosines + tl.where(is_first, -partner, partner) * sines
@@ -203,11 +216,242 @@ def attend(
     tl.store(weights + place, weight)
     tl.debug_barrier()  # all threads have stored before one of them counts
     if tl.atomic_add(counts + head, 1) == own_split:
-        shares = tl.arange(0, SPLITS)
-        done, places = shares <= own_split, head * SPLITS + shares
-        all_tops = tl.load(tops + places, done, -float("inf"))
-        factors = tl.exp(all_tops - tl.max(all_tops, 0))
-        whole = tl.sum(factors * tl.load(weights + places, done, 0.0), 0)
-        all_sums = tl.load(sums + places[:, None] * DIM + dims[None, :], done[:, None], 0.0)
-        tl.store(out + head * DIM + dims, tl.sum(factors[:, None] * all_sums, 0) / whole)
+        tl.store(out + head * DIM + dims, _summed_shares(sums, tops, weights, head, own_split, DIM, SPLITS))
         tl.store(counts + head, 0)
+
+
+@triton.jit
+def _summed_shares(sums, tops, weights, head, last, DIM: tl.constexpr, SPLITS: tl.constexpr):
+    """What the shares of a head up to the `last` one make together: f32 [DIM]."""
+    dims, shares = tl.arange(0, DIM), tl.arange(0, SPLITS)
+    done, places = shares <= last, head * SPLITS + shares
+    all_tops = tl.load(tops + places, done, -float("inf"))
+    factors = tl.exp(all_tops - tl.max(all_tops, 0))
+    whole = tl.sum(factors * tl.load(weights + places, done, 0.0), 0)
+    all_sums = tl.load(sums + places[:, None] * DIM + dims[None, :], done[:, None], 0.0)
+    return tl.sum(factors[:, None] * all_sums, 0) / whole
+
+
+@triton.jit
+def rows_norm(
+    x, norm, out, active, passed, places, eps, SIZE: tl.constexpr, COLUMNS: tl.constexpr, OVERLAPS: tl.constexpr
+):
+    """out [N, SIZE] = the RMS norm of the active rows of x [N, SIZE].
+
+    With `places` [N], the others go there in `passed` [places, SIZE], those with a place below 0 excepted.
+    """
+    row, columns = tl.program_id(0), tl.arange(0, COLUMNS)
+    inside = columns < SIZE
+    is_active = row < tl.load(active)
+    _begin(OVERLAPS)
+    if is_active:
+        h = tl.load(x + row * SIZE + columns, inside, 0.0).to(tl.float32)
+        h *= tl.rsqrt(tl.sum(h * h, 0) / SIZE + eps) * tl.load(norm + columns, inside, 0.0).to(tl.float32)
+        tl.store(out + row * SIZE + columns, h, inside)
+    elif places is not None:
+        place = tl.load(places + row)
+        if place >= 0:
+            tl.store(passed + place * SIZE + columns, tl.load(x + row * SIZE + columns, inside, 0.0), inside)
+
+
+@triton.jit
+def _rows_products(
+    weights, others, x, active, outs, num_outs, SIZE: tl.constexpr, PER_SPLIT: tl.constexpr, OUTS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Some rows `outs` of weights [num_outs, SIZE], and of `others` if there are, times the active rows of x [N, SIZE].
+
+    Only in the columns of this program: f32 [OUTS, ROWS] twice, of which the second means nothing without `others`.
+    """
+    rows, begin = tl.arange(0, ROWS), tl.program_id(1) * PER_SPLIT
+    columns = begin + tl.arange(0, COLUMNS)
+    tile = outs[:, None].to(tl.int64) * SIZE + columns[None, :]
+    in_tile, in_x = (outs < num_outs)[:, None], (rows < tl.load(active))[None, :]
+    first = tl.load(weights + tile, in_tile, 0.0)
+    if others is not None:
+        first_of_others = tl.load(others + tile, in_tile, 0.0)
+    _begin(OVERLAPS)
+    x += rows[None, :] * SIZE + columns[:, None]
+    h = tl.load(x, in_x, 0.0)
+    total = tl.dot(first, h, input_precision="ieee")
+    total_of_others = total
+    if others is not None:
+        total_of_others = tl.dot(first_of_others, h, input_precision="ieee")
+    for ahead in range(COLUMNS, tl.minimum(PER_SPLIT, SIZE - begin), COLUMNS):
+        h = tl.load(x + ahead, in_x, 0.0)
+        total = tl.dot(tl.load(weights + tile + ahead, in_tile, 0.0), h, total, input_precision="ieee")
+        if others is not None:
+            ahead_of_others = tl.load(others + tile + ahead, in_tile, 0.0)
+            total_of_others = tl.dot(ahead_of_others, h, total_of_others, input_precision="ieee")
+    return total, total_of_others
+
+
+@triton.jit
+def _rows_sum(total, sums, counts, SPLITS: tl.constexpr, OUTS: tl.constexpr, ROWS: tl.constexpr):
+    """The sum of what all splits of a block have, and whether this program is the one that knows it, the last.
+
+    `sums` is where they leave what they have; `counts` [blocks] has how many are done.
+    """
+    is_last = True
+    if SPLITS > 1:
+        block, size = tl.program_id(0), OUTS * ROWS
+        places = sums + block * SPLITS * size + tl.arange(0, OUTS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+        tl.store(places + tl.program_id(1) * size, total)
+        tl.debug_barrier()  # all threads have stored before one of them counts
+        is_last = tl.atomic_add(counts + block, 1) == SPLITS - 1
+        if is_last:
+            total = tl.load(places)
+            for split in range(1, SPLITS):
+                total += tl.load(places + split * size)
+            tl.store(counts + block, 0)
+    return total, is_last
+
+
+@triton.jit
+def rows_linear(
+    x, weights, residual, out, active, sums, counts, num_outs, scale,
+    SIZE: tl.constexpr, PER_SPLIT: tl.constexpr, SPLITS: tl.constexpr, OUTS: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """out [N, num_outs] = residual + scale * x [N, SIZE] @ the transpose of weights [num_outs, SIZE]."""
+    outs, rows = tl.program_id(0) * OUTS + tl.arange(0, OUTS), tl.arange(0, ROWS)
+    total, _ = _rows_products(
+        weights, None, x, active, outs, num_outs, SIZE, PER_SPLIT, OUTS, ROWS, COLUMNS, OVERLAPS
+    )
+    total, is_last = _rows_sum(total, sums, counts, SPLITS, OUTS, ROWS)
+    if is_last:
+        places = rows[None, :].to(tl.int64) * num_outs + outs[:, None]
+        inside = (outs < num_outs)[:, None] & (rows < tl.load(active))[None, :]
+        total *= scale
+        if residual is not None:
+            total += tl.load(residual + places, inside, 0.0).to(tl.float32)
+        tl.store(out + places, total, inside)
+
+
+@triton.jit
+def _rows_project(
+    x, weights, bias, out, active, sums, counts, outs, num_outs, STRIDE: tl.constexpr,
+    SIZE: tl.constexpr, PER_SPLIT: tl.constexpr, SPLITS: tl.constexpr, OUTS: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    total, _ = _rows_products(
+        weights, None, x, active, outs, num_outs, SIZE, PER_SPLIT, OUTS, ROWS, COLUMNS, OVERLAPS
+    )
+    total, is_last = _rows_sum(total, sums, counts, SPLITS, OUTS, ROWS)
+    if is_last:
+        if bias is not None:
+            total += tl.load(bias + outs, outs < num_outs, 0.0).to(tl.float32)[:, None]
+        rows = tl.arange(0, ROWS)
+        inside = (outs < num_outs)[:, None] & (rows < tl.load(active))[None, :]
+        tl.store(out + rows[None, :] * STRIDE + outs[:, None], total, inside)
+
+
+@triton.jit
+def rows_queries_keys_values(
+    x, q_weights, k_weights, v_weights, q_bias, k_bias, v_bias, out, active, sums, counts,
+    Q_SIZE: tl.constexpr, KV_SIZE: tl.constexpr, SIZE: tl.constexpr, PER_SPLIT: tl.constexpr, SPLITS: tl.constexpr,
+    OUTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Queries, keys and values of x [N, SIZE] before rotation, one after another in each row of out."""
+    block = tl.program_id(0)
+    outs = tl.arange(0, OUTS)
+    num_q: tl.constexpr = (Q_SIZE + OUTS - 1) // OUTS
+    num_kv: tl.constexpr = (KV_SIZE + OUTS - 1) // OUTS
+    stride: tl.constexpr = Q_SIZE + 2 * KV_SIZE
+    if block < num_q:
+        outs += block * OUTS
+        _rows_project(
+            x, q_weights, q_bias, out, active, sums, counts, outs, Q_SIZE, stride,
+            SIZE, PER_SPLIT, SPLITS, OUTS, ROWS, COLUMNS, OVERLAPS,
+        )  # fmt: skip
+    elif block < num_q + num_kv:
+        outs += (block - num_q) * OUTS
+        _rows_project(
+            x, k_weights, k_bias, out + Q_SIZE, active, sums, counts, outs, KV_SIZE, stride,
+            SIZE, PER_SPLIT, SPLITS, OUTS, ROWS, COLUMNS, OVERLAPS,
+        )  # fmt: skip
+    else:
+        outs += (block - num_q - num_kv) * OUTS
+        _rows_project(
+            x, v_weights, v_bias, out + Q_SIZE + KV_SIZE, active, sums, counts, outs, KV_SIZE, stride,
+            SIZE, PER_SPLIT, SPLITS, OUTS, ROWS, COLUMNS, OVERLAPS,
+        )  # fmt: skip
+
+
+@triton.jit
+def rows_gate_up(
+    x, gate_weights, up_weights, out, active, num_outs,
+    SILU: tl.constexpr, SIZE: tl.constexpr, OUTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """out [N, num_outs] = activation(gate @ h) * (up @ h) for each row h of x [N, SIZE]."""
+    outs, rows = tl.program_id(0) * OUTS + tl.arange(0, OUTS), tl.arange(0, ROWS)
+    gate, up = _rows_products(
+        gate_weights, up_weights, x, active, outs, num_outs, SIZE, SIZE, OUTS, ROWS, COLUMNS, OVERLAPS
+    )
+    inside = (outs < num_outs)[:, None] & (rows < tl.load(active))[None, :]
+    tl.store(out + rows[None, :] * num_outs + outs[:, None], _activated(gate, SILU) * up, inside)
+
+
+@triton.jit
+def rows_attend(
+    projected, q_norm, k_norm, rotation, keys, values, positions, slots, active, out, sums, tops, weights, counts,
+    scale, window, eps,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, ROTATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, CONTEXT: tl.constexpr, CELLS: tl.constexpr, PER_SPLIT: tl.constexpr,
+    SPLITS: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Attention of a row's heads with the same keys, a GROUP, over their share of the cells; as in `attend`.
+
+    HEADS, of which those beyond a GROUP are repeated ones, are as many as a product of matrices needs.
+    """
+    row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    position, slot = tl.load(positions + row).to(tl.int32), tl.load(slots + row)
+    own_split = position // PER_SPLIT
+    if (row >= tl.load(active)) | (split > own_split):
+        _begin(OVERLAPS)
+        return
+    dims, members = tl.arange(0, DIM), tl.arange(0, HEADS)
+    cache = (slot * KV_HEADS + kv_head) * CONTEXT * DIM
+    keys += cache
+    values += cache
+    projected += row * (KV_HEADS * (GROUP + 2)) * DIM
+    _begin(OVERLAPS)
+    heads = projected + (kv_head * GROUP + members % GROUP)[:, None] * DIM
+    q = _head(heads, q_norm, rotation, position, eps, DIM, ROTATED, INTERLEAVED, CONTEXT).to(keys.dtype.element_ty)
+    top = tl.full((HEADS,), -float("inf"), tl.float32)
+    weight, total = tl.zeros((HEADS,), tl.float32), tl.zeros((HEADS, DIM), tl.float32)
+    if split == own_split:
+        own = projected + (KV_HEADS * GROUP + kv_head) * DIM
+        k = _head(own, k_norm, rotation, position, eps, DIM, ROTATED, INTERLEAVED, CONTEXT).to(q.dtype)
+        v = tl.load(own + KV_HEADS * DIM + dims).to(q.dtype)
+        top = scale * tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1)
+        weight += 1.0
+        total += v.to(tl.float32)[None, :]
+        tl.store(keys + position * DIM + dims, k)
+        tl.store(values + position * DIM + dims, v)
+    begin = tl.maximum(split * PER_SPLIT, (position - window + 1) // CELLS * CELLS)
+    for first in range(begin, tl.minimum(position, (split + 1) * PER_SPLIT), CELLS):
+        cells = first + tl.arange(0, CELLS)
+        inside = (cells < position) & (cells > position - window)
+        block = cells[:, None] * DIM + dims[None, :]
+        k_tile, v_tile = tl.load(keys + block, inside[:, None], 0.0), tl.load(values + block, inside[:, None], 0.0)
+        scores = scale * tl.dot(q, tl.trans(k_tile), input_precision="ieee")
+        scores = tl.where(inside[None, :], scores, -float("inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))  # a cell is visible in each block
+        parts, old = tl.exp(scores - new_top[:, None]), tl.exp(top - new_top)
+        weight = weight * old + tl.sum(parts, 1)
+        total = tl.dot(parts.to(q.dtype), v_tile, total * old[:, None], input_precision="ieee")
+        top = new_top
+    heads_of_row = row * KV_HEADS * GROUP + kv_head * GROUP + members
+    places, is_head = heads_of_row * SPLITS + split, members < GROUP
+    tl.store(sums + places[:, None] * DIM + dims[None, :], total, is_head[:, None])
+    tl.store(tops + places, top, is_head)
+    tl.store(weights + places, weight, is_head)
+    tl.debug_barrier()  # all threads have stored before one of them counts
+    count = counts + row * KV_HEADS + kv_head
+    if tl.atomic_add(count, 1) == own_split:
+        for member in range(GROUP):
+            head = (row * KV_HEADS + kv_head) * GROUP + member
+            tl.store(out + head * DIM + dims, _summed_shares(sums, tops, weights, head, own_split, DIM, SPLITS))
+        tl.store(count, 0)
