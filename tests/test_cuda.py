@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 import torch
 from test_replay import expected, references
-from tiny import CONTEXT, FAMILIES, complete, make_tiny, policies, random_prompt, reference_ids
+from tiny import CONTEXT, FAMILIES, PLAIN, complete, make_tiny, policies, random_prompt, reference_ids
 
+from taper.backends import TokenBatch
 from taper.backends.torch import TorchBackend
 from taper.engine import Engine
 from taper.lab.calibration.replay import TOP, Replay
+from taper.policy import active_prefixes, middle_first_order
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")]
 
@@ -39,12 +41,41 @@ def test_captured_steps_of_windows_and_experts_equal_the_reference_implementatio
         assert complete(Engine(make(loaded)), [prompt], [policy])[0] == reference_ids(tiny, prompt, policy), name
 
 
-def test_batches_of_captured_and_eager_steps_equal_each_alone(tiny_llama):
-    loaded, chosen = tiny_llama.load(), list(policies(6).values())
+@pytest.mark.parametrize("num_slots", [3, 40])
+def test_batches_of_captured_and_eager_steps_equal_each_alone(tiny_llama, num_slots):
+    loaded, chosen = tiny_llama.load(), list(policies(6).values()) * (1 + num_slots // 6)
     prompts = [random_prompt(seed, 5 + 7 * seed) for seed in range(len(chosen))]
-    together = complete(Engine(make(loaded, num_slots=3)), prompts, chosen)
+    together = complete(Engine(make(loaded, num_slots=num_slots)), prompts, chosen)
     for prompt, policy, found in zip(prompts, chosen, together, strict=True):
         assert found == complete(Engine(make(loaded)), [prompt], [policy])[0]
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2", "qwen3", "mistral with a window", "phi3 with longrope", "granite"]
+)
+@pytest.mark.parametrize("count", [2, 5, 9, 33, 64])
+def test_rows_at_mixed_depths_equal_eager_steps(tmp_path, family, count):
+    architecture, options = (PLAIN | FAMILIES)[family]
+    loaded = make_tiny(tmp_path, architecture, **options).load()
+    backends = make(loaded, count), make(loaded, count)
+    backends[0]._cache.normal_()
+    backends[1]._cache.copy_(backends[0]._cache)
+    backends[1]._use_graphs, layers = False, loaded.config.num_hidden_layers
+    for step in range(8):
+        rng = np.random.default_rng(step)
+        depths = -np.sort(-rng.integers(2, layers + 1, count))
+        batch = TokenBatch(
+            rng.integers(3, 300, count).astype(np.int32),
+            np.arange(count, dtype=np.int32) * (CONTEXT - 9) // count + step,
+            np.arange(count, dtype=np.int32),
+            active_prefixes(middle_first_order(layers), layers, depths.tolist()),
+            tuple(range(count)),
+            fill=True,
+        )
+        found, expected = (backend.forward(batch).logits for backend in backends)
+        np.testing.assert_allclose(found, expected, atol=2e-3)
+    for cells, expected in zip(*(backend._cache for backend in backends), strict=True):
+        torch.testing.assert_close(cells, expected, atol=1e-3, rtol=0)
 
 
 def test_replay_equals_captured_steps(tiny):

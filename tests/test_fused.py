@@ -19,7 +19,7 @@ pytestmark = [
 ]
 FITTING = [*PLAIN, "mistral with a window", "qwen2 with windows", "phi3", "phi3 with longrope", "smollm3", "granite"]
 
-ROWS = ["llama", "qwen2", "qwen3", "llama-untied", "mistral with a window", "phi3 with longrope", "granite"]
+ROWS = ["qwen2", "qwen3", "llama-untied", "mistral with a window", "phi3 with longrope", "granite"]
 
 
 @pytest.fixture(autouse=True)
@@ -28,9 +28,9 @@ def _large_tiles(monkeypatch):
     for name in ("QKV_TILE", "GATE_UP_TILE", "TILE"):
         monkeypatch.setattr(fused, name, fused.Tile(64, 32, 4))
     for name in ("ROWS_TILE", "ROWS_GATE_UP_TILE"):
-        monkeypatch.setattr(fused, name, fused.RowsTile(128, 64, 4, 3))
+        monkeypatch.setattr(fused, name, fused.RowsTile(64, 64, 4, 4))
     monkeypatch.setattr(fused, "_FEW_BLOCKS", 4)
-    monkeypatch.setattr(fused, "_ROWS_PROGRAMS", 16)
+    monkeypatch.setattr(fused, "_ROWS_PROGRAMS", 32)
 
 
 class Interpreted(TorchBackend):
@@ -92,7 +92,7 @@ def rows_batch(backend, depths, positions, **options):
     return TokenBatch(*given, active, (0, len(depths) - 1), tuple(range(len(depths))), **options)
 
 
-def assert_rows_equal(loaded, depths, positions, steps=3, **options):
+def assert_rows_equal(loaded, depths, positions, steps=1, **options):
     """Both backends compute the same after random prompts, while depths go round the slots; returns the fast one."""
     slow, fast = backends = both(loaded, num_slots=len(depths))
     for backend in backends:
@@ -110,22 +110,25 @@ def assert_rows_equal(loaded, depths, positions, steps=3, **options):
 
 
 @pytest.mark.parametrize("family", ROWS)
-def test_rows_at_mixed_depths_equal_the_slow_ones(tmp_path, family):
+def test_rows_of_each_family_equal_the_slow_ones(tmp_path, family):
     architecture, options = (PLAIN | FAMILIES)[family]
-    loaded = make_tiny(tmp_path, architecture, **options).load()
-    fast = assert_rows_equal(loaded, (5, 3, 4, 5, 3), (0, 70, 63, 64, 508), fill=True)
-    assert len(fast._graphs) == 1
+    loaded = make_tiny(tmp_path, architecture, layers=3, **options).load()
+    assert_rows_equal(loaded, (2, 3, 3), (0, 70, 20), fill=True)
 
 
-@pytest.mark.parametrize("depths", [(6, 2), (3, 3), (2, 5, 6, 4, 3, 2, 6, 5, 4)])
-def test_rows_of_any_number_equal_the_slow_ones(tiny_llama, depths):
-    assert_rows_equal(tiny_llama.load(), depths, [7 * slot + 60 for slot in range(len(depths))], fill=True)
+@pytest.mark.parametrize(
+    ("depths", "positions"),
+    [((6, 2), (0, 510)), ((5, 3, 4, 5, 2), (63, 130, 64, 0, 65)), ((2, 5, 6, 4, 3, 2, 6, 5, 4), range(9))],
+)
+def test_rows_of_any_number_depth_and_position_equal_the_slow_ones(tiny_llama, depths, positions):
+    fast = assert_rows_equal(tiny_llama.load(), depths, positions, steps=2 if len(depths) == 2 else 1, fill=True)
+    assert sum("rows" in key for key in fast._graphs) == 1  # whichever row goes how deep
 
 
 @pytest.mark.parametrize("fill", [False, True])
 def test_rows_that_pass_adapters_equal_the_slow_ones(tiny_llama, fill):
     adapters = with_adapters(DepthPolicy.static(6, 2, middle_first_order(6)), 64).adapters
-    assert_rows_equal(tiny_llama.load(), (5, 3, 4, 2, 3), (9, 1, 62, 30, 40), fill=fill, adapters=adapters)
+    assert_rows_equal(tiny_llama.load(), (5, 2, 4), (9, 1, 62), fill=fill, adapters=adapters)
 
 
 def test_rows_that_leave_more_than_there_is_room_for_run_in_operations_of_pytorch(tiny_llama, monkeypatch):
@@ -135,9 +138,9 @@ def test_rows_that_leave_more_than_there_is_room_for_run_in_operations_of_pytorc
 
 
 def test_outputs_together_equal_the_slow_ones(tiny_llama):
-    loaded, chosen = tiny_llama.load(), list(policies(6).values())
+    loaded, chosen = tiny_llama.load(), [policies(6)[name] for name in ("d3 late", "early exit")]
     prompts = [random_prompt(seed, 5 + 7 * seed) for seed in range(len(chosen))]
-    slow, fast = (complete(Engine(backend), prompts, chosen, tokens=6) for backend in both(loaded, num_slots=5))
+    slow, fast = (complete(Engine(backend), prompts, chosen, tokens=4) for backend in both(loaded, num_slots=2))
     assert fast == slow
 
 

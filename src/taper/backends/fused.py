@@ -1,6 +1,7 @@
 """The layers of a model on one token, in five kernels each: a decode step takes little longer than reading the weights.
 
-In seven kernels each, up to `MAX_ROWS` rows: one token each of as many slots, which may differ in depth. The slow twin is `TorchBackend` in PyTorch's own operations.
+In seven kernels, a layer runs on up to `MAX_ROWS` rows, a token of another slot each, which may differ in depth. The
+slow twin is `TorchBackend` in PyTorch's own operations.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class RowsTile(NamedTuple):
     stages: int
 
 
-ROWS_TILE, ROWS_GATE_UP_TILE = RowsTile(64, 128, 4, 4), RowsTile(64, 128, 4, 3)
+ROWS_TILE, ROWS_GATE_UP_TILE = RowsTile(64, 64, 4, 4), RowsTile(64, 64, 4, 3)
 
 
 class FusedLayers:

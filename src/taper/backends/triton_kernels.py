@@ -272,17 +272,18 @@ def _rows_products(
         first_of_others = tl.load(others + tile, in_tile, 0.0)
     _begin(OVERLAPS)
     x += rows[None, :] * SIZE + columns[:, None]
-    h = tl.load(x, in_x, 0.0)
-    total = tl.dot(first, h, input_precision="ieee")
+    total = tl.zeros((OUTS, ROWS), tl.float32)
     total_of_others = total
-    if others is not None:
-        total_of_others = tl.dot(first_of_others, h, input_precision="ieee")
     for ahead in range(COLUMNS, tl.minimum(PER_SPLIT, SIZE - begin), COLUMNS):
         h = tl.load(x + ahead, in_x, 0.0)
         total = tl.dot(tl.load(weights + tile + ahead, in_tile, 0.0), h, total, input_precision="ieee")
         if others is not None:
             ahead_of_others = tl.load(others + tile + ahead, in_tile, 0.0)
             total_of_others = tl.dot(ahead_of_others, h, total_of_others, input_precision="ieee")
+    h = tl.load(x, in_x, 0.0)  # the first tile comes last: what lies ahead is on its way the sooner
+    total = tl.dot(first, h, total, input_precision="ieee")
+    if others is not None:
+        total_of_others = tl.dot(first_of_others, h, total_of_others, input_precision="ieee")
     return total, total_of_others
 
 
@@ -315,9 +316,7 @@ def rows_linear(
 ):  # fmt: skip
     """out [N, num_outs] = residual + scale * x [N, SIZE] @ the transpose of weights [num_outs, SIZE]."""
     outs, rows = tl.program_id(0) * OUTS + tl.arange(0, OUTS), tl.arange(0, ROWS)
-    total, _ = _rows_products(
-        weights, None, x, active, outs, num_outs, SIZE, PER_SPLIT, OUTS, ROWS, COLUMNS, OVERLAPS
-    )
+    total, _ = _rows_products(weights, None, x, active, outs, num_outs, SIZE, PER_SPLIT, OUTS, ROWS, COLUMNS, OVERLAPS)
     total, is_last = _rows_sum(total, sums, counts, SPLITS, OUTS, ROWS)
     if is_last:
         places = rows[None, :].to(tl.int64) * num_outs + outs[:, None]
@@ -329,53 +328,36 @@ def rows_linear(
 
 
 @triton.jit
-def _rows_project(
-    x, weights, bias, out, active, sums, counts, outs, num_outs, STRIDE: tl.constexpr,
-    SIZE: tl.constexpr, PER_SPLIT: tl.constexpr, SPLITS: tl.constexpr, OUTS: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
-    total, _ = _rows_products(
-        weights, None, x, active, outs, num_outs, SIZE, PER_SPLIT, OUTS, ROWS, COLUMNS, OVERLAPS
-    )
-    total, is_last = _rows_sum(total, sums, counts, SPLITS, OUTS, ROWS)
-    if is_last:
-        if bias is not None:
-            total += tl.load(bias + outs, outs < num_outs, 0.0).to(tl.float32)[:, None]
-        rows = tl.arange(0, ROWS)
-        inside = (outs < num_outs)[:, None] & (rows < tl.load(active))[None, :]
-        tl.store(out + rows[None, :] * STRIDE + outs[:, None], total, inside)
-
-
-@triton.jit
 def rows_queries_keys_values(
     x, q_weights, k_weights, v_weights, q_bias, k_bias, v_bias, out, active, sums, counts,
     Q_SIZE: tl.constexpr, KV_SIZE: tl.constexpr, SIZE: tl.constexpr, PER_SPLIT: tl.constexpr, SPLITS: tl.constexpr,
     OUTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Queries, keys and values of x [N, SIZE] before rotation, one after another in each row of out."""
+    """Queries, keys and values of x [N, SIZE] before rotation, one after another in each row of out.
+
+    All three have a bias, or none has.
+    """
     block = tl.program_id(0)
-    outs = tl.arange(0, OUTS)
     num_q: tl.constexpr = (Q_SIZE + OUTS - 1) // OUTS
     num_kv: tl.constexpr = (KV_SIZE + OUTS - 1) // OUTS
-    stride: tl.constexpr = Q_SIZE + 2 * KV_SIZE
-    if block < num_q:
-        outs += block * OUTS
-        _rows_project(
-            x, q_weights, q_bias, out, active, sums, counts, outs, Q_SIZE, stride,
-            SIZE, PER_SPLIT, SPLITS, OUTS, ROWS, COLUMNS, OVERLAPS,
-        )  # fmt: skip
-    elif block < num_q + num_kv:
-        outs += (block - num_q) * OUTS
-        _rows_project(
-            x, k_weights, k_bias, out + Q_SIZE, active, sums, counts, outs, KV_SIZE, stride,
-            SIZE, PER_SPLIT, SPLITS, OUTS, ROWS, COLUMNS, OVERLAPS,
-        )  # fmt: skip
-    else:
-        outs += (block - num_q - num_kv) * OUTS
-        _rows_project(
-            x, v_weights, v_bias, out + Q_SIZE + KV_SIZE, active, sums, counts, outs, KV_SIZE, stride,
-            SIZE, PER_SPLIT, SPLITS, OUTS, ROWS, COLUMNS, OVERLAPS,
-        )  # fmt: skip
+    # One product for all three: each in a branch of its own would take its own shared memory.
+    weights, bias, num_outs = q_weights, q_bias, Q_SIZE
+    if block >= num_q:
+        block -= num_q
+        out += Q_SIZE
+        weights, bias, num_outs = k_weights, k_bias, KV_SIZE
+        if block >= num_kv:
+            block -= num_kv
+            out += KV_SIZE
+            weights, bias = v_weights, v_bias
+    outs, rows = block * OUTS + tl.arange(0, OUTS), tl.arange(0, ROWS)
+    total, _ = _rows_products(weights, None, x, active, outs, num_outs, SIZE, PER_SPLIT, OUTS, ROWS, COLUMNS, OVERLAPS)
+    total, is_last = _rows_sum(total, sums, counts, SPLITS, OUTS, ROWS)
+    if is_last:
+        if bias is not None:
+            total += tl.load(bias + outs, outs < num_outs, 0.0).to(tl.float32)[:, None]
+        inside = (outs < num_outs)[:, None] & (rows < tl.load(active))[None, :]
+        tl.store(out + rows[None, :] * (Q_SIZE + 2 * KV_SIZE) + outs[:, None], total, inside)
 
 
 @triton.jit
