@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -231,6 +232,28 @@ def test_an_interrupt_ends_a_forward_between_two_pieces_and_costs_nothing(model,
             backend.forward(one_slot(backend, random_prompt(5, tokens), (0,)))
     assert len(computed) == 2
     assert complete(Engine(backend), model.prompts[:1], model.policies[:1], 16) == model.said[:1]
+
+
+@pytest.mark.parametrize("place", ["Test0", *DEVICES])
+def test_ctrl_c_ends_a_long_prompt_within_half_a_second(place, stand_in):
+    """It comes amid one of many short nodes, once the driver has compiled what they run."""
+    config = replace(CONFIG, layers=CONFIG.layers[:1] * 40, max_position_embeddings=600)
+    device = stand_in if place == "Test0" else ggml.device(place)
+    backend = GgmlBackend(config, random_model(config, "F32"), device=device, context_length=600)
+    batch, sent = one_slot(backend, np.arange(600) % 256, (0,)), []
+
+    def press() -> None:
+        time.sleep(0.15)
+        sent.append(time.perf_counter())
+        signal.raise_signal(signal.SIGINT)
+
+    backend.forward(batch)
+    presses = threading.Thread(target=press)
+    with pytest.raises(KeyboardInterrupt):
+        presses.start()
+        backend.forward(batch)
+        presses.join()  # a fast device has finished by then
+    assert time.perf_counter() - sent[0] < 0.5
 
 
 def test_pieces_are_of_bounded_time(model, stand_in, monkeypatch):
