@@ -21,8 +21,9 @@ export PYTHONDONTWRITEBYTECODE :=
 LIBRARIES := from taper.backends.ggml import library; print(*(place.folder for place in library._places()))
 BACKEND_TESTS := $(addprefix tests/test_,$(addsuffix .py,library parity families filled quantisation quantise repack \
 	weights fuzz interrupts reliability))
-DEVICE_TESTS := $(addprefix tests/test_,$(addsuffix .py,devices parity families filled adapters recurrent drafting mtp \
-	latent engine interrupts))
+# Of these, -k takes what has the device in its name, or the mark "device", which whole files have.
+DEVICE_TESTS := $(addprefix tests/test_,$(addsuffix .py,devices parity families filled passing slots adapters recurrent \
+	drafting mtp latent engine interrupts llm server))
 # A processor counts as a device only if it is named, and f16 would change the tokens of f32.
 VULKAN := TAPER_GGML=$(CURDIR)/build/vulkan/cyllama_vulkan.libs GGML_VK_VISIBLE_DEVICES=0 GGML_VK_DISABLE_F16=1
 PYTEST_ON_TWO_CORES := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder

@@ -438,6 +438,7 @@ def llm(tiny_llama) -> LLM:
     return LLM(str(tiny_llama.folder), dtype="f32", context=256, max_batch_size=2, **PLACE)
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.9, "seed": 4}])
 def test_exact_mode_gives_the_text_of_full_depth(llm, sampling):
     given = {"max_tokens": 60, "ignore_eos": True, **sampling}
@@ -454,6 +455,7 @@ def test_exact_mode_gives_the_text_of_full_depth(llm, sampling):
         assert with_stop[0].token_ids == with_stop[1].token_ids
 
 
+@pytest.mark.device
 def test_chunks_say_which_tokens_had_been_proposed(llm):
     drafting = Drafting("ngram", min_match=1, always=True)
     chunks = list(llm.stream("abcabcabcabc", mode="exact", draft=drafting, max_tokens=40, ignore_eos=True))

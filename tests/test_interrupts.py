@@ -26,6 +26,7 @@ from taper.server.engine_loop import EngineLoop
 from taper.server.metrics import Metrics
 from taper.stream import OutputBuilder, Stream
 
+pytestmark = pytest.mark.device
 TAPERED = DepthPolicy.d3(6, 0.9, skip_order=[4, 1, 2])
 PROMPTS = ["one", "a longer prompt, number two", "three"]  # for two slots: one has to wait
 SAMPLED = SamplingParams(max_tokens=4, ignore_eos=True, temperature=1.0, seed=7)

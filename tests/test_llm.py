@@ -26,6 +26,7 @@ from taper.models import fetch as models_fetch
 from taper.models.download import DEFAULT_MODEL
 from taper.stream import Chunk, Stream
 
+pytestmark = pytest.mark.device
 TAPERED = DepthPolicy.d3(6, 0.95, skip_order=[4, 1, 2])
 PROMPTS = ["one", "a longer prompt, number two", [{"role": "user", "content": "three"}]]
 

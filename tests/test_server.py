@@ -18,6 +18,8 @@ from taper import LLM
 from taper.engine.drafting import Drafting
 from taper.server.tool_calls import ToolCallParser, join_calls
 
+pytestmark = pytest.mark.device
+
 
 def events(response) -> list[dict]:
     """The events of a stream, [DONE] left out."""
