@@ -149,6 +149,23 @@ def test_the_head_of_a_device_is_computed_in_two_steps(model, place, sampling, m
     np.testing.assert_allclose(previewed.exact(np.arange(7, 90)), logits[7:90], atol=1e-4)
 
 
+def test_what_attention_reads_begins_where_vulkan_can_read(model, stand_in, monkeypatch):
+    """At multiples of 64 bytes, whatever the context and the rows that come before."""
+    compute, offsets = devices.DeviceCompute._compute, set()
+
+    def watched(self, graph):
+        for node in (ggml.graph_node(graph, number) for number in range(ggml.graph_n_nodes(graph))):
+            if ggml.op_desc(node) == b"FLASH_ATTN_EXT":
+                offsets.update(source.contents.view_offs % 64 for source in node.contents.src[:4])
+        compute(self, graph)
+
+    monkeypatch.setattr(devices.DeviceCompute, "_compute", watched)
+    prompts = [random_prompt(number, 197 + number) for number in range(3)]
+    odd, even = (Engine(on(stand_in, model.loaded, num_slots=3, context_length=length)) for length in (211, 256))
+    assert complete(odd, prompts, model.policies[:3], 8) == complete(even, prompts, model.policies[:3], 8)
+    assert offsets == {0}
+
+
 def test_a_device_and_the_cpu_share_a_model(model, host):
     config, half = model.loaded.config, model.loaded.config.num_hidden_layers // 2
     count = max(half, least_on_device(config, half))
