@@ -21,7 +21,7 @@ export PYTHONDONTWRITEBYTECODE :=
 LIBRARIES := from taper.backends.ggml import library; print(*(place.folder for place in library._places()))
 BACKEND_TESTS := $(addprefix tests/test_,$(addsuffix .py,library parity families filled quantisation quantise repack \
 	weights fuzz interrupts reliability))
-# Of these, -k takes what has the device in its name, or the mark "device", which whole files have.
+# Of these, -k takes what has the device in its name, or the mark "device".
 DEVICE_TESTS := $(addprefix tests/test_,$(addsuffix .py,devices parity families filled passing slots adapters recurrent \
 	drafting mtp latent engine interrupts llm server))
 # A processor counts as a device only if it is named, and f16 would change the tokens of f32.

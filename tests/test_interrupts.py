@@ -26,7 +26,6 @@ from taper.server.engine_loop import EngineLoop
 from taper.server.metrics import Metrics
 from taper.stream import OutputBuilder, Stream
 
-pytestmark = pytest.mark.device
 TAPERED = DepthPolicy.d3(6, 0.9, skip_order=[4, 1, 2])
 PROMPTS = ["one", "a longer prompt, number two", "three"]  # for two slots: one has to wait
 SAMPLED = SamplingParams(max_tokens=4, ignore_eos=True, temperature=1.0, seed=7)
@@ -207,6 +206,7 @@ def test_an_error_at_any_line_of_the_servers_loop_ends_its_requests_and_no_later
     asyncio.run(main())
 
 
+@pytest.mark.device
 def test_streams_made_in_one_thread_are_read_in_an_executor(llm):
     """As `asyncio.run_in_executor(None, next, stream)` does; more of them than slots, each in turns."""
     expected = [llm.generate(prompt, SAMPLED, policy=TAPERED).token_ids for prompt in PROMPTS]
@@ -226,6 +226,7 @@ def test_streams_made_in_one_thread_are_read_in_an_executor(llm):
     ends(llm)
 
 
+@pytest.mark.device
 def test_a_stream_waits_for_slots_that_another_thread_frees(llm):
     """The streams that hold every slot were made here and are read elsewhere, after one that waits."""
     streams = [llm.stream(prompt, SAMPLED, policy=TAPERED) for prompt in PROMPTS]
