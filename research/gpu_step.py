@@ -3,13 +3,15 @@
     python research/gpu_step.py --out research/results/gpu_step.json
     python research/gpu_step.py --rows 1 8 32 --out research/results/gpu_rows.json
     python research/gpu_step.py --tiles --out research/results/gpu_tiles.json
+    python research/gpu_step.py --dtype q4_k --out research/results/gpu_step_q4_k.json
     TRITON_INTERPRET=1 python research/gpu_step.py --tiny --rows 1 2 --out tiny.json
 
 Random weights in the shape of Llama 2 7B, or of another with `--shape`, bf16, on a GPU that does nothing else (a minute
 each). A step is timed on the host, from its batch to its argmax, and the graph alone on the device. Variants take
 turns. With `--rows`, steps are those of so many rows, at full depth and at mixed depths. With `--tiles`, each kind of
-product tries several tiles, and the whole step says which is best. `--tiny` tries all this on a tiny model, and where
-there is no GPU in Triton's interpreter; its times mean nothing.
+product tries several tiles, and the whole step says which is best. With `--dtype`, matrices are random blocks of a
+quantised type that keep their bits, and steps are compared with those of the kernels with bf16. `--tiny` tries all this
+on a tiny model, but `--dtype q4_k`, and where there is no GPU in Triton's interpreter; its times mean nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ from taper.backends.torch import TorchBackend
 from taper.lab.bench.measure import step_bytes
 from taper.lab.bench.shapes import SHAPES, TINY
 from taper.lab.bench.torch_device import copy_bandwidth, device_name, random_weights, synchronize
-from taper.models.config import ModelConfig
+from taper.models.config import ModelConfig, expected_shapes
+from taper.models.tensors import WEIGHT_TYPES, Tensor, row_bytes
 from taper.policy import DepthPolicy, active_prefixes, middle_first_order
 
 TILES = [
@@ -42,6 +45,13 @@ TILES = [
     for tile in (
         (1, 2048, 8), (1, 4096, 4), (1, 4096, 8), (1, 4096, 16), (2, 4096, 8), (2, 4096, 16), (2, 512, 2), (4, 256, 2),
         (4, 512, 4), (8, 256, 2), (8, 512, 2), (8, 512, 4), (8, 1024, 8), (16, 256, 4), (16, 512, 8),
+    )
+]  # fmt: skip
+PACKED_TILES = [
+    Tile(*tile)
+    for tile in (
+        (1, 4096, 4), (2, 2048, 2), (2, 4096, 2), (2, 4096, 4), (2, 4096, 8), (4, 1024, 1), (4, 2048, 2), (4, 4096, 4),
+        (4, 4096, 8), (8, 1024, 1), (8, 2048, 2), (8, 2048, 4), (8, 4096, 4), (8, 4096, 8), (16, 2048, 4),
     )
 ]  # fmt: skip
 ROWS_TILES = [
@@ -52,9 +62,10 @@ ROWS_TILES = [
     )
 ]  # fmt: skip
 PRODUCTS = {"QKV_TILE": TILES, "GATE_UP_TILE": TILES, "TILE": TILES}
+PACKED_PRODUCTS = {f"PACKED_{name}": PACKED_TILES for name in PRODUCTS}
 ROWS_PRODUCTS = {"ROWS_TILE": ROWS_TILES, "ROWS_GATE_UP_TILE": ROWS_TILES}
 
-Weights = Mapping[str, torch.Tensor]
+Weights = Mapping[str, Any]  # PyTorch's tensors, or ours
 
 
 @dataclass(frozen=True)
@@ -94,15 +105,41 @@ def tiny_settings() -> Settings:
     return Settings(TINY, *place, 129, (6, 4, 3), (10,), rows_position=70, **few)
 
 
+class Interpreted(TorchBackend):
+    """Steps as a GPU captures them, run at once on a CPU."""
+
+    _use_graphs = property(lambda self: True, lambda self, value: None)  # type: ignore[assignment]
+
+    def _capture(self, compute: Any, inputs: np.ndarray) -> Any:
+        return lambda inputs: compute(torch.from_numpy(inputs))
+
+
+def random_blocks(config: ModelConfig, dtype: str) -> dict[str, Tensor]:
+    """Weights of a shape: matrices that repeat a pattern of random blocks of a type, norms of ones.
+
+    Scales, the first numbers of a block, give matrices a spread of 0.02, and a mean of 0.
+    """
+    size = WEIGHT_TYPES[dtype][2]
+    pattern = np.random.default_rng(0).integers(0, 256, (1 << 20, size), np.uint8)
+    scales = np.array({"Q8_0": [0.00027], "Q4_0": [0.0043], "Q4_K": [0.00014, 0.00105]}[dtype], np.float16)
+    pattern[:, : scales.nbytes] = scales.view(np.uint8)
+    tensors = {}
+    for name, shape in expected_shapes(config).items():
+        if len(shape) > 1:
+            tensors[name] = Tensor(dtype, shape, np.resize(pattern, shape[0] * row_bytes(dtype, shape[1])))
+        else:
+            tensors[name] = Tensor("F32", shape, np.ones(shape, np.float32).view(np.uint8))
+    return tensors
+
+
 def open_backend(
     settings: Settings, weights: Weights, dtype: str = "", kernels: bool = True, num_slots: int = 1
 ) -> TorchBackend:
-    """A backend with or without fused kernels; it shares the weights."""
+    """A backend with or without fused kernels; it shares the weights. With them, quantised ones keep their bits."""
     sizes = {"num_slots": num_slots, "context_length": settings.context}
-    backend = TorchBackend(settings.config, weights, dtype=dtype or settings.dtype, device=settings.device, **sizes)
-    if settings.device == "cpu":  # steps as a GPU captures them, run at once
-        backend._capture = lambda compute, _: lambda inputs: compute(torch.from_numpy(inputs))  # type: ignore
-        backend._use_graphs, backend._fused = True, backend._open_fused()
+    options = {"dtype": dtype or settings.dtype, "device": settings.device, "keep_bits": kernels}
+    make = Interpreted if settings.device == "cpu" else TorchBackend
+    backend = make(settings.config, weights, **options, **sizes)
     assert backend._fused is not None, "Triton does not work here"
     if not kernels:
         backend._fused = None
@@ -164,7 +201,8 @@ def relative(logits: np.ndarray, true: np.ndarray) -> float:
 
 def errors(settings: Settings, weights: Weights) -> list[dict[str, Any]]:
     """How far the logits of both variants are from those of PyTorch's operations in f32."""
-    exact = open_backend(settings, {name: weight.float() for name, weight in weights.items()}, "f32", kernels=False)
+    in_f32 = {name: weight.float() if isinstance(weight, torch.Tensor) else weight for name, weight in weights.items()}
+    exact = open_backend(settings, in_f32, "f32", kernels=False)
     variants = {"pytorch": open_backend(settings, weights, kernels=False), "fused": open_backend(settings, weights)}
     rows = []
     for depth in (settings.layers, settings.mixed(2)[-1]):
@@ -178,26 +216,25 @@ def timed(
     settings: Settings, variants: Mapping[str, TorchBackend], batch: TokenBatch, bandwidth: float
 ) -> dict[str, Any]:
     """The times of a step in each variant, and what it reads: weights of the layers that run, and cells."""
-    sizes, deepest = next(iter(variants.values())).weight_bytes, sum(n > 0 for n in batch.num_active)
-    order = middle_first_order(settings.layers)
-    weights = step_bytes(sizes, DepthPolicy.static(settings.layers, deepest, order).retained_at(deepest))
+    order, deepest = middle_first_order(settings.layers), sum(n > 0 for n in batch.num_active)
+    retained = DepthPolicy.static(settings.layers, deepest, order).retained_at(deepest)
+    weights = {name: step_bytes(backend.weight_bytes, retained) for name, backend in variants.items()}
     cells = sum(int(batch.positions[:n].sum()) for n in batch.num_active)
     cells *= 2 * 2 * settings.config.num_key_value_heads * settings.config.head_dim  # keys and values of two bytes each
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
     for _ in range(settings.rounds):
         for name, backend in variants.items():
             times[name].append((graph_ms(settings, backend, batch), step_ms(settings, backend, batch)))
-    row: dict[str, Any] = {"read_mb": round(weights / 1e6), "cells_mb": round(cells / 1e6)}
+    row: dict[str, Any] = {"cells_mb": round(cells / 1e6)}
     for name, pairs in times.items():
         graph, step = (statistics.median(column) for column in zip(*pairs, strict=True))
-        row[name] = {"graph_ms": round(graph, 4), "step_ms": round(step, 4)}
-        row[name]["bandwidth_used"] = round((weights + cells) / step * 1e3 / bandwidth, 3)
+        row[name] = {"read_mb": round(weights[name] / 1e6), "graph_ms": round(graph, 4), "step_ms": round(step, 4)}
+        row[name]["bandwidth_used"] = round((weights[name] + cells) / step * 1e3 / bandwidth, 3)
     return row
 
 
-def steps(settings: Settings, weights: Weights, bandwidth: float) -> list[dict[str, Any]]:
+def steps(settings: Settings, variants: Mapping[str, TorchBackend], bandwidth: float) -> list[dict[str, Any]]:
     """Times of steps of one token, by position and depth."""
-    variants = {"pytorch": open_backend(settings, weights, kernels=False), "fused": open_backend(settings, weights)}
     rows = []
     for position in settings.positions:
         for depth in settings.depths:
@@ -235,7 +272,8 @@ def tiles(settings: Settings, weights: Weights, count: int) -> dict[str, dict[st
     """Milliseconds of a full step's graph by tile, one kind of product after another."""
     backend, times_by_product = open_backend(settings, weights, num_slots=count), {}
     batch = batch_of(settings, [settings.layers] * count, settings.rows_position)
-    for product, choices in (PRODUCTS if count == 1 else ROWS_PRODUCTS).items():
+    of_one = PACKED_PRODUCTS if backend._packed else PRODUCTS
+    for product, choices in (of_one if count == 1 else ROWS_PRODUCTS).items():
         times = {}
         for tile in choices[: settings.num_tiles]:
             setattr(fused, product, tile)
@@ -256,18 +294,23 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="llama-2-7b")
     parser.add_argument("--rows", type=int, nargs="+", default=[])
     parser.add_argument("--tiles", action="store_true")
+    parser.add_argument("--dtype", choices=("q8_0", "q4_0", "q4_k"))
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     settings = tiny_settings() if options.tiny else Settings(SHAPES[options.shape])
     if settings.device == "cpu":  # the interpreter takes milliseconds for each program
-        for product in PRODUCTS:
+        for product in (*PRODUCTS, *PACKED_PRODUCTS):
             setattr(fused, product, Tile(64, 64, 4))
     bandwidth, weights = (
         copy_bandwidth(settings.device),
         random_weights(settings.config, settings.dtype, settings.device),
     )
+    dense = weights
+    if options.dtype:
+        weights = random_blocks(settings.config, options.dtype.upper())
     shape = "tiny" if options.tiny else options.shape
     conditions = {"date": datetime.date.today().isoformat(), "gpu": device_name(settings.device), "shape": shape}
+    conditions |= {"dtype": options.dtype or settings.dtype}
     conditions |= {"torch": torch.__version__, "triton": triton.__version__, "copy_gb_per_s": round(bandwidth / 1e9)}
     result: dict[str, Any] = {"conditions": conditions}
     if options.tiles:
@@ -276,7 +319,10 @@ def main() -> None:
     elif options.rows:
         result["rows"] = steps_of_rows(settings, weights, options.rows, bandwidth)
     else:
-        result |= {"errors": errors(settings, weights), "steps": steps(settings, weights, bandwidth)}
+        beside = "bf16" if options.dtype else "pytorch"
+        variants = {beside: open_backend(settings, dense, kernels=bool(options.dtype))}
+        variants["fused"] = open_backend(settings, weights)
+        result |= {"errors": errors(settings, weights), "steps": steps(settings, variants, bandwidth)}
     print(result["conditions"], result.get("errors"))
     options.out.write_text(json.dumps(result, indent=1) + "\n")
 

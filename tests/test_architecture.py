@@ -52,7 +52,7 @@ OTHERS_NAMES = {
 }
 HEAVY = {
     "torch": {
-        *(f"backends/{name}.py" for name in ("__init__", "fused", "mixers", "streams", "torch")),
+        *(f"backends/{name}.py" for name in ("__init__", "fused", "mixers", "packed", "streams", "torch")),
         *(f"lab/healing/{name}.py" for name in ("precision", "stages", "student", "train")),
         *(
             "hf.py",
@@ -62,7 +62,7 @@ HEAVY = {
             "vllm_plugin/models.py",
         ),
     },
-    "triton": {"backends/fused.py", "backends/triton_kernels.py"},
+    "triton": {f"backends/{name}.py" for name in ("fused", "packed_kernels", "triton_kernels")},
     "transformers": {"hf.py", "lab/bench/torch_device.py"},
     "matplotlib": {"lab/calibration/report.py", "cli/bench.py"},
     "fastapi": {"server/app.py", "server/protocols/errors.py"},

@@ -5,14 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from test_quantisation import CONFIG, random_model
 from test_replay import expected, references
-from tiny import CONTEXT, FAMILIES, PLAIN, complete, make_tiny, policies, random_prompt, reference_ids
+from tiny import CONTEXT, FAMILIES, PLAIN, complete, make_tiny, one_slot, policies, random_prompt, reference_ids
 
 from taper.backends import TokenBatch
 from taper.backends.torch import TorchBackend
 from taper.engine import Engine
 from taper.lab.calibration.replay import TOP, Replay
-from taper.policy import active_prefixes, middle_first_order
+from taper.policy import DepthPolicy, active_prefixes, middle_first_order
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")]
 
@@ -92,10 +93,23 @@ def test_replay_equals_captured_steps(tiny):
 
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
 def test_half_precision_stays_close(tiny_llama, dtype):
-    from tiny import one_slot
-
     loaded, prompt = tiny_llama.load(), random_prompt(41, 60)
     every = tuple(range(60))
     backends = make(loaded), make(loaded, dtype=dtype)
     exact, half = (backend.forward(one_slot(backend, prompt, every)).logits.ravel() for backend in backends)
     assert np.corrcoef(exact, half)[0, 1] > 0.99
+
+
+@pytest.mark.parametrize("dtype", ["Q8_0", "Q4_0", "Q4_K"])
+def test_quantised_matrices_that_keep_their_bits_give_the_logits_of_dequantised_ones(dtype):
+    tensors = random_model(CONFIG, dtype)
+    options = {"num_slots": 2, "context_length": 64, "dtype": "f32", "device": "cuda"}
+    dense, kept = (TorchBackend(CONFIG, tensors, keep_bits=keeps, **options) for keeps in (False, True))
+    assert kept._packed
+    prompt = [token % CONFIG.vocab_size for token in random_prompt(43)]
+    half = DepthPolicy.static(CONFIG.num_hidden_layers, 1, [1])
+    for batch in ([prompt], [prompt, prompt[:7]]):
+        chosen = [half, DepthPolicy.full(CONFIG.num_hidden_layers)][: len(batch)]
+        assert complete(Engine(kept), batch, chosen) == complete(Engine(dense), batch, chosen)
+    logits = [backend.forward(one_slot(backend, prompt[:1], (0,), start=30)).logits for backend in (kept, dense)]
+    np.testing.assert_allclose(*logits, atol=1e-3)

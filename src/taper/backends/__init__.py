@@ -185,7 +185,7 @@ def open_backend(
         place = "in PyTorch" if with_torch else "with gpu_layers"
         raise RequestError(f"head shortlist is not there {place}: the whole head is computed", "leave it out")
     if with_torch:
-        return _open_torch(model, num_slots, context_length, "bf16" if dtype == "auto" else dtype)
+        return _open_torch(model, num_slots, context_length, dtype)
     from .ggml import GgmlBackend
 
     build = partial(
@@ -233,7 +233,13 @@ def _open_torch(model: LoadedModel, num_slots: int, context_length: int, dtype: 
         raise RequestError("device cuda needs PyTorch", 'pip install "taper-llm[torch]", or use --device cpu') from None
     try:
         return TorchBackend(
-            model.config, model.tensors, num_slots=num_slots, context_length=context_length, dtype=dtype, device="cuda"
+            model.config,
+            model.tensors,
+            num_slots=num_slots,
+            context_length=context_length,
+            dtype="bf16" if dtype == "auto" else dtype,
+            device="cuda",
+            keep_bits=dtype == "auto",
         )
     except torch.OutOfMemoryError:
         raise no_room(num_slots, context_length) from None

@@ -7,14 +7,17 @@ slow twin is `TorchBackend` in PyTorch's own operations.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from ..models.config import ModelConfig, Rope
-from . import triton_kernels
+from . import packed_kernels, triton_kernels
+from .packed import PackedMatrix
 
 _CELLS = 64  # of the key-value cache that a program of attention reads at a time
 _MAX_SPLITS = 32  # programs that share the cells of a head
@@ -36,6 +39,12 @@ class Tile(NamedTuple):
 
 # Chosen by the time of a whole step: research/gpu_step.py --tiles.
 QKV_TILE, GATE_UP_TILE, TILE = Tile(8, 512, 2), Tile(1, 4096, 8), Tile(4, 512, 4)
+# Of packed matrices, of which a thread takes 16 bytes of each row at a time: not measured yet.
+PACKED_QKV_TILE, PACKED_GATE_UP_TILE, PACKED_TILE = Tile(4, 4096, 4), Tile(2, 4096, 4), Tile(4, 4096, 4)
+_DEQUANTISED = Tile(4, 1024, 4)
+
+
+Matrix: TypeAlias = Tensor | PackedMatrix
 
 
 class RowsTile(NamedTuple):
@@ -57,9 +66,15 @@ class FusedLayers:
     """
 
     def __init__(
-        self, config: ModelConfig, weights: dict[str, Tensor], cache: Tensor, rotations: dict[Rope, Tensor]
+        self,
+        config: ModelConfig,
+        weights: Mapping[str, Tensor],
+        packed: Mapping[str, PackedMatrix],
+        cache: Tensor,
+        rotations: dict[Rope, Tensor],
     ) -> None:
-        self._config, self._weights, self._cache, self._rotations = config, weights, cache, rotations
+        self._config, self._cache, self._rotations = config, cache, rotations
+        self._weights: dict[str, Any] = {**weights, **packed}
         device, heads, dim = cache.device, config.num_attention_heads, config.head_dim
         kv_size = config.num_key_value_heads * dim
         self._projected = torch.empty(heads * dim + 2 * kv_size, device=device)
@@ -121,9 +136,9 @@ class FusedLayers:
         o_proj, down = self._weights[name + "o_proj"], self._weights[name + "down_proj"]
         gate, up = self._weights[name + "gate_proj"], self._weights[name + "up_proj"]
         self._linear(self._attended, None, o_proj, x, x, config.residual_scale)
-        norm, tile = self._weights[name + "pre_mlp_norm"], GATE_UP_TILE
+        norm, tile = self._weights[name + "pre_mlp_norm"], _tile(GATE_UP_TILE, PACKED_GATE_UP_TILE, gate, up)
         triton_kernels.gate_up[(triton.cdiv(inner, tile.rows),)](
-            x, norm, gate, up, self._inner, inner, config.rms_norm_eps,
+            x, norm, _given(gate), _given(up), self._inner, inner, config.rms_norm_eps,
             SILU=config.activation == "silu", **self._cut(tile, config.hidden_size),
         )  # fmt: skip
         self._linear(self._inner, None, down, x, x, config.residual_scale)
@@ -131,9 +146,24 @@ class FusedLayers:
     def logits(self, x: Tensor) -> Tensor:
         """Logits f32 [1, vocab_size] of the hidden states x [1, hidden_size] after the last layer."""
         head = self._weights.get("lm_head", self._weights["embed_tokens"])
-        out = torch.empty(1, len(head), device=x.device)
+        out = torch.empty(1, head.shape[0], device=x.device)
         self._linear(x, self._weights["norm"], head, None, out, self._config.logit_scale)
         return out
+
+    def dequantised(self, matrix: PackedMatrix, chosen: Tensor | None = None) -> Tensor:
+        """A packed matrix, or its chosen rows, int64 [n], in the dtype of the cache."""
+        (rows, size), tile = matrix.shape, _DEQUANTISED
+        count, columns = rows if chosen is None else len(chosen), min(tile.columns, triton.next_power_of_2(size))
+        out = torch.empty(count, size, dtype=self._cache.dtype, device=self._cache.device)
+        packed_kernels.dequantise[triton.cdiv(count, tile.rows), triton.cdiv(size, columns)](
+            _given(matrix), chosen, out, rows, count, SIZE=size, ROWS=tile.rows, COLUMNS=columns, num_warps=tile.warps
+        )
+        return out
+
+    def _dense(self, name: str) -> Tensor:
+        """A matrix by name, for the kernels of rows; they take no packed ones."""
+        matrix: Matrix = self._weights[name]
+        return self.dequantised(matrix) if isinstance(matrix, PackedMatrix) else matrix
 
     def run_rows(
         self, x: Tensor, layer: int, positions: Tensor, slots: Tensor, active: Tensor, places: Tensor, passed: Tensor,
@@ -148,7 +178,7 @@ class FusedLayers:
         q_size, kv_size, count = heads * dim, kv_heads * dim, len(x)
         self._norm_rows(x, self._weights[name + "pre_attention_norm"], active, passed, places)
         blocks = triton.cdiv(q_size, ROWS_TILE.rows) + 2 * triton.cdiv(kv_size, ROWS_TILE.rows)
-        matrices = (self._weights[f"{name}{part}_proj"] for part in "qkv")
+        matrices = (self._dense(f"{name}{part}_proj") for part in "qkv")
         biases = (self._weights.get(f"{name}{part}_bias") for part in "qkv")
         splits, options = self._split_rows(blocks, count, config.hidden_size)
         triton_kernels.rows_queries_keys_values[blocks, splits](
@@ -168,15 +198,15 @@ class FusedLayers:
             *self._cache[layer], positions, slots, active, self._rows_attended, *self._rows_shares, self._rows_counts,
             spec.attention_scale, spec.window or self._cache.shape[-2] + 1, config.rms_norm_eps, **sizes, **options,
         )  # fmt: skip
-        self._linear_rows(self._rows_attended, self._weights[name + "o_proj"], x, x, active, config.residual_scale)
+        self._linear_rows(self._rows_attended, self._dense(name + "o_proj"), x, x, active, config.residual_scale)
         self._norm_rows(x, self._weights[name + "pre_mlp_norm"], active)
         inner = config.intermediate_size
         triton_kernels.rows_gate_up[(triton.cdiv(inner, ROWS_GATE_UP_TILE.rows),)](
-            self._rows_normed, self._weights[name + "gate_proj"], self._weights[name + "up_proj"], self._rows_inner,
+            self._rows_normed, self._dense(name + "gate_proj"), self._dense(name + "up_proj"), self._rows_inner,
             active, inner, SILU=config.activation == "silu",
             **self._cut_rows(ROWS_GATE_UP_TILE, count, config.hidden_size),
         )  # fmt: skip
-        self._linear_rows(self._rows_inner, self._weights[name + "down_proj"], x, x, active, config.residual_scale)
+        self._linear_rows(self._rows_inner, self._dense(name + "down_proj"), x, x, active, config.residual_scale)
 
     def leave(self, x: Tensor, active: Tensor, places: Tensor, passed: Tensor) -> None:
         """Leave those hidden states x [N, hidden_size] that are not `active` at `places` [N], but none below 0."""
@@ -184,7 +214,7 @@ class FusedLayers:
 
     def logits_of_rows(self, x: Tensor, active: Tensor) -> Tensor:
         """Logits f32 [N, vocab_size] of the active ones of hidden states x [N, hidden_size]; overwritten next time."""
-        head = self._weights.get("lm_head", self._weights["embed_tokens"])
+        head = self._dense("lm_head" if "lm_head" in self._weights else "embed_tokens")
         self._norm_rows(x, self._weights["norm"], active)
         out = self._rows_logits[: len(x)]
         self._linear_rows(self._rows_normed[: len(x)], head, None, out, active, self._config.logit_scale)
@@ -226,24 +256,25 @@ class FusedLayers:
 
     def _project(self, x: Tensor, layer: int) -> None:
         """Queries, keys and values of a layer before rotation, into `_projected`."""
-        config, tile, name = self._config, QKV_TILE, f"layers.{layer}."
+        config, name = self._config, f"layers.{layer}."
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         q_size, kv_size = heads * config.head_dim, kv_heads * config.head_dim
-        matrices = (self._weights[f"{name}{part}_proj"] for part in "qkv")
+        matrices = [self._weights[f"{name}{part}_proj"] for part in "qkv"]
         biases = (self._weights.get(f"{name}{part}_bias") for part in "qkv")
+        tile = _tile(QKV_TILE, PACKED_QKV_TILE, *matrices)
         programs = triton.cdiv(q_size, tile.rows) + 2 * triton.cdiv(kv_size, tile.rows)
         triton_kernels.queries_keys_values[(programs,)](
-            x, self._weights[name + "pre_attention_norm"], *matrices, *biases, self._projected, config.rms_norm_eps,
-            Q_SIZE=q_size, KV_SIZE=kv_size, **self._cut(tile, config.hidden_size),
+            x, self._weights[name + "pre_attention_norm"], *map(_given, matrices), *biases, self._projected,
+            config.rms_norm_eps, Q_SIZE=q_size, KV_SIZE=kv_size, **self._cut(tile, config.hidden_size),
         )  # fmt: skip
 
     def _linear(
-        self, x: Tensor, norm: Tensor | None, matrix: Tensor, residual: Tensor | None, out: Tensor, scale: float
+        self, x: Tensor, norm: Tensor | None, matrix: Matrix, residual: Tensor | None, out: Tensor, scale: float
     ) -> None:
-        rows, size = matrix.shape
+        (rows, size), tile = matrix.shape, _tile(TILE, PACKED_TILE, matrix)
         eps = self._config.rms_norm_eps
-        triton_kernels.linear[(triton.cdiv(rows, TILE.rows),)](
-            x, norm, matrix, residual, out, rows, eps, scale, **self._cut(TILE, size)
+        triton_kernels.linear[(triton.cdiv(rows, tile.rows),)](
+            x, norm, _given(matrix), residual, out, rows, eps, scale, **self._cut(tile, size)
         )
 
     def _cut(self, tile: Tile, size: int) -> dict[str, Any]:
@@ -257,3 +288,13 @@ class FusedLayers:
         if rope is None:
             return self._projected, options | {"ROTATED": 0, "INTERLEAVED": False}
         return self._rotations[rope], options | {"ROTATED": rope.dim, "INTERLEAVED": rope.interleaved}
+
+
+def _tile(dense: Tile, packed: Tile, *matrices: Matrix) -> Tile:
+    """How products with matrices are cut: as packed ones, if all are."""
+    return packed if all(isinstance(matrix, PackedMatrix) for matrix in matrices) else dense
+
+
+def _given(matrix: Matrix) -> Any:
+    """A matrix as kernels take it: how many bits integers have is known when they are compiled."""
+    return matrix._replace(bits=tl.constexpr(matrix.bits)) if isinstance(matrix, PackedMatrix) else matrix

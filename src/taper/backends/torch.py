@@ -8,8 +8,8 @@ graph depends on the deepest one. Everything else runs eagerly. Knows neither po
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property, partial
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -25,6 +25,7 @@ from ..models.config import DeltaNet, Experts, LatentAttention, Mamba2, Mixer, M
 from ..models.tensors import Tensor as StoredTensor
 from . import ForwardOutput, Runs, TokenBatch, needed, runs_by_slot
 from .mixers import States, delta_rule, pass_tokens, short_convolution, state_space
+from .packed import PackedMatrix, can_pack, packed
 from .passing import PassingStates, Plan
 from .states import Passage, StateRecords
 from .streams import corrected, merged, predicted, spread
@@ -49,6 +50,7 @@ class TorchBackend:
     `dtype` is that of weights, activations and cache; memory for the whole cache is allocated at once. PyTorch's
     own tensors are shared, if they are of this device and dtype. Without `graphs`, every step runs eagerly, in
     PyTorch's own operations. `matrix_dtype` is that of matrices, if it is another one: for use under `torch.autocast`.
+    With `keep_bits`, quantised matrices stay quantised where the kernels of `fused` compute with them.
 
     Raises:
         RequestError: no CUDA device, or a dtype that does not run here.
@@ -68,6 +70,7 @@ class TorchBackend:
         matrix_dtype: str = "",
         device: str = "cuda",
         graphs: bool = True,
+        keep_bits: bool = False,
     ) -> None:
         if dtype not in DTYPES:
             raise RequestError(f"dtype {dtype} does not run on {device}", f"choose one of {', '.join(DTYPES)}")
@@ -79,8 +82,10 @@ class TorchBackend:
         self.device, self.dtype = torch.device(device), DTYPES[dtype]
         self._matrix_dtype = DTYPES[matrix_dtype or dtype]
         self._use_graphs = graphs and self.device.type == "cuda"
-        self._weights = {name: self._convert(name, to_torch(tensor)) for name, tensor in tensors.items()}
-        self.weight_bytes = {name: weight.nbytes for name, weight in self._weights.items()}
+        keep_bits = keep_bits and self._use_graphs
+        kept = {name for name, tensor in tensors.items() if keep_bits and can_pack(tensor)}
+        self._packed: dict[str, PackedMatrix] = {name: packed(tensors[name], self.device) for name in kept}
+        self._weights = self._dense(tensors, tensors.keys() - kept)
         self._cache = self._new_cache()
         self._records = None if config.mixer is None else StateRecords(config, num_slots)
         self._states = self._new_states()
@@ -91,8 +96,17 @@ class TorchBackend:
         self._windows = {spec.window for spec in config.layers}
         self._adapters: WeakKeyDictionary[Adapters, AdapterWeights] = WeakKeyDictionary()  # those in use
         self._graphs: OrderedDict[tuple[Any, ...], Step] = OrderedDict()
-        self._pool = torch.cuda.graph_pool_handle() if self._use_graphs else None  # memory that all graphs share
         self._fused = self._open_fused() if self._use_graphs else None
+        if self._fused is None:
+            self._weights |= self._dense(tensors, kept)
+            self._packed = {}
+        elif self._packed:
+            self.layouts = "quantised matrices keep their bits, and are dequantised for prompts and batches"
+        self.weight_bytes = {name: weight.nbytes for name, weight in (self._weights | self._packed).items()}
+
+    def _dense(self, tensors: Mapping[str, StoredTensor | Tensor], names: Collection[str]) -> dict[str, Tensor]:
+        """Some of the tensors on the device, dequantised."""
+        return {name: self._convert(name, to_torch(tensors[name])) for name in tensors if name in names}
 
     def _new_cache(self) -> Sequence[Tensor]:
         """Keys and values of each layer: [2, num_slots, key-value heads, context_length, head_dim]; as one if alike."""
@@ -133,7 +147,7 @@ class TorchBackend:
 
             if not FusedLayers.fit(self.config):
                 return None
-            kernels = FusedLayers(self.config, self._weights, self._cache, self._rotations)
+            kernels = FusedLayers(self.config, self._weights, self._packed, self._cache, self._rotations)
             kernels.logits(torch.zeros(1, self.config.hidden_size, dtype=self.dtype, device=self.device))
         except Exception:  # no Triton, no C compiler for it, or a device that it does not know
             return None
@@ -195,6 +209,7 @@ class TorchBackend:
         self._graphs.clear()
         self._adapters.clear()
         self._weights.clear()
+        self._packed.clear()
         self._fused = None
         self._cache, self._states, self._passed = [], [], torch.empty(0)
 
@@ -337,6 +352,11 @@ class TorchBackend:
         self._graphs.move_to_end(key)
         return self._graphs[key]
 
+    @cached_property
+    def _pool(self) -> Any:
+        """Memory that all graphs share."""
+        return torch.cuda.graph_pool_handle()
+
     def _capture(self, compute: Callable[[Tensor], Outputs], inputs: np.ndarray) -> Step:
         """Capture a computation as a CUDA graph that reads its inputs from the host's memory.
 
@@ -455,7 +475,11 @@ class TorchBackend:
         return spread(self._embeddings(tokens), self._of_streams("embed"))
 
     def _embeddings(self, tokens: Tensor) -> Tensor:
-        return _scaled(F.embedding(tokens, self._weights["embed_tokens"]), self.config.embedding_scale)
+        if self._fused is not None and "embed_tokens" in self._packed:
+            rows = self._fused.dequantised(self._packed["embed_tokens"], tokens)
+        else:
+            rows = F.embedding(tokens, self._weights["embed_tokens"])
+        return _scaled(rows, self.config.embedding_scale)
 
     def combined(self, x: Tensor, given: Tensor) -> Tensor:
         """What enters the MTP layer, of embeddings and of what the head read: all [N, hidden_size]."""
@@ -630,7 +654,7 @@ class TorchBackend:
         return self._norm(merged(x, self._of_streams("unembed")), norm)
 
     def _logits(self, read: Tensor) -> Tensor:
-        head = self._weights.get("lm_head", self._weights["embed_tokens"])
+        head = self._matrix("lm_head" if "lm_head" in self.weight_bytes else "embed_tokens")
         return capped(_scaled(F.linear(read, head), self.config.logit_scale), self.config.logit_cap)
 
     def _added(self, x: Tensor, h: Tensor, norm: str) -> Tensor:
@@ -639,7 +663,13 @@ class TorchBackend:
 
     def _times(self, h: Tensor, layer: int, name: str, bias: str = "") -> Tensor:
         """Rows h times a matrix of a layer, plus a bias, where the model has one of this name."""
-        return F.linear(h, self._weights[f"layers.{layer}.{name}"], self._weights.get(f"layers.{layer}.{bias}"))
+        return F.linear(h, self._matrix(f"layers.{layer}.{name}"), self._weights.get(f"layers.{layer}.{bias}"))
+
+    def _matrix(self, name: str) -> Tensor:
+        """A matrix by name; one that keeps its bits is dequantised for this use."""
+        if self._fused is not None and name in self._packed:
+            return self._fused.dequantised(self._packed[name])
+        return self._weights[name]
 
     def _mlp(self, x: Tensor, layer: int) -> Tensor:
         """The MLP, or what takes its place or stands beside it, on hidden states x [n, hidden_size]."""

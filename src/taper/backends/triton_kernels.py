@@ -15,20 +15,41 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from . import packed_kernels
+
 
 @triton.jit
 def _first_tile(weights, rows, num_rows, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
-    """Pointers to the first columns of some rows of weights [num_rows, SIZE], and their values."""
-    columns = tl.arange(0, COLUMNS)
-    pointers = weights + rows[:, None].to(tl.int64) * SIZE + columns[None, :]
-    return pointers, tl.load(pointers, (rows < num_rows)[:, None] & (columns < SIZE)[None, :], 0.0)
+    """Pointers to the first columns of some rows of weights [num_rows, SIZE], and their values.
+
+    Of a `PackedMatrix`, that of all words and what `packed_kernels.first_tile` returns.
+    """
+    if isinstance(weights, tl.tensor):
+        columns = tl.arange(0, COLUMNS)
+        pointers = weights + rows[:, None].to(tl.int64) * SIZE + columns[None, :]
+        tile = tl.load(pointers, (rows < num_rows)[:, None] & (columns < SIZE)[None, :], 0.0)
+    else:
+        pointers, tile = weights.words, packed_kernels.first_tile(weights, rows, num_rows, 0, SIZE, COLUMNS)
+    return pointers, tile
 
 
 @triton.jit
 def _products(
+    weights, pointers, tile, x, norm, rows, num_rows, eps,
+    SIZE: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Rows of weights times x [SIZE], which is RMS-normed if there is a `norm`: f32 [ROWS]."""
+    if isinstance(weights, tl.tensor):
+        out = _dense_products(pointers, tile, x, norm, rows, num_rows, eps, SIZE, COLUMNS, ROWS)
+    else:
+        out = packed_kernels.products(weights, tile, x, norm, rows, num_rows, eps, SIZE, COLUMNS, ROWS)
+    return out
+
+
+@triton.jit
+def _dense_products(
     pointers, tile, x, norm, rows, num_rows, eps, SIZE: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Rows of weights times x [SIZE], which is RMS-normed if there is a `norm`: f32 [ROWS]."""
     columns = tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     squares = tl.zeros((COLUMNS,), tl.float32)
@@ -63,7 +84,7 @@ def linear(
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     pointers, tile = _first_tile(weights, rows, num_rows, SIZE, COLUMNS)
     _begin(OVERLAPS)
-    result = scale * _products(pointers, tile, x, norm, rows, num_rows, eps, SIZE, COLUMNS, ROWS)
+    result = scale * _products(weights, pointers, tile, x, norm, rows, num_rows, eps, SIZE, COLUMNS, ROWS)
     if residual is not None:
         result += tl.load(residual + rows, rows < num_rows, 0.0).to(tl.float32)
     tl.store(out + rows, result, rows < num_rows)
@@ -76,7 +97,7 @@ def _project(
 ):  # fmt: skip
     pointers, tile = _first_tile(weights, rows, num_rows, SIZE, COLUMNS)
     _begin(OVERLAPS)
-    result = _products(pointers, tile, x, norm, rows, num_rows, eps, SIZE, COLUMNS, ROWS)
+    result = _products(weights, pointers, tile, x, norm, rows, num_rows, eps, SIZE, COLUMNS, ROWS)
     if bias is not None:
         result += tl.load(bias + rows, rows < num_rows, 0.0).to(tl.float32)
     tl.store(out + rows, result, rows < num_rows)
@@ -115,8 +136,8 @@ def gate_up(
     gate_pointers, gate_tile = _first_tile(gate_weights, rows, num_rows, SIZE, COLUMNS)
     up_pointers, up_tile = _first_tile(up_weights, rows, num_rows, SIZE, COLUMNS)
     _begin(OVERLAPS)
-    gate = _products(gate_pointers, gate_tile, x, norm, rows, num_rows, eps, SIZE, COLUMNS, ROWS)
-    up = _products(up_pointers, up_tile, x, norm, rows, num_rows, eps, SIZE, COLUMNS, ROWS)
+    gate = _products(gate_weights, gate_pointers, gate_tile, x, norm, rows, num_rows, eps, SIZE, COLUMNS, ROWS)
+    up = _products(up_weights, up_pointers, up_tile, x, norm, rows, num_rows, eps, SIZE, COLUMNS, ROWS)
     tl.store(out + rows, _activated(gate, SILU) * up, rows < num_rows)
 
 
