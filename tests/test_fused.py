@@ -144,6 +144,23 @@ def test_outputs_together_equal_the_slow_ones(tiny_llama):
     assert fast == slow
 
 
+def test_kernels_that_need_more_than_the_gpu_has_run_fewer_rows(tiny_llama, monkeypatch):
+    _, fast = both(tiny_llama.load(), num_slots=4)
+    fast._fused.check()
+    assert fast._fused.max_rows == 4
+    run = fast._fused.run_rows
+
+    def run_few(x, *rest):
+        if len(x) > 2:
+            raise RuntimeError("out of resource: shared memory")
+        run(x, *rest)
+
+    monkeypatch.setattr(fast._fused, "run_rows", run_few)
+    fast._fused.check()
+    assert fast._fused.max_rows == 2
+    assert not torch.stack([*fast._cache])[:, :, :, :, 1:].any()
+
+
 @pytest.mark.parametrize("family", ["gemma3", "olmo2", "mixtral"])
 def test_other_models_run_in_operations_of_pytorch(tmp_path, family):
     architecture, options = FAMILIES[family]

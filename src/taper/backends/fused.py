@@ -114,6 +114,25 @@ class FusedLayers:
         fits = fits and config.hidden_size % _LEAST == config.intermediate_size % _LEAST == 0
         return plain and fits and config.activation in _ACTIVATIONS
 
+    def check(self) -> None:
+        """Compile and run each kernel once; `max_rows` falls where kernels for rows need more than this GPU has.
+
+        Raises:
+            Exception: of Triton's, those for one token do not run here.
+        """
+        x = torch.zeros(self.max_rows, self._config.hidden_size, dtype=self._cache.dtype, device=self._cache.device)
+        none = torch.zeros(self.max_rows, dtype=torch.int64, device=self._cache.device)
+        self.run_layer(x[:1], 0, none[:1], none[:1], _CELLS)
+        self.logits(x[:1])
+        while self.max_rows > 1:
+            rows = x[: self.max_rows], 0, none, none, none[:1], none - 1, x, _CELLS
+            try:
+                self.run_rows(*rows)
+                self.logits_of_rows(rows[0], none[:1])
+                return
+            except Exception:  # mostly too little shared memory
+                self.max_rows //= 2
+
     def run_layer(self, x: Tensor, layer: int, positions: Tensor, slots: Tensor, kv_length: int) -> None:
         """Run a layer on the hidden states x [1, hidden_size], in place, and write its keys and values.
 

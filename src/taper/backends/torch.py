@@ -148,7 +148,8 @@ class TorchBackend:
             if not FusedLayers.fit(self.config):
                 return None
             kernels = FusedLayers(self.config, self._weights, self._packed, self._cache, self._rotations)
-            kernels.logits(torch.zeros(1, self.config.hidden_size, dtype=self.dtype, device=self.device))
+            if self.device.type == "cuda":
+                kernels.check()
         except Exception:  # no Triton, no C compiler for it, or a device that it does not know
             return None
         self.kernels += f", triton {metadata.version('triton')}"
