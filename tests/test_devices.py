@@ -43,7 +43,7 @@ from taper.lab.bench import target
 from taper.lab.bench.run import run as run_bench
 from taper.lab.bench.target import BenchOptions
 from taper.models import load_model, preview
-from taper.models.tensors import LoadedModel
+from taper.models.tensors import WEIGHT_TYPES, LoadedModel
 from taper.policy import DepthPolicy
 from taper.sampling import SamplingParams
 
@@ -447,16 +447,18 @@ def test_bench_measures_a_device_and_llama_cpp_there(tiny_gguf, host, llama_bin,
 
 
 @NEEDS_DEVICE
-@pytest.mark.parametrize("dtype", ["Q4_K", "Q8_0"])
-def test_quantised_weights_give_the_distributions_of_the_cpu(device, dtype):
+@pytest.mark.parametrize("dtype", WEIGHT_TYPES)
+def test_weights_of_each_type_give_the_distributions_of_the_cpu(device, dtype):
+    """Of the tokens of a prompt, and of one that is decoded."""
     tensors, config = random_model(CONFIG, dtype), replace(CONFIG, quantization=dtype)
-    places = None, ggml.device(device)
-    ours, theirs = (
-        backend.forward(one_slot(backend, TOKENS, tuple(range(len(TOKENS))))).logits.astype(np.float64)
-        for backend in (GgmlBackend(config, tensors, device=place, context_length=64) for place in places)
-    )
-    p, q = (logits - np.log(np.exp(logits).sum(-1, keepdims=True)) for logits in (ours, theirs))
-    assert (np.exp(p) * (p - q)).sum(-1).mean() < 1e-3
+    rows, found = tuple(range(len(TOKENS))), []
+    for place in (None, ggml.device(device)):
+        backend = GgmlBackend(config, tensors, device=place, context_length=64)
+        batches = one_slot(backend, TOKENS, rows), one_slot(backend, [5], (0,), start=len(TOKENS))
+        found.append([backend.forward(batch).logits.astype(np.float64) for batch in batches])
+    for ours, theirs in zip(*found, strict=True):
+        p, q = (logits - np.log(np.exp(logits).sum(-1, keepdims=True)) for logits in (ours, theirs))
+        assert (np.exp(p) * (p - q)).sum(-1).mean() < 1e-3
 
 
 @NEEDS_DEVICE
