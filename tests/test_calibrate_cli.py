@@ -126,6 +126,7 @@ def test_a_budget_that_no_policy_keeps_writes_none_and_names_the_nearest(argumen
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.ci
 def test_json_is_one_object_with_everything_and_the_report_is_written(arguments, tmp_path):
     result = CliRunner().invoke(cli, [*arguments, "--json", "--report", str(tmp_path / "report")])
     assert result.exit_code == 0, result.output

@@ -120,7 +120,8 @@ KINDS = ["sampled", "stop string", "drafted", "exact"]
 # A stop string ends an output before its sequence; the first word of this one is found when the tests are run.
 # After an interrupt, each kind goes on; at every other line it also aborts, at the rest it closes, and the next kind
 # the other way round.
-@pytest.mark.parametrize("kind", [KINDS[0], *(pytest.param(kind, marks=pytest.mark.ci) for kind in KINDS[1:])])
+@pytest.mark.ci
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_interrupt_at_any_line_loses_nothing(llm, kind):
     params = SAMPLED
     if kind == "stop string":

@@ -29,6 +29,8 @@ from taper.models.gguf import read_gguf
 from taper.models.tensors import Tensor
 from taper.policy import DepthPolicy
 
+pytestmark = pytest.mark.ci
+
 MISTRAL4, GLM = "mistral 4", "glm 4.7 flash"
 FULL = DepthPolicy.full(5)
 

@@ -28,6 +28,8 @@ from taper.models import load_model
 from taper.policy import DepthPolicy
 from taper.sampling import SamplingParams
 
+pytestmark = pytest.mark.ci
+
 LAYERS = 7
 FULL = DepthPolicy.full(LAYERS)
 ALWAYS = Drafting("mtp", max_tokens=3, min_probability=0.0, always=True)

@@ -9,13 +9,14 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from axe_playwright_python.sync_playwright import Axe
 from serving import before_each_forward, serving
 
 from taper.engine.drafting import Drafting
 from taper.models.download import DEFAULT_MODEL
 from taper.models.policies import shipped_policies
 
+# Playwright comes with it.
+Axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="make test-ci installs it").Axe
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = [
     pytest.mark.ci,

@@ -139,6 +139,7 @@ def test_nothing_is_said_where_all_fit(dtype, recwarn):
 # Whole models
 
 
+@pytest.mark.ci
 @each_dtype
 def test_a_folder_generates_what_a_file_of_the_same_types_does(tmp_path, wide, dtype):
     def quantise(name: str, floats: np.ndarray) -> tuple[str, np.ndarray]:

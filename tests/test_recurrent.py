@@ -33,6 +33,8 @@ from taper.lab.calibration.replay import Reference, Replay
 from taper.policy import DepthPolicy
 from taper.sampling import SamplingParams
 
+pytestmark = pytest.mark.ci
+
 LAYERS = 7
 FULL, LATE = DepthPolicy.full(LAYERS), policies(LAYERS)["d3 late"]
 CHOSEN = {"full": FULL, "late": LATE, "static": policies(LAYERS)["static"]}

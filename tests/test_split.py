@@ -21,6 +21,8 @@ from taper.errors import RequestError
 from taper.lab.calibration import clock, search
 from taper.sampling import SamplingParams
 
+pytestmark = pytest.mark.ci
+
 # With grouped queries and without, with states that cannot be cut back, with layers that lend their cells.
 CHOSEN = ("llama", "qwen35", "gemma4", pytest.param("gemma3n", marks=pytest.mark.ci))
 
