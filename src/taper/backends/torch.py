@@ -404,8 +404,9 @@ class TorchBackend:
         graphs replay with others. With `runs` None, each slot has one token, and the operations do not depend on which
         slots these are.
         """
-        count = len(self._states)
-        (tokens, positions, slots), reads, writes, placed = inputs.split((3, count, count, len(inputs) - 3 - 2 * count))
+        num_parts = len(plan.parts) if plan else 0
+        records = (len(inputs) - 3 - num_parts) // 2
+        (tokens, positions, slots), reads, writes, placed = inputs.split((3, records, records, num_parts))
         rotations, layer_inputs = self.rotations(positions), self.inputs_of_layers(tokens)
         visible = {window: visible_cells(positions, kv_length, window) for window in self._windows}
         hidden_states = {}
