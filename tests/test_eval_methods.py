@@ -14,6 +14,8 @@ from tiny import with_adapters
 from taper.errors import PolicyError, RequestError
 from taper.policy import DepthPolicy
 
+pytestmark = pytest.mark.ci
+
 MEASURED, MIDDLE_FIRST = "D3, measured order", "D3, middle first (our reading)"
 RANDOM = [f"D3, random order {i + 1}" for i in range(RANDOM_SEEDS)]
 CONSTANT = ["early exit", "ShortGPT", "Unified (evenly spread)"]

@@ -33,6 +33,8 @@ from taper.models.files import Settings
 from taper.models.tensors import LoadedModel, Tensor
 from taper.policy import DepthPolicy
 
+pytestmark = pytest.mark.ci
+
 
 def make(folder, name: str, **more):
     architecture, options = FAMILIES[name]

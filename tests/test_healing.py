@@ -34,6 +34,8 @@ from taper.lab.healing.summary import Healing
 from taper.lab.healing.train import Training
 from taper.models.policies import load_policy, save_policy
 
+pytestmark = pytest.mark.ci
+
 PROMPTS = [f"tell me about number {i}" for i in range(14)]
 POLICY = DepthPolicy.d3(6, 0.9, skip_order=[3, 2, 4])
 CI_FAMILIES = ("gemma2", "gemma3", "mistral 4", "qwen3")

@@ -11,6 +11,8 @@ import taper.hf
 from taper.errors import PolicyError, RequestError
 from taper.policy import DepthPolicy, ModelIdentity, Schedule
 
+pytestmark = pytest.mark.ci
+
 POLICY = policies(6)["d3"]
 CHUNKS = LLAMA4 | {"attention_chunk_size": 8, "floor_scale": 8, "attn_scale": 1.0}
 

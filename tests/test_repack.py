@@ -16,6 +16,8 @@ from taper.backends.ggml import GgmlBackend, layouts, repack
 from taper.backends.ggml.layouts import Layout
 from taper.models.tensors import Tensor
 
+pytestmark = pytest.mark.ci
+
 REPACKED = ["Q4_0", "Q4_K", "IQ4_NL", "MXFP4", "Q2_K"]  # on x86; Q2_K with AVX-512 only
 STEPS = 2000
 

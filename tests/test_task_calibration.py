@@ -23,6 +23,8 @@ from taper.lab.calibration.task import calibrate_to_task
 from taper.lab.evals import evaluate, load_tasks, summarise
 from taper.lab.evals.run import TaskProblems
 
+pytestmark = pytest.mark.ci
+
 COUNT = 32 + 64
 
 
