@@ -100,7 +100,7 @@ def on(device: Device, loaded: LoadedModel, **options) -> GgmlBackend:
     return GgmlBackend(loaded.config, loaded.tensors, device=device, **options)
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen35", pytest.param("gemma4", marks=pytest.mark.ci)])
+@pytest.fixture(scope="module", params=["llama", "qwen35", pytest.param("gemma4", marks=pytest.mark.slow)])
 def model(request, tmp_path_factory) -> SimpleNamespace:
     """Some prompts, each with a policy, and their completions on the CPU; then later turns of each."""
     architecture, options = FAMILIES.get(request.param, (request.param, {"layers": 6}))
