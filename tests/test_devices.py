@@ -449,7 +449,7 @@ def test_bench_measures_a_device_and_llama_cpp_there(tiny_gguf, host, llama_bin,
 @NEEDS_DEVICE
 @pytest.mark.parametrize("dtype", WEIGHT_TYPES)
 def test_weights_of_each_type_give_the_distributions_of_the_cpu(device, dtype):
-    """Of the tokens of a prompt, and of one that is decoded: as close to those in f32 as the CPU's own kernels are."""
+    """Of the tokens of a prompt, and of one that is decoded; or those in f32, from which the CPU's kernels differ."""
     tensors, config = random_model(CONFIG, dtype), replace(CONFIG, quantization=dtype)
     rows, found = tuple(range(len(TOKENS))), []
     for place, used in ((None, "f32"), (None, None), (ggml.device(device), None)):
@@ -458,8 +458,7 @@ def test_weights_of_each_type_give_the_distributions_of_the_cpu(device, dtype):
         logits = [backend.forward(batch).logits.astype(np.float64) for batch in batches]
         found.append([each - np.log(np.exp(each).sum(-1, keepdims=True)) for each in logits])
     for exact, cpu, ours in zip(*found, strict=True):
-        of_cpu, of_ours = ((np.exp(exact) * (exact - other)).sum(-1).mean() for other in (cpu, ours))
-        assert of_ours < of_cpu + 1e-3
+        assert min((np.exp(p) * (p - ours)).sum(-1).mean() for p in (cpu, exact)) < 1e-3
 
 
 @NEEDS_DEVICE

@@ -88,10 +88,8 @@ class GgmlBackend:
         self.num_slots, self.context_length, self.has_preview = num_slots, context_length, False
         self.head, self._threads = "the whole matrix", threads or available_threads()
         self.kernels = str(ggml.place) if device is None else f"{ggml.place}, {device.name}: {device.description}"
-        self._device, self._buffer_type = (
-            device,
-            None if device is None else ggml.backend_dev_buffer_type(device.pointer),
-        )
+        self._device = device
+        self._buffer_type = None if device is None else ggml.backend_dev_buffer_type(device.pointer)
         self._records = self._states = None  # of recurrent layers
         if config.mixer is not None:
             ggml.declare_recurrent()
