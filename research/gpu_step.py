@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 import triton
+from interpreted import Interpreted
 
 from taper.backends import TokenBatch, fused
 from taper.backends.fused import RowsTile, Tile
@@ -103,15 +104,6 @@ def tiny_settings() -> Settings:
     place = ("cuda", "bf16") if torch.cuda.is_available() else ("cpu", "f16")  # the interpreter's products lack bf16
     few = {"steps": 1, "warm_up": 0, "rounds": 1, "num_tiles": 2}
     return Settings(TINY, *place, 129, (6, 4, 3), (10,), rows_position=70, **few)
-
-
-class Interpreted(TorchBackend):
-    """Steps as a GPU captures them, run at once on a CPU."""
-
-    _use_graphs = property(lambda self: True, lambda self, value: None)  # type: ignore[assignment]
-
-    def _capture(self, compute: Any, inputs: np.ndarray) -> Any:
-        return lambda inputs: compute(torch.from_numpy(inputs))
 
 
 def random_blocks(config: ModelConfig, dtype: str) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from interpreted import Interpreted
 from tiny import CONTEXT, FAMILIES, PLAIN, complete, make_tiny, one_slot, policies, random_prompt, with_adapters
 
 from taper.backends import TokenBatch, passing
@@ -33,20 +34,10 @@ def _large_tiles(monkeypatch):
     monkeypatch.setattr(fused, "_ROWS_PROGRAMS", 32)
 
 
-class Interpreted(TorchBackend):
-    """Steps as a GPU captures them, run at once."""
-
-    def __init__(self, loaded, **options):
-        super().__init__(loaded.config, loaded.tensors, **options)
-        self._use_graphs, self._fused = True, self._open_fused()
-
-    def _capture(self, compute, rows):
-        return lambda rows: compute(torch.from_numpy(rows))
-
-
 def both(loaded, num_slots=1):
     options = {"num_slots": num_slots, "context_length": CONTEXT, "dtype": "f32", "device": "cpu"}
-    return TorchBackend(loaded.config, loaded.tensors, **options), Interpreted(loaded, **options)
+    slow, fast = (kind(loaded.config, loaded.tensors, **options) for kind in (TorchBackend, Interpreted))
+    return slow, fast
 
 
 @pytest.mark.parametrize("family", FITTING)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
+from interpreted import Interpreted
 from test_quantise import rows
 from tiny import CONTEXT, complete, make_tiny, one_slot, random_prompt, write_gguf
 
@@ -64,15 +65,6 @@ def fused(monkeypatch):
     for name in [name for name, tile in vars(module).items() if isinstance(tile, module.Tile)]:
         monkeypatch.setattr(module, name, module.Tile(512, 256, 4))
     return module
-
-
-class Interpreted(TorchBackend):
-    """Steps as a GPU captures them, run at once."""
-
-    _use_graphs = property(lambda self: True, lambda self, value: None)
-
-    def _capture(self, compute, rows):
-        return lambda rows: compute(torch.from_numpy(rows))
 
 
 def both(loaded, num_slots=1):
