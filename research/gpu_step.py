@@ -3,15 +3,16 @@
     python research/gpu_step.py --out research/results/gpu_step.json
     python research/gpu_step.py --rows 1 8 32 --out research/results/gpu_rows.json
     python research/gpu_step.py --tiles --out research/results/gpu_tiles.json
-    python research/gpu_step.py --dtype q4_k --out research/results/gpu_step_q4_k.json
+    python research/gpu_step.py --dtype q4_k_m --out research/results/gpu_step_q4_k_m.json
     TRITON_INTERPRET=1 python research/gpu_step.py --tiny --rows 1 2 --out tiny.json
 
 Random weights in the shape of Llama 2 7B, or of another with `--shape`, bf16, on a GPU that does nothing else (a minute
 each). A step is timed on the host, from its batch to its argmax, and the graph alone on the device. Variants take
 turns. With `--rows`, steps are those of so many rows, at full depth and at mixed depths. With `--tiles`, each kind of
 product tries several tiles, and the whole step says which is best. With `--dtype`, matrices are random blocks of a
-quantised type that keep their bits, and steps are compared with those of the kernels with bf16. `--tiny` tries all this
-on a tiny model, but `--dtype q4_k`, and where there is no GPU in Triton's interpreter; its times mean nothing.
+quantised type that keep their bits, and steps are compared with those of the kernels with bf16; `q4_k_m` is Q4_K with
+Q6_K for the head and for values and down projections of every second layer. `--tiny` tries all this on a tiny model,
+but these two types, and where there is no GPU in Triton's interpreter; its times mean nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,7 @@ ROWS_TILES = [
 PRODUCTS = {"QKV_TILE": TILES, "GATE_UP_TILE": TILES, "TILE": TILES}
 PACKED_PRODUCTS = {f"PACKED_{name}": PACKED_TILES for name in PRODUCTS}
 ROWS_PRODUCTS = {"ROWS_TILE": ROWS_TILES, "ROWS_GATE_UP_TILE": ROWS_TILES}
+PACKED_ROWS_PRODUCTS = {"PACKED_ROWS_TILE": ROWS_TILES}
 
 Weights = Mapping[str, Any]  # PyTorch's tensors, or ours
 
@@ -109,16 +112,29 @@ def tiny_settings() -> Settings:
 def random_blocks(config: ModelConfig, dtype: str) -> dict[str, Tensor]:
     """Weights of a shape: matrices that repeat a pattern of random blocks of a type, norms of ones.
 
-    Scales, the first numbers of a block, give matrices a spread of 0.02, and a mean of 0.
+    Scales, which stand first in a block but in Q6_K, give matrices a spread of 0.02, and a mean of 0.
     """
-    size = WEIGHT_TYPES[dtype][2]
-    pattern = np.random.default_rng(0).integers(0, 256, (1 << 20, size), np.uint8)
-    scales = np.array({"Q8_0": [0.00027], "Q4_0": [0.0043], "Q4_K": [0.00014, 0.00105]}[dtype], np.float16)
-    pattern[:, : scales.nbytes] = scales.view(np.uint8)
+    by_type = {"Q8_0": [0.00027], "Q4_0": [0.0043], "Q4_K": [0.00008, 0.0006], "Q6_K": [1.46e-5]}
+
+    @cache
+    def pattern(dtype: str) -> np.ndarray:
+        blocks = np.random.default_rng(0).integers(0, 256, (1 << 20, WEIGHT_TYPES[dtype][2]), np.uint8)
+        scales = np.array(by_type[dtype], np.float16).view(np.uint8)
+        blocks[:, slice(-2, None) if dtype == "Q6_K" else slice(len(scales))] = scales
+        return blocks
+
+    def type_of(name: str) -> str:
+        if dtype != "Q4_K_M":
+            return dtype
+        layer, _, part = name.removeprefix("layers.").partition(".")
+        is_wide = part in ("v_proj", "down_proj") and int(layer) % 2 == 0
+        return "Q6_K" if is_wide or name == "lm_head" else "Q4_K"
+
     tensors = {}
     for name, shape in expected_shapes(config).items():
         if len(shape) > 1:
-            tensors[name] = Tensor(dtype, shape, np.resize(pattern, shape[0] * row_bytes(dtype, shape[1])))
+            kind = type_of(name)
+            tensors[name] = Tensor(kind, shape, np.resize(pattern(kind), shape[0] * row_bytes(kind, shape[1])))
         else:
             tensors[name] = Tensor("F32", shape, np.ones(shape, np.float32).view(np.uint8))
     return tensors
@@ -264,8 +280,8 @@ def tiles(settings: Settings, weights: Weights, count: int) -> dict[str, dict[st
     """Milliseconds of a full step's graph by tile, one kind of product after another."""
     backend, times_by_product = open_backend(settings, weights, num_slots=count), {}
     batch = batch_of(settings, [settings.layers] * count, settings.rows_position)
-    of_one = PACKED_PRODUCTS if backend._packed else PRODUCTS
-    for product, choices in (of_one if count == 1 else ROWS_PRODUCTS).items():
+    kinds = (PACKED_PRODUCTS, PACKED_ROWS_PRODUCTS) if backend._packed else (PRODUCTS, ROWS_PRODUCTS)
+    for product, choices in kinds[count > 1].items():
         times = {}
         for tile in choices[: settings.num_tiles]:
             setattr(fused, product, tile)
@@ -286,13 +302,14 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="llama-2-7b")
     parser.add_argument("--rows", type=int, nargs="+", default=[])
     parser.add_argument("--tiles", action="store_true")
-    parser.add_argument("--dtype", choices=("q8_0", "q4_0", "q4_k"))
+    parser.add_argument("--dtype", choices=("q8_0", "q4_0", "q4_k", "q6_k", "q4_k_m"))
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     settings = tiny_settings() if options.tiny else Settings(SHAPES[options.shape])
     if settings.device == "cpu":  # the interpreter takes milliseconds for each program
         for product in (*PRODUCTS, *PACKED_PRODUCTS):
             setattr(fused, product, Tile(64, 64, 4))
+        fused.PACKED_ROWS_TILE = RowsTile(64, 64, 4, 3)
     bandwidth, weights = (
         copy_bandwidth(settings.device),
         random_weights(settings.config, settings.dtype, settings.device),

@@ -1,4 +1,4 @@
-"""Triton's interpreter runs the fused kernels on a CPU: steps of one token a row equal PyTorch's own operations."""
+"""Triton's interpreter runs the fused kernels on a CPU: steps and verified drafts equal PyTorch's own operations."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import torch
 from interpreted import Interpreted
 from tiny import CONTEXT, FAMILIES, PLAIN, complete, make_tiny, one_slot, policies, random_prompt, with_adapters
 
+from taper import SamplingParams
 from taper.backends import TokenBatch, passing
 from taper.backends.torch import TorchBackend
-from taper.engine import Engine
+from taper.engine import Engine, Request
+from taper.engine.drafting import Drafting
 from taper.policy import DepthPolicy, active_prefixes, middle_first_order
 
 fused = pytest.importorskip("taper.backends.fused", reason="needs Triton, which make test-ci installs")
@@ -74,12 +76,13 @@ def test_any_slot_and_length_give_the_logits_of_the_slow_ones(tiny_llama):
         np.testing.assert_allclose(*logits, atol=1e-3)
 
 
-def rows_batch(backend, depths, positions, **options):
-    """A step of a token for each slot, which has a depth and a position; deepest first."""
-    layers, order = backend.config.num_hidden_layers, np.argsort(depths, kind="stable")[::-1]
+def rows_batch(backend, depths, positions, slots=None, **options):
+    """A token for each depth and position, of a slot of its own if none is named; deepest first."""
+    layers, order = backend.config.num_hidden_layers, np.argsort(np.negative(depths), kind="stable")
     tokens = np.array(random_prompt(sum(positions), len(depths)))
-    given = (np.asarray(values, np.int32)[order] for values in (tokens, positions, range(len(depths))))
-    active = active_prefixes(middle_first_order(layers), layers, [depths[slot] for slot in order])
+    rows = tokens, positions, range(len(depths)) if slots is None else slots
+    given = (np.asarray(values, np.int32)[order] for values in rows)
+    active = active_prefixes(middle_first_order(layers), layers, [depths[row] for row in order])
     return TokenBatch(*given, active, (0, len(depths) - 1), tuple(range(len(depths))), **options)
 
 
@@ -135,7 +138,42 @@ def test_outputs_together_equal_the_slow_ones(tiny_llama):
     assert fast == slow
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral with a window"])
+def test_several_tokens_of_a_slot_equal_the_slow_ones(tmp_path, family):
+    """As exact mode verifies them: each attends to those before it, which are as deep or deeper."""
+    architecture, options = (PLAIN | FAMILIES)[family]
+    loaded = make_tiny(tmp_path, architecture, layers=4, **options).load()
+    depths, slots = (4, 4, 3, 2, 4, 3, 3, 3), (0, 0, 0, 0, 1, 1, 1, 2)
+    positions = (62, 63, 64, 65, 0, 1, 2, 130)
+    slow, fast = backends = both(loaded, num_slots=3)
+    for backend in backends:
+        for slot, length in ((0, 62), (2, 130)):
+            backend.forward(one_slot(backend, random_prompt(slot, length), (), slot=slot))
+    found, expected = (b.forward(rows_batch(b, depths, positions, slots, fill=True)) for b in backends)
+    assert len(fast._graphs) == 1
+    np.testing.assert_allclose(found.logits, expected.logits, atol=1e-3)
+    assert found.greedy_ids.tolist() == expected.greedy_ids.tolist()
+    for written in ("_cache", "_passed"):
+        np.testing.assert_allclose(getattr(fast, written), getattr(slow, written), atol=1e-4)
+
+
+def test_exact_mode_gives_the_tokens_of_plain_decoding(tmp_path):
+    loaded, drafter = make_tiny(tmp_path, layers=3).load(), DepthPolicy.static(3, 2, [1])
+    drafting = Drafting(kind="policy", policy=drafter, max_tokens=3, min_probability=0.0, always=True)
+    outputs = []
+    for backend, drafts in zip(both(loaded), (None, drafting), strict=True):
+        engine = Engine(backend)
+        request = Request(random_prompt(1, 9), SamplingParams(max_tokens=5), DepthPolicy.full(3), drafting=drafts)
+        sequence = engine.add(request)
+        while sequence.finish_reason is None:
+            engine.step()
+        outputs.append(sequence.completion_ids)
+    assert outputs[0] == outputs[1]
+    assert any(key[0] == "rows" and key[-2] > 2 for key in backend._graphs)
+
+
 def test_kernels_that_need_more_than_the_gpu_has_run_fewer_rows(tiny_llama, monkeypatch):
+    monkeypatch.setattr(fused, "MAX_ROWS", 4)
     _, fast = both(tiny_llama.load(), num_slots=4)
     fast._fused.check()
     assert fast._fused.max_rows == 4

@@ -23,18 +23,19 @@ from taper.models import load_model
 from taper.models.tensors import WEIGHT_TYPES, Tensor
 from taper.policy import DepthPolicy
 
-TYPES = ("Q8_0", "Q4_0", "Q4_K")
+TYPES = ("Q8_0", "Q4_0", "Q4_K", "Q6_K")
 LAYERS = 2
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="test_cuda runs them on the device")
 
 
 def random_matrix(dtype: str, shape: tuple[int, int]) -> Tensor:
-    """Any bytes are weights, once scales and factors are finite: in f16, the first numbers of each block."""
+    """Any bytes are weights, once the numbers in f16 are finite: the first ones of a block, or in Q6_K the last one."""
     _, block, size = WEIGHT_TYPES[dtype]
     rng = np.random.default_rng(len(dtype))
     blocks = rng.integers(0, 256, (shape[0] * shape[1] // block, size), np.uint8)
-    scales = 4 if dtype == "Q4_K" else 2
-    blocks[:, :scales] = rng.normal(0, 0.1, (len(blocks), scales // 2)).astype(np.float16).view(np.uint8)
+    place = {"Q4_K": slice(4), "Q6_K": slice(-2, None)}.get(dtype, slice(2))
+    count = blocks[:, place].shape[1] // 2
+    blocks[:, place] = rng.normal(0, 0.1, (len(blocks), count)).astype(np.float16).view(np.uint8)
     return Tensor(dtype, shape, blocks.reshape(-1))
 
 
@@ -49,11 +50,11 @@ def test_packed_weights_are_those_of_the_file(dtype):
     matrix = packed(tensor, torch.device("cpu"))
     np.testing.assert_array_equal(matrix.dequantised().numpy(), floats(tensor))
     assert matrix.shape == tensor.shape
-    assert matrix.nbytes * 8 / (5 * 768) == {"Q8_0": 8.5, "Q4_0": 4.5, "Q4_K": 4.625}[dtype]
+    assert matrix.nbytes * 8 / (5 * 768) == {"Q8_0": 8.5, "Q4_0": 4.5, "Q4_K": 4.625, "Q6_K": 8.5625}[dtype]
 
 
 def test_other_tensors_are_not_packed():
-    assert not can_pack(Tensor("Q6_K", (2, 256), np.zeros(420, np.uint8)))
+    assert not can_pack(Tensor("Q5_K", (2, 256), np.zeros(352, np.uint8)))
     assert not can_pack(Tensor("Q8_0", (2, 2, 32), np.zeros(136, np.uint8)))  # experts
     assert not can_pack(torch.zeros(2, 32))
 
@@ -64,6 +65,7 @@ def fused(monkeypatch):
     module = pytest.importorskip("taper.backends.fused", reason="needs Triton, which make test-ci installs")
     for name in [name for name, tile in vars(module).items() if isinstance(tile, module.Tile)]:
         monkeypatch.setattr(module, name, module.Tile(512, 256, 4))
+    monkeypatch.setattr(module, "PACKED_ROWS_TILE", module.RowsTile(256, 128, 4, 3))
     return module
 
 
@@ -105,7 +107,7 @@ def test_dequantising_kernels_equal_the_slow_twin(fused, load, dtype):
 
 @interpreted
 @pytest.mark.ci
-@pytest.mark.parametrize(("dtype", "tied"), [("Q8_0", True), ("Q4_0", False), ("Q4_K", True)])
+@pytest.mark.parametrize(("dtype", "tied"), [("Q8_0", True), ("Q4_0", False), ("Q4_K", True), ("Q6_K", False)])
 def test_steps_equal_those_of_dequantised_weights(fused, load, dtype, tied):
     loaded, prompt = load(lambda name: dtype, tied), random_prompt(3, 30)
     slow, fast = both(loaded)
@@ -120,22 +122,24 @@ def test_steps_equal_those_of_dequantised_weights(fused, load, dtype, tied):
         outputs = [complete(Engine(backend), [turns], [policy], tokens=3) for backend in (fast, slow)]
         assert outputs[0] == outputs[1]
         turns = [*turns, *outputs[0][0], *random_prompt(4, 5)]
-    logits = []
-    for backend in (fast, slow):
-        backend.forward(one_slot(backend, prompt[:-1], ()))
-        logits.append(backend.forward(one_slot(backend, prompt[-1:], (0,), start=29)).logits)
-    np.testing.assert_allclose(*logits, atol=1e-3)
+    for count in (1, 3):  # a step, and tokens that exact mode verifies
+        logits = []
+        for backend in (fast, slow):
+            backend.forward(one_slot(backend, prompt[:-count], ()))
+            batch = one_slot(backend, prompt[-count:], tuple(range(count)), start=30 - count)
+            logits.append(backend.forward(batch).logits)
+        np.testing.assert_allclose(*logits, atol=1e-3)
 
 
 @interpreted
 @pytest.mark.ci
 def test_files_mix_types(fused, load):
     """As those do that are called Q4_K_M; what is not packed is dense, also beside packed ones in one product."""
-    types = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "attn_q": "Q8_0", "ffn_up": "Q5_0", "output": "Q6_K"}
+    types = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "attn_q": "Q8_0", "ffn_up": "Q5_0", "output": "Q5_K"}
     loaded = load(lambda name: next((dtype for part, dtype in types.items() if part in name.split(".")), "Q4_K"))
     slow, fast = both(loaded, num_slots=2)
     assert set(fast._packed) == {"embed_tokens"} | {
-        f"layers.{layer}.{part}_proj" for layer in range(LAYERS) for part in ("q", "k", "o", "gate")
+        f"layers.{layer}.{part}_proj" for layer in range(LAYERS) for part in ("q", "k", "v", "o", "gate", "down")
     }
     chosen = [DepthPolicy.static(LAYERS, 1, [1]), DepthPolicy.full(LAYERS)]
     prompts = [random_prompt(5, 20), random_prompt(6, 12)]

@@ -1,14 +1,14 @@
 """The layers of a model on one token, in five kernels each: a decode step takes little longer than reading the weights.
 
-In seven kernels, a layer runs on up to `MAX_ROWS` rows, a token of another slot each, which may differ in depth. The
-slow twin is `TorchBackend` in PyTorch's own operations.
+In eight kernels, a layer runs on up to `MAX_ROWS` rows, a token each, which may differ in depth, such as a batch's or
+those that exact mode verifies. The slow twin is `TorchBackend` in PyTorch's own operations.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 import triton
@@ -21,7 +21,7 @@ from .packed import PackedMatrix
 
 _CELLS = 64  # of the key-value cache that a program of attention reads at a time
 _MAX_SPLITS = 32  # programs that share the cells of a head
-MAX_ROWS = 64  # of a batch; a step of them still takes little longer than reading the weights
+MAX_ROWS = 64  # tokens of a forward; a step of them still takes little longer than reading the weights
 _ROWS_PROGRAMS = 2048  # of attention of all rows, at most, where cells are split
 _FEW_BLOCKS = 256  # of a matrix: with fewer, programs share its columns
 _BLOCK_BYTES = 16384  # of keys that a program of attention for rows reads at a time
@@ -56,7 +56,9 @@ class RowsTile(NamedTuple):
     stages: int
 
 
+AnyTile = TypeVar("AnyTile", Tile, RowsTile)
 ROWS_TILE, ROWS_GATE_UP_TILE = RowsTile(64, 64, 4, 4), RowsTile(64, 64, 4, 3)
+PACKED_ROWS_TILE = RowsTile(64, 128, 4, 3)  # not measured yet either
 
 
 class FusedLayers:
@@ -82,7 +84,7 @@ class FusedLayers:
         self._inner = torch.empty(config.intermediate_size, dtype=cache.dtype, device=device)
         self._shares = tuple(torch.empty(heads * _MAX_SPLITS * size, device=device) for size in (dim, 1, 1))
         self._counts = torch.zeros(heads, dtype=torch.int32, device=device)
-        self.max_rows = rows = min(MAX_ROWS, triton.next_power_of_2(cache.shape[2]))
+        self.max_rows = rows = MAX_ROWS
         self._rows_normed = torch.empty(rows, config.hidden_size, dtype=cache.dtype, device=device)
         self._rows_projected = torch.empty(rows, heads * dim + 2 * kv_size, device=device)
         self._rows_attended = torch.empty(rows, heads * dim, dtype=cache.dtype, device=device)
@@ -90,7 +92,8 @@ class FusedLayers:
         group, kv_heads = heads // config.num_key_value_heads, config.num_key_value_heads
         most = group * max(rows * kv_heads, min(_ROWS_PROGRAMS, rows * kv_heads * _MAX_SPLITS))
         self._rows_shares = tuple(torch.empty(most * size, device=device) for size in (dim, 1, 1))
-        self._rows_sums = torch.empty(_FEW_BLOCKS * ROWS_TILE.rows * max(_LEAST, rows), device=device)
+        tile_rows = max(ROWS_TILE.rows, PACKED_ROWS_TILE.rows)
+        self._rows_sums = torch.empty(_FEW_BLOCKS * tile_rows * max(_LEAST, rows), device=device)
         self._rows_counts = torch.zeros(max(rows * kv_heads, _FEW_BLOCKS), dtype=torch.int32, device=device)
         self._rows_logits = torch.empty(rows, config.vocab_size, device=device)
         self._overlaps: dict[str, Any] = {"OVERLAPS": False}
@@ -125,10 +128,11 @@ class FusedLayers:
         self.run_layer(x[:1], 0, none[:1], none[:1], _CELLS)
         self.logits(x[:1])
         while self.max_rows > 1:
-            rows = x[: self.max_rows], 0, none, none, none[:1], none - 1, x, _CELLS
+            rows = x[: self.max_rows]
             try:
-                self.run_rows(*rows)
-                self.logits_of_rows(rows[0], none[:1])
+                for layer in range(len(self._config.layers)):
+                    self.run_rows(rows, layer, none, none, none[:1], none - 1, x, _CELLS)
+                self.logits_of_rows(rows, none[:1])
                 return
             except Exception:  # mostly too little shared memory
                 self.max_rows //= 2
@@ -179,11 +183,6 @@ class FusedLayers:
         )
         return out
 
-    def _dense(self, name: str) -> Tensor:
-        """A matrix by name, for the kernels of rows; they take no packed ones."""
-        matrix: Matrix = self._weights[name]
-        return self.dequantised(matrix) if isinstance(matrix, PackedMatrix) else matrix
-
     def run_rows(
         self, x: Tensor, layer: int, positions: Tensor, slots: Tensor, active: Tensor, places: Tensor, passed: Tensor,
         kv_length: int,
@@ -196,13 +195,14 @@ class FusedLayers:
         heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         q_size, kv_size, count = heads * dim, kv_heads * dim, len(x)
         self._norm_rows(x, self._weights[name + "pre_attention_norm"], active, passed, places)
-        blocks = triton.cdiv(q_size, ROWS_TILE.rows) + 2 * triton.cdiv(kv_size, ROWS_TILE.rows)
-        matrices = (self._dense(f"{name}{part}_proj") for part in "qkv")
+        matrices = [self._weights[f"{name}{part}_proj"] for part in "qkv"]
         biases = (self._weights.get(f"{name}{part}_bias") for part in "qkv")
-        splits, options = self._split_rows(blocks, count, config.hidden_size)
+        tile = _tile(ROWS_TILE, PACKED_ROWS_TILE, *matrices)
+        blocks = triton.cdiv(q_size, tile.rows) + 2 * triton.cdiv(kv_size, tile.rows)
+        splits, options = self._split_rows(tile, blocks, count, config.hidden_size)
         triton_kernels.rows_queries_keys_values[blocks, splits](
-            self._rows_normed, *matrices, *biases, self._rows_projected, active, self._rows_sums, self._rows_counts,
-            Q_SIZE=q_size, KV_SIZE=kv_size, **options,
+            self._rows_normed, *map(_given, matrices), *biases, self._rows_projected, active, self._rows_sums,
+            self._rows_counts, Q_SIZE=q_size, KV_SIZE=kv_size, **options,
         )  # fmt: skip
         cells = max(_LEAST, min(_CELLS, _BLOCK_BYTES // (dim * self._cache.element_size())))
         most = min(_MAX_SPLITS, max(1, triton.next_power_of_2(_ROWS_PROGRAMS // (count * kv_heads) + 1) // 2))
@@ -212,20 +212,24 @@ class FusedLayers:
         sizes = {"KV_HEADS": kv_heads, "GROUP": group, "HEADS": max(_LEAST, triton.next_power_of_2(group))}
         sizes |= {"CELLS": cells, "PER_SPLIT": per_split, "SPLITS": splits}
         rotation, options = self._head_options(spec.rope)
+        triton_kernels.rows_keys_values[count, kv_heads](
+            self._rows_projected, self._weights.get(name + "k_norm"), rotation, *self._cache[layer], positions, slots,
+            active, config.rms_norm_eps, Q_SIZE=q_size, KV_HEADS=kv_heads, **options,
+        )  # fmt: skip
         triton_kernels.rows_attend[count, kv_heads, splits](
-            self._rows_projected, self._weights.get(name + "q_norm"), self._weights.get(name + "k_norm"), rotation,
-            *self._cache[layer], positions, slots, active, self._rows_attended, *self._rows_shares, self._rows_counts,
-            spec.attention_scale, spec.window or self._cache.shape[-2] + 1, config.rms_norm_eps, **sizes, **options,
+            self._rows_projected, self._weights.get(name + "q_norm"), rotation, *self._cache[layer], positions, slots,
+            active, self._rows_attended, *self._rows_shares, self._rows_counts, spec.attention_scale,
+            spec.window or self._cache.shape[-2] + 1, config.rms_norm_eps, **sizes, **options,
         )  # fmt: skip
-        self._linear_rows(self._rows_attended, self._dense(name + "o_proj"), x, x, active, config.residual_scale)
+        self._linear_rows(self._rows_attended, self._weights[name + "o_proj"], x, x, active, config.residual_scale)
         self._norm_rows(x, self._weights[name + "pre_mlp_norm"], active)
-        inner = config.intermediate_size
-        triton_kernels.rows_gate_up[(triton.cdiv(inner, ROWS_GATE_UP_TILE.rows),)](
-            self._rows_normed, self._dense(name + "gate_proj"), self._dense(name + "up_proj"), self._rows_inner,
-            active, inner, SILU=config.activation == "silu",
-            **self._cut_rows(ROWS_GATE_UP_TILE, count, config.hidden_size),
+        inner, gate, up = config.intermediate_size, self._weights[name + "gate_proj"], self._weights[name + "up_proj"]
+        tile = _tile(ROWS_GATE_UP_TILE, PACKED_ROWS_TILE, gate, up)
+        triton_kernels.rows_gate_up[(triton.cdiv(inner, tile.rows),)](
+            self._rows_normed, _given(gate), _given(up), self._rows_inner, active, inner,
+            SILU=config.activation == "silu", **self._cut_rows(tile, count, config.hidden_size),
         )  # fmt: skip
-        self._linear_rows(self._rows_inner, self._dense(name + "down_proj"), x, x, active, config.residual_scale)
+        self._linear_rows(self._rows_inner, self._weights[name + "down_proj"], x, x, active, config.residual_scale)
 
     def leave(self, x: Tensor, active: Tensor, places: Tensor, passed: Tensor) -> None:
         """Leave those hidden states x [N, hidden_size] that are not `active` at `places` [N], but none below 0."""
@@ -233,7 +237,7 @@ class FusedLayers:
 
     def logits_of_rows(self, x: Tensor, active: Tensor) -> Tensor:
         """Logits f32 [N, vocab_size] of the active ones of hidden states x [N, hidden_size]; overwritten next time."""
-        head = self._dense("lm_head" if "lm_head" in self._weights else "embed_tokens")
+        head = self._weights.get("lm_head", self._weights["embed_tokens"])
         self._norm_rows(x, self._weights["norm"], active)
         out = self._rows_logits[: len(x)]
         self._linear_rows(self._rows_normed[: len(x)], head, None, out, active, self._config.logit_scale)
@@ -249,18 +253,18 @@ class FusedLayers:
         )  # fmt: skip
 
     def _linear_rows(
-        self, x: Tensor, matrix: Tensor, residual: Tensor | None, out: Tensor, active: Tensor, scale: float
+        self, x: Tensor, matrix: Matrix, residual: Tensor | None, out: Tensor, active: Tensor, scale: float
     ) -> None:
-        outs, size = matrix.shape
-        blocks = triton.cdiv(outs, ROWS_TILE.rows)
-        splits, options = self._split_rows(blocks, len(out), size)
+        (outs, size), tile = matrix.shape, _tile(ROWS_TILE, PACKED_ROWS_TILE, matrix)
+        blocks = triton.cdiv(outs, tile.rows)
+        splits, options = self._split_rows(tile, blocks, len(out), size)
         triton_kernels.rows_linear[blocks, splits](
-            x, matrix, residual, out, active, self._rows_sums, self._rows_counts, outs, scale, **options
+            x, _given(matrix), residual, out, active, self._rows_sums, self._rows_counts, outs, scale, **options
         )
 
-    def _split_rows(self, blocks: int, count: int, size: int) -> tuple[int, dict[str, Any]]:
+    def _split_rows(self, tile: RowsTile, blocks: int, count: int, size: int) -> tuple[int, dict[str, Any]]:
         """How many programs share the columns of each block of a matrix, and the kernel's options for that."""
-        options = self._cut_rows(ROWS_TILE, count, size)
+        options = self._cut_rows(tile, count, size)
         tiles = size // options["COLUMNS"]
         per_split = triton.cdiv(tiles, max(1, _FEW_BLOCKS // blocks))
         splits = triton.cdiv(tiles, per_split)
@@ -309,7 +313,7 @@ class FusedLayers:
         return self._rotations[rope], options | {"ROTATED": rope.dim, "INTERLEAVED": rope.interleaved}
 
 
-def _tile(dense: Tile, packed: Tile, *matrices: Matrix) -> Tile:
+def _tile(dense: AnyTile, packed: AnyTile, *matrices: Matrix) -> AnyTile:
     """How products with matrices are cut: as packed ones, if all are."""
     return packed if all(isinstance(matrix, PackedMatrix) for matrix in matrices) else dense
 

@@ -1,4 +1,4 @@
-"""Quantised matrices as GPUs read them fast: integers of 4 or 8 bits, and what a group of 32 is multiplied with.
+"""Quantised matrices as GPUs read them fast: integers of 4 or 8 bits, and what groups of them are multiplied with.
 
 Nothing is lost: `PackedMatrix.dequantised` has the numbers that the file means. `packed_kernels` compute with them.
 """
@@ -17,13 +17,14 @@ from ..models.tensors import Tensor as StoredTensor
 class PackedMatrix(NamedTuple):
     """A matrix [rows, columns]: each row consecutive integers without a sign, from the lowest bits of its words on.
 
-    A weight is its integer, less half of what the bits can hold, times the scale of its group. With `factors`, those of
-    eight groups each, it is the integer times scale times first factor, less minimum times second factor.
+    A weight is its integer, less half of what the bits can hold, times the scale of its group of 32. There are two
+    kinds with `factors`. Of 8 bits: groups of 16, and a scale is multiplied with the factor of its sixteen groups. Of
+    4 bits: the integer times scale times first factor, of eight groups, less minimum times second factor.
     """
 
     words: Tensor  # int32 [rows, columns * bits / 32]
-    scales: Tensor  # f16 [rows, groups], or uint8 [rows, groups, 2], scales and minimums
-    factors: Tensor | None  # f16 [rows, groups / 8, 2]
+    scales: Tensor  # f16 [rows, groups]; int8 with factors, or uint8 [rows, groups, 2], scales and minimums
+    factors: Tensor | None  # f16 [rows, groups / 16], or [rows, groups / 8, 2]
     bits: int  # 4 or 8
 
     @property
@@ -40,9 +41,12 @@ class PackedMatrix(NamedTuple):
         """F32 [rows, columns]; the slow twin of the kernels."""
         rows, groups = self.scales.shape[:2]
         places = torch.arange(0, 32, self.bits, dtype=torch.int32, device=self.words.device)
-        integers = (self.words[..., None] >> places & (1 << self.bits) - 1).view(rows, groups, 32).float()
-        if self.factors is None:
-            return ((integers - (1 << self.bits - 1)) * self.scales[..., None].float()).flatten(1)
+        integers = (self.words[..., None] >> places & (1 << self.bits) - 1).view(rows, groups, -1).float()
+        if self.factors is None or self.bits == 8:
+            scales = self.scales.float()
+            if self.factors is not None:
+                scales *= self.factors.float().repeat_interleave(16, 1)
+            return ((integers - (1 << self.bits - 1)) * scales[..., None]).flatten(1)
         scales = self.scales.view(rows, -1, 8, 2).float() * self.factors[:, :, None].float()
         scale, minimum = scales.view(rows, groups, 1, 2).unbind(-1)
         return (integers * scale - minimum).flatten(1)
@@ -50,7 +54,9 @@ class PackedMatrix(NamedTuple):
 
 def can_pack(tensor: StoredTensor | Tensor) -> bool:
     """Whether `packed` takes a tensor: a matrix of one of these types."""
-    return isinstance(tensor, StoredTensor) and tensor.dtype in ("Q8_0", "Q4_0", "Q4_K") and len(tensor.shape) == 2
+    return (
+        isinstance(tensor, StoredTensor) and tensor.dtype in ("Q8_0", "Q4_0", "Q4_K", "Q6_K") and len(tensor.shape) == 2
+    )
 
 
 def packed(tensor: StoredTensor, device: torch.device) -> PackedMatrix:
@@ -61,6 +67,12 @@ def packed(tensor: StoredTensor, device: torch.device) -> PackedMatrix:
         return PackedMatrix(_words(blocks[..., 2:] ^ 128), _halves(blocks[..., :2])[..., 0], None, 8)
     if tensor.dtype == "Q4_0":  # a scale, 16 integers in lower halves of bytes and 16 in upper ones
         return PackedMatrix(_words(_nibbles(blocks[..., 2:], 16)), _halves(blocks[..., :2])[..., 0], None, 4)
+    if tensor.dtype == "Q6_K":  # four lower bits, twice 128 of them; two upper ones of all; 16 scales, and their factor
+        lower, upper = blocks[..., :128].unflatten(-1, (2, 1, 64)), blocks[..., 128:192].unflatten(-1, (2, 1, 32))
+        lower = torch.cat((lower & 15, lower >> 4), -2).flatten(-3)
+        upper = torch.cat([upper >> places & 3 for places in (0, 2, 4, 6)], -2).flatten(-3)
+        scales = blocks[..., 192:208].flatten(1).contiguous().view(torch.int8)
+        return PackedMatrix(_words((lower | upper << 4) + 96), scales, _halves(blocks[..., 208:])[..., 0], 8)
     # Two factors; 8 scales and 8 minimums of 6 bits in 12 bytes; twice as many integers as in Q4_0 at a time.
     first, second, last = blocks[..., 4:16].split(4, -1)
     scales = torch.cat((first & 63, last & 15 | first >> 6 << 4), -1)

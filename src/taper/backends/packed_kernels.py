@@ -14,9 +14,10 @@ import triton.language as tl
 def first_tile(matrix, rows, num_rows, first, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
     """Some rows of a matrix [num_rows, SIZE] from a column on: words [ROWS, CHUNKS, 4, 1], and what their groups have.
 
-    These are scales, and where there are factors, minimums and both factors, each [ROWS, CHUNKS].
+    These are scales and, where there are factors, minimums, if any, and the factors of both: each [ROWS, CHUNKS].
     """
     CHUNK: tl.constexpr = 128 // matrix.bits
+    GROUP: tl.constexpr = 16 if matrix.bits == 8 and matrix.factors is not None else 32
     chunks = first // CHUNK + tl.arange(0, COLUMNS // CHUNK)
     in_rows, in_columns = rows < num_rows, chunks < SIZE // CHUNK
     inside = in_rows[:, None] & in_columns[None, :]
@@ -25,10 +26,12 @@ def first_tile(matrix, rows, num_rows, first, SIZE: tl.constexpr, COLUMNS: tl.co
     words += tl.arange(0, 4)[None, None, :, None]
     words = tl.load(matrix.words + words, in_rows[:, None, None, None] & in_columns[None, :, None, None], 0)
     # Said not to be contiguous, so that threads load the scales of their own words.
-    groups = rows[:, None].to(tl.int64) * (SIZE // 32) + (chunks // (32 // CHUNK))[None, :]
+    groups = rows[:, None].to(tl.int64) * (SIZE // GROUP) + (chunks // (GROUP // CHUNK))[None, :]
     groups = tl.max_contiguous(groups, (1, 1))
     if matrix.factors is None:
         tile = words, tl.load(matrix.scales + groups, inside, 0.0)
+    elif matrix.bits == 8:
+        tile = words, tl.load(matrix.scales + groups, inside, 0), tl.load(matrix.factors + groups // 16, inside, 0.0)
     else:
         scale, factor = matrix.scales + groups * 2, matrix.factors + groups // 8 * 2
         factors = tl.load(factor, inside, 0.0), tl.load(factor + 1, inside, 0.0)
@@ -40,11 +43,13 @@ def first_tile(matrix, rows, num_rows, first, SIZE: tl.constexpr, COLUMNS: tl.co
 def _scales(matrix, tile):
     """What the integers of a tile are multiplied with, and what is subtracted then: f32 [ROWS, CHUNKS] each."""
     scale = tile[1].to(tl.float32)
-    if matrix.factors is None:
-        subtracted = scale * (128 if matrix.bits == 8 else 8)
-    else:
+    if matrix.factors is not None and matrix.bits == 4:
         scale *= tile[3].to(tl.float32)
         subtracted = tile[2].to(tl.float32) * tile[4].to(tl.float32)
+    else:
+        if matrix.factors is not None:
+            scale *= tile[2].to(tl.float32)
+        subtracted = scale * (128 if matrix.bits == 8 else 8)
     return scale, subtracted
 
 
@@ -92,16 +97,29 @@ def products(matrix, tile, x, norm, rows, num_rows, eps, SIZE: tl.constexpr, COL
 
 
 @triton.jit
+def numbers(
+    matrix, rows, num_rows, first, SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """Some rows of a matrix [num_rows, SIZE] from a column on, dequantised: f32 [ROWS, COLUMNS]."""
+    tile = first_tile(matrix, rows, num_rows, first, SIZE, COLUMNS)
+    integers, worth = _integers(tile[0], matrix.bits)
+    scale, subtracted = _scales(matrix, tile)
+    integers *= worth
+    if matrix.factors is not None and matrix.bits == 4:
+        weights = integers * scale[:, :, None, None] - subtracted[:, :, None, None]
+    else:  # in this order nothing is rounded
+        weights = (integers - (128 if matrix.bits == 8 else 8)) * scale[:, :, None, None]
+    return tl.reshape(weights, (ROWS, COLUMNS))
+
+
+@triton.jit
 def dequantise(
     matrix, chosen, out, num_rows, num_chosen, SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     """out [num_chosen, SIZE] = the chosen rows [num_chosen] of a matrix [num_rows, SIZE]; all, if `chosen` is None."""
     places, first = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * COLUMNS
     rows = places if chosen is None else tl.load(chosen + places, places < num_chosen, 0)
-    tile = first_tile(matrix, rows, num_rows, first, SIZE, COLUMNS)
-    integers, worth = _integers(tile[0], matrix.bits)
-    scale, subtracted = _scales(matrix, tile)
-    weights = integers * worth * scale[:, :, None, None] - subtracted[:, :, None, None]
-    columns = _columns(first, matrix.bits, COLUMNS)[None, :, :, :]
-    inside = (places < num_chosen)[:, None, None, None] & (columns < SIZE)
-    tl.store(out + places[:, None, None, None].to(tl.int64) * SIZE + columns, weights, inside)
+    columns = first + tl.arange(0, COLUMNS)[None, :]
+    inside = (places < num_chosen)[:, None] & (columns < SIZE)
+    weights = numbers(matrix, rows, num_rows, first, SIZE, ROWS, COLUMNS)
+    tl.store(out + places[:, None].to(tl.int64) * SIZE + columns, weights, inside)

@@ -2,7 +2,8 @@
 
 A decode step of one token a row replays a CUDA graph, captured on first use for each (depth pattern, batch, KV
 bucket). Its layers run in the kernels of `fused`, where those fit the model: then rows may differ in depth, and the
-graph depends on the deepest one. Everything else runs eagerly. Knows neither policies nor text.
+graph depends on the deepest one; several of a slot may be verified. Everything else runs eagerly. Knows neither
+policies nor text.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class TorchBackend:
             self._weights |= self._dense(tensors, kept)
             self._packed = {}
         elif self._packed:
-            self.layouts = "quantised matrices keep their bits, and are dequantised for prompts and batches"
+            self.layouts = "quantised matrices keep their bits, and are dequantised for prompts"
         self.weight_bytes = {name: weight.nbytes for name, weight in (self._weights | self._packed).items()}
 
     def _dense(self, tensors: Mapping[str, StoredTensor | Tensor], names: Collection[str]) -> dict[str, Tensor]:
@@ -239,8 +240,9 @@ class TorchBackend:
         count = len(batch.tokens)
         one_depth = set(batch.num_active) <= {0, count}
         whole = batch.first_layer == 0 and not batch.output_hidden_states and not batch.head_inputs
-        is_fused = count > 1 and self._fuses(batch, plan)
-        if self._use_graphs and whole and len(runs) == count and (one_depth or is_fused):
+        is_step, verifies = len(runs) == count, len({*batch.logits_rows, *batch.greedy_rows}) == count
+        is_fused = count > 1 and (is_step or verifies) and self._fuses(batch, plan)
+        if self._use_graphs and whole and (is_fused or (is_step and one_depth)):
             if is_fused:
                 step, rows = self._rows_step(batch, plan, rows, kv_length)
             else:
@@ -258,7 +260,7 @@ class TorchBackend:
             given = torch.tensor(batch.hidden_states).to(self.device, self.dtype)
             x = self.combined(x, given) if is_mtp else given
         weights = self._adapter_weights(batch.adapters)
-        hidden_states = self._decode(x, inputs, batch, plan, weights, None if len(runs) == count else runs, kv_length)
+        hidden_states = self._decode(x, inputs, batch, plan, weights, None if is_step else runs, kv_length)
         num_logits = len(batch.logits_rows)
         x = self.head_inputs(x, is_mtp)
         logits = self._logits(x[self._upload(np.array(batch.logits_rows + batch.greedy_rows, np.int32))])

@@ -1,12 +1,13 @@
 """Triton kernels for one token: products of matrices and a vector, and attention. `fused` launches them.
 
 Norms, rotations, activations and residuals are computed inside them, in f32. Those whose names begin with `rows` do the
-same for up to 64 rows, one token of another slot each: matrices are multiplied with all of them at once, and norms are
-a kernel of their own. A layer runs on the first `active` ones, a number on the device, and writes nothing for the rest.
+same for up to 64 rows, a token each: matrices are multiplied with all of them at once, and norms are a kernel of their
+own, as are keys and values, which other rows of the same slot read. A layer runs on the first `active` ones, a number
+on the device, and writes nothing for the rest.
 
-With OVERLAPS, a kernel starts while the
-one before it still runs: its programs fetch what they read first, and wait there for its results (programmatic
-dependent launch). What they fetch before they wait is therefore never what the kernel before writes.
+With OVERLAPS, a kernel starts while the one before it still runs: its programs fetch what they read first, and wait
+there for its results (programmatic dependent launch). What they fetch before they wait is therefore never what the
+kernel before writes.
 """
 
 from __future__ import annotations
@@ -285,27 +286,40 @@ def _rows_products(
     Only in the columns of this program: f32 [OUTS, ROWS] twice, of which the second means nothing without `others`.
     """
     rows, begin = tl.arange(0, ROWS), tl.program_id(1) * PER_SPLIT
-    columns = begin + tl.arange(0, COLUMNS)
-    tile = outs[:, None].to(tl.int64) * SIZE + columns[None, :]
-    in_tile, in_x = (outs < num_outs)[:, None], (rows < tl.load(active))[None, :]
-    first = tl.load(weights + tile, in_tile, 0.0)
+    in_x = (rows < tl.load(active))[None, :]
+    x += rows[None, :] * SIZE + begin + tl.arange(0, COLUMNS)[:, None]
+    first = _rows_tile(weights, x, outs, num_outs, begin, SIZE, OUTS, COLUMNS)
     if others is not None:
-        first_of_others = tl.load(others + tile, in_tile, 0.0)
+        first_of_others = _rows_tile(others, x, outs, num_outs, begin, SIZE, OUTS, COLUMNS)
     _begin(OVERLAPS)
-    x += rows[None, :] * SIZE + columns[:, None]
     total = tl.zeros((OUTS, ROWS), tl.float32)
     total_of_others = total
     for ahead in range(COLUMNS, tl.minimum(PER_SPLIT, SIZE - begin), COLUMNS):
         h = tl.load(x + ahead, in_x, 0.0)
-        total = tl.dot(tl.load(weights + tile + ahead, in_tile, 0.0), h, total, input_precision="ieee")
+        tile = _rows_tile(weights, x, outs, num_outs, begin + ahead, SIZE, OUTS, COLUMNS)
+        total = tl.dot(tile, h, total, input_precision="ieee")
         if others is not None:
-            ahead_of_others = tl.load(others + tile + ahead, in_tile, 0.0)
-            total_of_others = tl.dot(ahead_of_others, h, total_of_others, input_precision="ieee")
+            tile_of_others = _rows_tile(others, x, outs, num_outs, begin + ahead, SIZE, OUTS, COLUMNS)
+            total_of_others = tl.dot(tile_of_others, h, total_of_others, input_precision="ieee")
     h = tl.load(x, in_x, 0.0)  # the first tile comes last: what lies ahead is on its way the sooner
     total = tl.dot(first, h, total, input_precision="ieee")
     if others is not None:
         total_of_others = tl.dot(first_of_others, h, total_of_others, input_precision="ieee")
     return total, total_of_others
+
+
+@triton.jit
+def _rows_tile(
+    weights, x, outs, num_outs, first, SIZE: tl.constexpr, OUTS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """Columns from `first` on, of some rows of weights [num_outs, SIZE]: [OUTS, COLUMNS] in the dtype of x."""
+    if isinstance(weights, tl.tensor):
+        columns = first + tl.arange(0, COLUMNS)
+        tile = weights + outs[:, None].to(tl.int64) * SIZE + columns[None, :]
+        tile = tl.load(tile, (outs < num_outs)[:, None], 0.0)
+    else:
+        tile = packed_kernels.numbers(weights, outs, num_outs, first, SIZE, OUTS, COLUMNS).to(x.dtype.element_ty)
+    return tile
 
 
 @triton.jit
@@ -349,28 +363,11 @@ def rows_linear(
 
 
 @triton.jit
-def rows_queries_keys_values(
-    x, q_weights, k_weights, v_weights, q_bias, k_bias, v_bias, out, active, sums, counts,
-    Q_SIZE: tl.constexpr, KV_SIZE: tl.constexpr, SIZE: tl.constexpr, PER_SPLIT: tl.constexpr, SPLITS: tl.constexpr,
-    OUTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, OVERLAPS: tl.constexpr,
+def _rows_project(
+    x, weights, bias, out, active, sums, counts, block, num_outs,
+    STRIDE: tl.constexpr, SIZE: tl.constexpr, PER_SPLIT: tl.constexpr, SPLITS: tl.constexpr, OUTS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Queries, keys and values of x [N, SIZE] before rotation, one after another in each row of out.
-
-    All three have a bias, or none has.
-    """
-    block = tl.program_id(0)
-    num_q: tl.constexpr = (Q_SIZE + OUTS - 1) // OUTS
-    num_kv: tl.constexpr = (KV_SIZE + OUTS - 1) // OUTS
-    # One product for all three: each in a branch of its own would take its own shared memory.
-    weights, bias, num_outs = q_weights, q_bias, Q_SIZE
-    if block >= num_q:
-        block -= num_q
-        out += Q_SIZE
-        weights, bias, num_outs = k_weights, k_bias, KV_SIZE
-        if block >= num_kv:
-            block -= num_kv
-            out += KV_SIZE
-            weights, bias = v_weights, v_bias
     outs, rows = block * OUTS + tl.arange(0, OUTS), tl.arange(0, ROWS)
     total, _ = _rows_products(weights, None, x, active, outs, num_outs, SIZE, PER_SPLIT, OUTS, ROWS, COLUMNS, OVERLAPS)
     total, is_last = _rows_sum(total, sums, counts, SPLITS, OUTS, ROWS)
@@ -378,7 +375,49 @@ def rows_queries_keys_values(
         if bias is not None:
             total += tl.load(bias + outs, outs < num_outs, 0.0).to(tl.float32)[:, None]
         inside = (outs < num_outs)[:, None] & (rows < tl.load(active))[None, :]
-        tl.store(out + rows[None, :] * (Q_SIZE + 2 * KV_SIZE) + outs[:, None], total, inside)
+        tl.store(out + rows[None, :] * STRIDE + outs[:, None], total, inside)
+
+
+@triton.jit
+def rows_queries_keys_values(
+    x, q_weights, k_weights, v_weights, q_bias, k_bias, v_bias, out, active, sums, counts,
+    Q_SIZE: tl.constexpr, KV_SIZE: tl.constexpr, SIZE: tl.constexpr, PER_SPLIT: tl.constexpr, SPLITS: tl.constexpr,
+    OUTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Queries, keys and values of x [N, SIZE] before rotation, one after another in each row of out."""
+    block = tl.program_id(0)
+    num_q: tl.constexpr = (Q_SIZE + OUTS - 1) // OUTS
+    num_kv: tl.constexpr = (KV_SIZE + OUTS - 1) // OUTS
+    if isinstance(q_weights, tl.tensor) and isinstance(k_weights, tl.tensor) and isinstance(v_weights, tl.tensor):
+        # One product for all three: each in a branch of its own would take its own shared memory.
+        weights, bias, num_outs = q_weights, q_bias, Q_SIZE
+        if block >= num_q:
+            block -= num_q
+            out += Q_SIZE
+            weights, bias, num_outs = k_weights, k_bias, KV_SIZE
+            if block >= num_kv:
+                block -= num_kv
+                out += KV_SIZE
+                weights, bias = v_weights, v_bias
+        _rows_project(
+            x, weights, bias, out, active, sums, counts, block, num_outs,
+            Q_SIZE + 2 * KV_SIZE, SIZE, PER_SPLIT, SPLITS, OUTS, ROWS, COLUMNS, OVERLAPS,
+        )  # fmt: skip
+    elif block < num_q:
+        _rows_project(
+            x, q_weights, q_bias, out, active, sums, counts, block, Q_SIZE,
+            Q_SIZE + 2 * KV_SIZE, SIZE, PER_SPLIT, SPLITS, OUTS, ROWS, COLUMNS, OVERLAPS,
+        )  # fmt: skip
+    elif block < num_q + num_kv:
+        _rows_project(
+            x, k_weights, k_bias, out + Q_SIZE, active, sums, counts, block - num_q, KV_SIZE,
+            Q_SIZE + 2 * KV_SIZE, SIZE, PER_SPLIT, SPLITS, OUTS, ROWS, COLUMNS, OVERLAPS,
+        )  # fmt: skip
+    else:
+        _rows_project(
+            x, v_weights, v_bias, out + (Q_SIZE + KV_SIZE), active, sums, counts, block - (num_q + num_kv), KV_SIZE,
+            Q_SIZE + 2 * KV_SIZE, SIZE, PER_SPLIT, SPLITS, OUTS, ROWS, COLUMNS, OVERLAPS,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -397,8 +436,28 @@ def rows_gate_up(
 
 
 @triton.jit
+def rows_keys_values(
+    projected, k_norm, rotation, keys, values, positions, slots, active, eps,
+    Q_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, CONTEXT: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Write the key and the value of a row into the cache, for one head of them."""
+    row, kv_head = tl.program_id(0), tl.program_id(1)
+    is_active = row < tl.load(active)
+    position, slot = tl.load(positions + row), tl.load(slots + row)
+    dims = tl.arange(0, DIM)
+    cell = ((slot * KV_HEADS + kv_head) * CONTEXT + position) * DIM + dims
+    _begin(OVERLAPS)
+    if is_active:
+        own = projected + row * (Q_SIZE + 2 * KV_HEADS * DIM) + Q_SIZE + kv_head * DIM
+        k = _head(own, k_norm, rotation, position, eps, DIM, ROTATED, INTERLEAVED, CONTEXT)
+        tl.store(keys + cell, k)
+        tl.store(values + cell, tl.load(own + KV_HEADS * DIM + dims))
+
+
+@triton.jit
 def rows_attend(
-    projected, q_norm, k_norm, rotation, keys, values, positions, slots, active, out, sums, tops, weights, counts,
+    projected, q_norm, rotation, keys, values, positions, slots, active, out, sums, tops, weights, counts,
     scale, window, eps,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, ROTATED: tl.constexpr,
     INTERLEAVED: tl.constexpr, CONTEXT: tl.constexpr, CELLS: tl.constexpr, PER_SPLIT: tl.constexpr,
@@ -424,19 +483,10 @@ def rows_attend(
     q = _head(heads, q_norm, rotation, position, eps, DIM, ROTATED, INTERLEAVED, CONTEXT).to(keys.dtype.element_ty)
     top = tl.full((HEADS,), -float("inf"), tl.float32)
     weight, total = tl.zeros((HEADS,), tl.float32), tl.zeros((HEADS, DIM), tl.float32)
-    if split == own_split:
-        own = projected + (KV_HEADS * GROUP + kv_head) * DIM
-        k = _head(own, k_norm, rotation, position, eps, DIM, ROTATED, INTERLEAVED, CONTEXT).to(q.dtype)
-        v = tl.load(own + KV_HEADS * DIM + dims).to(q.dtype)
-        top = scale * tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1)
-        weight += 1.0
-        total += v.to(tl.float32)[None, :]
-        tl.store(keys + position * DIM + dims, k)
-        tl.store(values + position * DIM + dims, v)
     begin = tl.maximum(split * PER_SPLIT, (position - window + 1) // CELLS * CELLS)
-    for first in range(begin, tl.minimum(position, (split + 1) * PER_SPLIT), CELLS):
+    for first in range(begin, tl.minimum(position + 1, (split + 1) * PER_SPLIT), CELLS):
         cells = first + tl.arange(0, CELLS)
-        inside = (cells < position) & (cells > position - window)
+        inside = (cells <= position) & (cells > position - window)
         block = cells[:, None] * DIM + dims[None, :]
         k_tile, v_tile = tl.load(keys + block, inside[:, None], 0.0), tl.load(values + block, inside[:, None], 0.0)
         scores = scale * tl.dot(q, tl.trans(k_tile), input_precision="ieee")
