@@ -150,13 +150,13 @@ def test_the_head_of_a_device_is_computed_in_two_steps(model, place, sampling, m
 
 
 def test_what_attention_reads_begins_where_vulkan_can_read(model, place, monkeypatch):
-    """At multiples of 64 bytes, whatever the context and the rows that come before."""
+    """At multiples of 64 bytes, whatever the context and the rows that come before; recurrent layers likewise."""
     compute, offsets = devices.DeviceCompute._compute, set()
 
     def watched(self, graph):
         for node in (ggml.graph_node(graph, number) for number in range(ggml.graph_n_nodes(graph))):
-            if ggml.op_desc(node) == b"FLASH_ATTN_EXT":
-                offsets.update(source.contents.view_offs % 64 for source in node.contents.src[:4])
+            if ggml.op_desc(node) in (b"FLASH_ATTN_EXT", b"GATED_DELTA_NET", b"SSM_SCAN", b"SSM_CONV"):
+                offsets.update(source.contents.view_offs % 64 for source in node.contents.src[:7] if source)
         compute(self, graph)
 
     monkeypatch.setattr(devices.DeviceCompute, "_compute", watched)

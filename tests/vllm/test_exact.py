@@ -18,16 +18,16 @@ def policies() -> dict[str, DepthPolicy]:
     return shipped | {
         "d3": DepthPolicy.middle_first(LAYERS, 0.99),
         "early": DepthPolicy.early_exit(LAYERS, 24),
-        "skipdecode": DepthPolicy.skipdecode(LAYERS, 20, span=40, warmup_layers=2),
+        "skipdecode": DepthPolicy.skipdecode(LAYERS, 20, span=20, warmup_layers=2),
         "static": DepthPolicy.static(LAYERS, 20, shipped["fast"].skip_order[:10]),
-        "late": DepthPolicy.d3(LAYERS, 0.97, start=20, skip_order=middle_first_order(LAYERS)),
+        "late": DepthPolicy.d3(LAYERS, 0.97, start=10, skip_order=middle_first_order(LAYERS)),
     }
 
 
 @pytest.fixture(scope="module")
 def stock(engines, default_folder):
     """12 requests, and the ids that stock vLLM gives for them."""
-    batch = requests([None], 12, seed=1, vocab_size=VOCAB_SIZE)
+    batch = requests([None], 12, seed=1, max_tokens=40, vocab_size=VOCAB_SIZE)
     return batch, engines(default_folder).generate(batch)
 
 
@@ -40,12 +40,12 @@ def test_alpha_one_is_stock_vllm_id_for_id(stock, tapered):
     batch, expected = stock
     assert tapered.generate(batch) == expected
     extra_args = {"taper_policy": "d3", "taper_alpha": 1}
-    assert tapered.generate([Request(request.prompt, extra_args=extra_args) for request in batch]) == expected
+    assert tapered.generate([Request(request.prompt, 40, extra_args) for request in batch]) == expected
 
 
 def test_mixed_policies_in_one_batch_equal_each_alone_and_the_reference_implementation(tapered, default_model):
     table = policies() | {"full": DepthPolicy.full(LAYERS)}
-    batch = requests(table, len(table), seed=2, max_tokens=44, vocab_size=VOCAB_SIZE)  # beyond skipdecode's span
+    batch = requests(table, len(table), seed=2, max_tokens=24, vocab_size=VOCAB_SIZE)  # beyond skipdecode's span
     together = tapered.generate(batch)
     assert tapered.alone(batch[::3]) == together[::3]  # the reference computes each alone too
     for request, ids in zip(batch, together, strict=True):

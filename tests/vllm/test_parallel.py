@@ -25,7 +25,7 @@ def two_turns(engine: Engine) -> list[list[int]]:
     first = engine.generate(REQUESTS)
     pairs = zip(REQUESTS, first, strict=True)
     second = engine.generate_counted(
-        [Request(each.prompt + ids + each.prompt, 16, each.extra_args) for each, ids in pairs]
+        [Request(each.prompt + ids + each.prompt, 8, each.extra_args) for each, ids in pairs]
     )
     reused = [cached > len(each.prompt) for each, (_, cached) in zip(REQUESTS, second, strict=True)]
     assert sum(reused) > len(REQUESTS) // 2

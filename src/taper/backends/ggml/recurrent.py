@@ -72,6 +72,7 @@ class StateTensors:
         return copies
 
 
+_BEGINS = 64  # bytes; where tensors begin that Vulkan's recurrent operations take: drivers ask for at most this
 _READ, _WRITTEN = ("reads", "rows read"), ("writes", "rows written")  # inputs of a graph: of records, and of matrices
 
 
@@ -258,6 +259,6 @@ def _part(context: Any, x: Any, part: Tokens) -> Any:
 def _columns(context: Any, x: Any, part: Tokens) -> Any:
     """Those of a part of x [width, active]: [width, rows, slots]."""
     width, row, rows = x.contents.ne[0], x.contents.nb[1], (part.end - part.first) // part.slots
-    return ggml.view_4d(
-        context, x, width, rows, part.slots, 1, row, rows * row, rows * part.slots * row, part.first * row
-    )
+    first = part.first * row
+    columns = ggml.view_4d(context, x, width, rows, part.slots, 1, row, rows * row, rows * part.slots * row, first)
+    return columns if first % _BEGINS == 0 else ggml.cont(context, columns)
