@@ -1,11 +1,12 @@
-"""What a GPU takes for exact mode and for healing: a JSON document for each phase, written as it ends.
+"""What a GPU takes for exact mode, for sampling and for healing: a JSON document for each phase, written as it ends.
 
     python research/gpu.py --out research/results
     python research/gpu.py --tiny --out FOLDER
 
 Random weights in bf16, on a GPU that does nothing else (two minutes each). *exact*: the time of a forward that verifies
 1 to 16 tokens, of a token drafted with a third and with half of the layers, and how often drafted tokens must come true
-for exact mode to pay. *healing*: tokens a second of training adapters. With --tiny, a tiny shape on this machine's CPU,
+for exact mode to pay. *sampling*: the time of a step and of sampling from its logits, which are of such a spread that
+candidates suffice. *healing*: tokens a second of training adapters. With --tiny, a tiny shape on this machine's CPU,
 which shows only that the script works.
 """
 
@@ -34,9 +35,11 @@ from taper.lab.healing.student import Student
 from taper.lab.healing.train import Training
 from taper.models.config import ModelConfig
 from taper.policy import DepthPolicy, active_prefixes, middle_first_order
+from taper.sampling import SamplingParams, sample
 
 WIDTHS, SHARES = (1, 2, 4, 8, 16), (1 / 3, 1 / 2)
 STEPS, CONTEXT, FIRST = 20, 1024, 300
+ROWS = (1, 8, 32)
 OUTPUT_TOKENS, PROMPT_TOKENS, LESSONS, RANK = 512, 64, 64, 64
 LLAMA = SHAPES["llama-3-8b"]
 QWEN = replace(
@@ -104,6 +107,38 @@ def exact(config: ModelConfig, device: str) -> dict[str, Any]:
     } | drafts
 
 
+def sampling(config: ModelConfig, device: str) -> dict[str, Any]:
+    """Milliseconds of a step with its tokens: greedily, from all logits, and from candidates; they take turns."""
+    dtype = "bf16" if device == "cuda" else "f32"
+    config = replace(config, logit_scale=4.0)
+    weights, result = random_weights(config, dtype, device), {}
+    params, rng = SamplingParams(temperature=0.7, top_k=20, top_p=0.8), np.random.default_rng(0)
+    for count in ROWS:
+        options = {"num_slots": count, "context_length": CONTEXT, "dtype": dtype, "device": device}
+        backend, rows = TorchBackend(config, weights, **options), tuple(range(count))
+        ways: dict[str, dict[str, Any]] = {
+            "greedy": {"greedy_rows": rows},
+            "all logits": {"logits_rows": rows},
+            "candidates": {"preview_rows": rows},
+        }
+        times: dict[str, list[float]] = {way: [] for way in ways}
+        for step in range(STEPS + 3):
+            slots, positions = np.arange(count, dtype=np.int32), np.full(count, FIRST + step, np.int32)
+            for way, asks in ways.items():
+                batch = TokenBatch(positions % 100, positions, slots, (count,) * config.num_hidden_layers, **asks)
+                started = time.perf_counter()
+                output = backend.forward(batch)
+                for logits in output.logits:
+                    sample(logits, params, None, rng)
+                for few in output.previews:
+                    ids = few.shortlist(params.reach(config.vocab_size))
+                    sample(few.whole() if ids is None else few.exact(ids), params, None, rng, ids)
+                times[way].append(time.perf_counter() - started)
+        backend.close()
+        result[f"{count} rows"] = {way: round(1e3 * statistics.median(each[3:]), 4) for way, each in times.items()}
+    return result
+
+
 def healing(config: ModelConfig, device: str) -> dict[str, Any]:
     """Tokens a second of training adapters: of a first pass, which runs full depth too, and of a second."""
     policy = DepthPolicy.middle_first(config.num_hidden_layers, 0.99)
@@ -133,6 +168,7 @@ def healing(config: ModelConfig, device: str) -> dict[str, Any]:
 
 PHASES: Mapping[str, tuple[str, ModelConfig, Callable[[ModelConfig, str], dict[str, Any]]]] = {
     "exact": ("llama-3-8b", LLAMA, exact),
+    "sampling": ("llama-3-8b", LLAMA, sampling),
     "healing": ("that of Qwen2.5 1.5B", QWEN, healing),
 }
 

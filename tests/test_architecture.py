@@ -52,7 +52,10 @@ OTHERS_NAMES = {
 }
 HEAVY = {
     "torch": {
-        *(f"backends/{name}.py" for name in ("__init__", "fused", "mixers", "packed", "streams", "torch")),
+        *(
+            f"backends/{name}.py"
+            for name in ("__init__", "candidates", "fused", "mixers", "packed", "streams", "torch")
+        ),
         *(f"lab/healing/{name}.py" for name in ("precision", "stages", "student", "train")),
         *(
             "hf.py",

@@ -118,8 +118,8 @@ KINDS = ["sampled", "stop string", "drafted", "exact"]
 
 
 # A stop string ends an output before its sequence; the first word of this one is found when the tests are run.
-# After an interrupt, each kind goes on; at every other line it also aborts, at the rest it closes, and the next kind
-# the other way round.
+# After an interrupt, each kind goes on; at every fourth line it also aborts, at another it also closes, and the next kind
+# at other ones.
 @pytest.mark.ci
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_interrupt_at_any_line_loses_nothing(llm, kind):
@@ -144,6 +144,8 @@ def test_an_interrupt_at_any_line_loses_nothing(llm, kind):
         assert got == expected, interrupt.lines[-1]
         ends(llm)
         if number % 2:
+            continue
+        if number % 4:
             stream, *_ = interrupted(llm, closes, params, draft, policy)
             stream.close()
             ends(llm)

@@ -527,8 +527,7 @@ def test_settings_of_a_phone_are_a_dialog(browser, server):
     page.close()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("size", ["desktop", "phone"])
+@pytest.mark.parametrize(("size", "scheme"), [("desktop", "light"), ("phone", "dark")])
 def test_axe_finds_nothing(browser, server, monkeypatch, size, scheme):
     script(server, MARKDOWN, monkeypatch)
     page = new_page(browser, server, size, scheme)

@@ -78,7 +78,7 @@ class ForwardOutput:
 
 
 class PreviewedLogits(Protocol):
-    """The logits of one token: approximations of all, and the exact ones on demand."""
+    """The logits of one token: approximations of all, which may be exact, and the exact ones on demand."""
 
     @property
     def approximate(self) -> np.ndarray:

@@ -24,7 +24,8 @@ from ..adapters import EPS, Adapters
 from ..errors import ModelError, RequestError
 from ..models.config import DeltaNet, Experts, LatentAttention, Mamba2, Mixer, ModelConfig, Rope
 from ..models.tensors import Tensor as StoredTensor
-from . import ForwardOutput, Runs, TokenBatch, needed, runs_by_slot
+from . import ForwardOutput, Runs, TokenBatch, candidates, needed, runs_by_slot
+from .candidates import largest
 from .mixers import States, delta_rule, pass_tokens, short_convolution, state_space
 from .packed import PackedMatrix, can_pack, packed
 from .passing import PassingStates, Plan
@@ -79,7 +80,7 @@ class TorchBackend:
         self.config, self.num_slots, self.context_length = config, num_slots, context_length
         self.kernels = f"torch {torch.__version__}"
         self.layouts, self.head = "one layout for any number of tokens", "the whole matrix"
-        self.has_preview = False
+        self.has_preview = config.vocab_size > candidates.COUNT
         self.device, self.dtype = torch.device(device), DTYPES[dtype]
         self._matrix_dtype = DTYPES[matrix_dtype or dtype]
         self._use_graphs = graphs and self.device.type == "cuda"
@@ -240,7 +241,10 @@ class TorchBackend:
         count = len(batch.tokens)
         one_depth = set(batch.num_active) <= {0, count}
         whole = batch.first_layer == 0 and not batch.output_hidden_states and not batch.head_inputs
-        is_step, verifies = len(runs) == count, len({*batch.logits_rows, *batch.greedy_rows}) == count
+        is_step, verifies = (
+            len(runs) == count,
+            len({*batch.logits_rows, *batch.greedy_rows, *batch.preview_rows}) == count,
+        )
         is_fused = count > 1 and (is_step or verifies) and self._fuses(batch, plan)
         if self._use_graphs and whole and (is_fused or (is_step and one_depth)):
             if is_fused:
@@ -251,8 +255,11 @@ class TorchBackend:
                 key = batch.num_active, adapters, batch.fill and skips, plan is None, count, kv_length
                 step = self._step(key, batch, plan, rows)
             logits, greedy = step(rows)
-            chosen = logits[list(batch.logits_rows)] if batch.logits_rows else logits[:0]
-            return ForwardOutput(chosen.float().cpu().numpy(), greedy.numpy()[list(batch.greedy_rows)])
+            chosen, previewed = (
+                logits[list(those)] if those else logits[:0] for those in (batch.logits_rows, batch.preview_rows)
+            )
+            chosen_ids = greedy.numpy()[list(batch.greedy_rows)]
+            return ForwardOutput(chosen.float().cpu().numpy(), chosen_ids, previews=largest(previewed))
         inputs = self._upload(rows)
         is_mtp = batch.is_mtp(self.config)
         x = self.embed(inputs[0])
@@ -261,12 +268,15 @@ class TorchBackend:
             x = self.combined(x, given) if is_mtp else given
         weights = self._adapter_weights(batch.adapters)
         hidden_states = self._decode(x, inputs, batch, plan, weights, None if is_step else runs, kv_length)
-        num_logits = len(batch.logits_rows)
+        asks = batch.logits_rows, batch.greedy_rows, batch.preview_rows
         x = self.head_inputs(x, is_mtp)
-        logits = self._logits(x[self._upload(np.array(batch.logits_rows + batch.greedy_rows, np.int32))])
+        logits, greedy, previewed = self._logits(x[self._upload(np.array(sum(asks, ()), np.int32))]).split(
+            [len(those) for those in asks]
+        )
         return ForwardOutput(
-            logits=logits[:num_logits].float().cpu().numpy(),
-            greedy_ids=argmax(logits[num_logits:]).cpu().numpy(),
+            logits=logits.float().cpu().numpy(),
+            greedy_ids=argmax(greedy).cpu().numpy(),
+            previews=largest(previewed),
             hidden_states={layer: states.float().cpu().numpy() for layer, states in hidden_states.items()},
             head_inputs=x.float().cpu().numpy() if batch.head_inputs else None,
         )

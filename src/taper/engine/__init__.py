@@ -569,13 +569,17 @@ class Engine:
 
         What changes the logits comes before the choice: a token that is banned must not hide one that is allowed.
         """
-        approximate, token_filter, ids = previewed.approximate, sequence.token_filter, None
-        if banned := sequence.banned_ids:
-            approximate[banned] = -np.inf
-        restricted = approximate if token_filter is None else token_filter.restrict(approximate)
-        if restricted is approximate:  # every token may come
-            adjust(approximate, sequence.request.params, sequence.counts)
-            ids = previewed.shortlist(sequence.request.params.reach(self._vocab_size))
+        params, token_filter, banned = sequence.request.params, sequence.token_filter, sequence.banned_ids
+        may_all_come, restricted = True, np.empty(0)
+        if banned or token_filter is not None or params.logit_bias or params.has_penalties:
+            approximate = previewed.approximate
+            if banned:
+                approximate[banned] = -np.inf
+            restricted = approximate if token_filter is None else token_filter.restrict(approximate)
+            if may_all_come := restricted is approximate:
+                adjust(approximate, params, sequence.counts)
+        if may_all_come:
+            ids = previewed.shortlist(params.reach(self._vocab_size))
         else:
             allowed = np.flatnonzero(restricted > -np.inf)
             ids = allowed if 0 < len(allowed) <= MAX_ALLOWED else None
