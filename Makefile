@@ -140,7 +140,8 @@ build/converter/installed: | $(VENV)/installed-test
 
 # The libraries work with any Python, but only wheels for 3.12 and newer have them.
 build/vulkan/installed: | $(VENV)/installed-test
-	@$(PIP) --no-deps --upgrade --target build/vulkan --python-version 3.12 --only-binary :all: cyllama-vulkan==0.7.0
+	@$(PIP) --no-deps --upgrade --target build/vulkan --python-version 3.12 --ignore-requires-python \
+		--only-binary :all: cyllama-vulkan==0.7.0
 	@touch $@
 
 # vLLM asks for versions that differ from constraints.txt, and the package index's torchvision and its kin are CUDA

@@ -118,8 +118,8 @@ KINDS = ["sampled", "stop string", "drafted", "exact"]
 
 
 # A stop string ends an output before its sequence; the first word of this one is found when the tests are run.
-# After an interrupt, each kind goes on; at every fourth line it also aborts, at another it also closes, and the next kind
-# at other ones.
+# After an interrupt, each kind goes on; at every fourth line it also aborts, at another fourth it closes, and the next
+# kind does so at other lines.
 @pytest.mark.ci
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_interrupt_at_any_line_loses_nothing(llm, kind):
