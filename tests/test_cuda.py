@@ -79,6 +79,18 @@ def test_rows_at_mixed_depths_equal_eager_steps(tmp_path, family, count):
         torch.testing.assert_close(cells, expected, atol=1e-3, rtol=0)
 
 
+@pytest.mark.parametrize("count", [2, 9, 17])
+def test_tokens_verified_together_equal_eager_steps(tiny, count):
+    loaded, prompt = tiny.load(), random_prompt(44, 60 + count)
+    backends = make(loaded), make(loaded)
+    backends[1]._use_graphs = False
+    for backend in backends:
+        backend.forward(one_slot(backend, prompt[:60], ()))
+    batch = one_slot(backend, prompt[60:], tuple(range(count)), start=60)
+    np.testing.assert_allclose(*(backend.forward(batch).logits for backend in backends), atol=2e-3)
+    assert len(backends[0]._graphs) == 1
+
+
 def test_replay_equals_captured_steps(tiny):
     loaded = tiny.load()
     replay = Replay(Engine(make(loaded)), references())
@@ -100,7 +112,7 @@ def test_half_precision_stays_close(tiny_llama, dtype):
     assert np.corrcoef(exact, half)[0, 1] > 0.99
 
 
-@pytest.mark.parametrize("dtype", ["Q8_0", "Q4_0", "Q4_K"])
+@pytest.mark.parametrize("dtype", ["Q8_0", "Q4_0", "Q4_K", "Q6_K"])
 def test_quantised_matrices_that_keep_their_bits_give_the_logits_of_dequantised_ones(dtype):
     tensors = random_model(CONFIG, dtype)
     options = {"num_slots": 2, "context_length": 64, "dtype": "f32", "device": "cuda"}
@@ -111,5 +123,6 @@ def test_quantised_matrices_that_keep_their_bits_give_the_logits_of_dequantised_
     for batch in ([prompt], [prompt, prompt[:7]]):
         chosen = [half, DepthPolicy.full(CONFIG.num_hidden_layers)][: len(batch)]
         assert complete(Engine(kept), batch, chosen) == complete(Engine(dense), batch, chosen)
-    logits = [backend.forward(one_slot(backend, prompt[:1], (0,), start=30)).logits for backend in (kept, dense)]
-    np.testing.assert_allclose(*logits, atol=1e-3)
+    for count in (1, 3):
+        batch = one_slot(kept, prompt[:count], tuple(range(count)), start=30)
+        np.testing.assert_allclose(*(backend.forward(batch).logits for backend in (kept, dense)), atol=1e-3)

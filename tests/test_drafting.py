@@ -222,6 +222,18 @@ def with_size(requests: list[Request], size: int, **options) -> list[Request]:
     return [replace(request, drafting=drafting) for request in requests]
 
 
+def test_forwards_that_prepare_something_are_not_what_later_ones_take(tiny_llama, monkeypatch):
+    backend = make_backend("ggml", tiny_llama.load(), num_slots=8)
+    forward = backend.forward
+    for prepares in (True, False):
+        monkeypatch.setattr(
+            backend, "forward", lambda batch, prepared=prepares: replace(forward(batch), prepared=prepared)
+        )
+        engine = Engine(backend)
+        finished(engine, with_drafting(mixed_requests(FULL), kind="ngram", always=True))
+        assert (not engine.planner._times) == prepares
+
+
 @pytest.mark.parametrize(
     "family",
     [name if name in REPRESENTATIVE else pytest.param(name, marks=pytest.mark.ci) for name in PLAIN | FAMILIES],

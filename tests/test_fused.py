@@ -98,6 +98,7 @@ def assert_rows_equal(loaded, depths, positions, steps=1, **options):
         found, expected = (backend.forward(rows_batch(backend, *moved, **options)) for backend in (fast, slow))
         np.testing.assert_allclose(found.logits, expected.logits, atol=1e-3)
         assert found.greedy_ids.tolist() == expected.greedy_ids.tolist()
+        assert not (step and found.prepared)
     for written in ("_cache", "_passed"):  # nothing else is, by rows of padding for example
         np.testing.assert_allclose(getattr(fast, written), getattr(slow, written), atol=1e-4)
     return fast
@@ -149,8 +150,9 @@ def test_several_tokens_of_a_slot_equal_the_slow_ones(tmp_path, family):
     for backend in backends:
         for slot, length in ((0, 62), (2, 130)):
             backend.forward(one_slot(backend, random_prompt(slot, length), (), slot=slot))
-    found, expected = (b.forward(rows_batch(b, depths, positions, slots, fill=True)) for b in backends)
+    expected, found = (b.forward(rows_batch(b, depths, positions, slots, fill=True)) for b in backends)
     assert len(fast._graphs) == 1
+    assert found.prepared
     np.testing.assert_allclose(found.logits, expected.logits, atol=1e-3)
     assert found.greedy_ids.tolist() == expected.greedy_ids.tolist()
     for written in ("_cache", "_passed"):

@@ -1,6 +1,6 @@
 """The logits of a token on a GPU: only those that may be sampled come to the host.
 
-To bring all of a large vocabulary there, and to sample from them, takes longer than the layers of a few models.
+To bring all of a large vocabulary there, and to sample from all, would take part of the time of each step.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
@@ -98,6 +99,7 @@ class TorchBackend:
         self._windows = {spec.window for spec in config.layers}
         self._adapters: WeakKeyDictionary[Adapters, AdapterWeights] = WeakKeyDictionary()  # those in use
         self._graphs: OrderedDict[tuple[Any, ...], Step] = OrderedDict()
+        self._num_captures = 0
         self._fused = self._open_fused() if self._use_graphs else None
         if self._fused is None:
             self._weights |= self._dense(tensors, kept)
@@ -163,11 +165,12 @@ class TorchBackend:
         with torch.inference_mode():
             plan = self._passing.plan(batch, self._write_cells)
             passages = [] if self._records is None else self._records.passages(batch)
+            captures = self._num_captures
             output = self._forward(batch, plan, stacked(batch, passages, self._placed(plan, len(batch.tokens))))
             self._passing.note(batch, plan)
             if self._records is not None:
                 self._records.commit(passages, batch.tentative)
-            return output
+            return replace(output, prepared=self._num_captures > captures)
 
     def _adapter_weights(self, adapters: Adapters | None) -> AdapterWeights:
         """Adapters on the device, put there when a forward first needs them."""
@@ -241,10 +244,8 @@ class TorchBackend:
         count = len(batch.tokens)
         one_depth = set(batch.num_active) <= {0, count}
         whole = batch.first_layer == 0 and not batch.output_hidden_states and not batch.head_inputs
-        is_step, verifies = (
-            len(runs) == count,
-            len({*batch.logits_rows, *batch.greedy_rows, *batch.preview_rows}) == count,
-        )
+        is_step = len(runs) == count
+        verifies = len({*batch.logits_rows, *batch.greedy_rows, *batch.preview_rows}) == count
         is_fused = count > 1 and (is_step or verifies) and self._fuses(batch, plan)
         if self._use_graphs and whole and (is_fused or (is_step and one_depth)):
             if is_fused:
@@ -360,6 +361,7 @@ class TorchBackend:
         """The graph of a computation with this key; one that has none yet is captured, on an example of its inputs."""
         if key not in self._graphs:
             self._graphs[key] = self._capture(compute, inputs)
+            self._num_captures += 1
             if len(self._graphs) > MAX_GRAPHS:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(key)

@@ -453,7 +453,7 @@ class Engine:
             is_timed = drafts and not proposes and all(part.sequence.step for _, part in members)
             started = time.perf_counter() if is_timed else 0.0
             output = self.backend.forward(batch)
-            if is_timed:
+            if is_timed and not output.prepared:
                 self.planner.note_forward(len(tokens), time.perf_counter() - started, len(tokens) > len(members))
             for row, logits in zip(batch.logits_rows, output.logits, strict=True):
                 predictions[tokens[row].part].append(logits)
