@@ -25,6 +25,7 @@ from types import SimpleNamespace
 import httpx
 import numpy as np
 import pytest
+import torch
 from forked import posix_only
 from serving import chat_body, serving
 from test_bench import llama_bin, log  # noqa: F401  # a fixture
@@ -38,7 +39,7 @@ from taper.backends.ggml.library import Device, Library, ggml
 from taper.backends.ggml.shortlist import PreviewTensors, kept_as
 from taper.backends.split import SplitBackend, least_on_device
 from taper.engine import Engine, Request
-from taper.errors import ModelError, RequestError
+from taper.errors import DeviceLostError, ModelError, RequestError
 from taper.lab.bench import target
 from taper.lab.bench.run import run as run_bench
 from taper.lab.bench.target import BenchOptions
@@ -349,10 +350,23 @@ DeviceCompute(Device(ggml.backend_reg_dev_get(ggml.backend_cpu_reg(), 0), "Test0
     assert done.stderr == f"taper: the device was lost, or there is a bug: {said} (start again)\n"
 
 
+def test_a_device_that_pytorch_loses_is_said_to_be_lost(tiny_llama, monkeypatch):
+    def lost(*_):
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nCompile with more")
+
+    backend = make_backend("torch", tiny_llama.load())
+    monkeypatch.setattr(backend, "_forward", lost)
+    with pytest.raises(
+        DeviceLostError, match=r"there is a bug: .* illegal memory access was encountered \(start again\)"
+    ):
+        backend.forward(one_slot(backend, [1, 2], ()))
+
+
 # `taper` with the stand-in, which is lost once a file is there.
 _STAND_IN = """
 import os, signal, sys, time
 from pathlib import Path
+from taper import errors
 from taper.__main__ import run
 from taper.backends.ggml import devices, tensors
 from taper.backends.ggml.library import Device, Library, ggml
@@ -373,7 +387,7 @@ def slow(self, graph):
     if file.exists():
         file.unlink()
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # as threads of drivers do
-        ggml._function("ggml_abort")(b"vulkan.cpp", 7, b"lost")
+        LOSES
     compute(self, graph)
 
 ggml.backend_dev_init, devices.DeviceCompute._compute = opened, slow
@@ -384,10 +398,21 @@ LOST = "taper: the device was lost, or there is a bug: vulkan.cpp:7: lost (start
 
 
 @posix_only
-@pytest.mark.parametrize("end", ["lost again", pytest.param("Ctrl-C", marks=pytest.mark.ci)])
-def test_a_server_whose_device_is_lost_says_so_to_its_clients_and_starts_again(tiny_gguf, tmp_path, end):
+@pytest.mark.parametrize(
+    ("how", "end"),
+    [
+        ("aborts", "lost again"),
+        pytest.param("aborts", "Ctrl-C", marks=pytest.mark.ci),
+        pytest.param("raises", "lost again", marks=pytest.mark.ci),
+    ],
+)
+def test_a_server_whose_device_is_lost_says_so_to_its_clients_and_starts_again(tiny_gguf, tmp_path, how, end):
     file, options = tmp_path / "lost", ("--max-batch-size", "2", "--context", "1000")
-    start = sys.executable, "-c", _STAND_IN, str(file), "serve", "--device", "test0"
+    loses = {
+        "aborts": 'ggml._function("ggml_abort")(b"vulkan.cpp", 7, b"lost")',
+        "raises": 'raise errors.DeviceLostError("vulkan.cpp:7: lost")',
+    }
+    start = sys.executable, "-c", _STAND_IN.replace("LOSES", loses[how]), str(file), "serve", "--device", "test0"
     with Process(tiny_gguf, *options, start=start) as server, ThreadPoolExecutor(3) as pool:
         text, address = server.chat(temperature=0).json()["choices"][0]["message"]["content"], server.http.base_url
         asked = [pool.submit(server.chat, max_tokens=900, stream=stream) for stream in (True, False, False)]

@@ -60,6 +60,13 @@ class RequestError(TaperError):
     """A request that cannot be served: a sampling parameter out of range, a prompt that does not fit."""
 
 
+class DeviceLostError(TaperError):
+    """A device that is gone, or whose driver failed: `what` it says. Only a new process can use one again."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"the device was lost, or there is a bug: {what}", "start again")
+
+
 class TaperWarning(UserWarning):
     """Something the user should know and need not act on: one line."""
 

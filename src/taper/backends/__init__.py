@@ -15,16 +15,16 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import numpy as np
 
 from ..adapters import Adapters
-from ..errors import DEVICES, DTYPES, HEADS, REPACK, RequestError, one_of, whole_number
+from ..errors import DEVICES, DTYPES, HEADS, REPACK, DeviceLostError, RequestError, one_of, whole_number
 from ..models.config import ModelConfig
 from ..models.tensors import LoadedModel
 
-on_lost: list[Callable[[], None]] = []  # called where a device is lost; the process ends once they return
+on_lost: list[Callable[[], None]] = []  # called by `end_process`
 Runs = tuple[tuple[int, int, int], ...]  # (slot, first token, end) of consecutive tokens of one slot; end excluded
 
 
@@ -119,7 +119,11 @@ class Backend(Protocol):
     weight_bytes: dict[str, int]  # of each tensor, in the type in which forwards read it
 
     def forward(self, batch: TokenBatch) -> ForwardOutput:
-        """Run the batch and write its keys and values."""
+        """Run the batch and write its keys and values.
+
+        Raises:
+            DeviceLostError: it ran on a device that is lost.
+        """
         ...
 
     def resumable(self, slot: int, num_tokens: int) -> int:
@@ -293,6 +297,16 @@ def available_memory() -> int | None:
 def available_threads() -> int:
     """The cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def end_process(error: DeviceLostError) -> NoReturn:
+    """Say in one line that a device is lost, call `on_lost`, and end with exit code 2."""
+    os.write(2, f"taper: {error}\n".encode())
+    try:
+        for call in on_lost:
+            call()
+    finally:
+        os._exit(2)
 
 
 def needed(batch: TokenBatch, config: ModelConfig) -> TokenBatch:

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..adapters import EPS, Adapters
-from ..errors import ModelError, RequestError
+from ..errors import DeviceLostError, ModelError, RequestError
 from ..models.config import DeltaNet, Experts, LatentAttention, Mamba2, Mixer, ModelConfig, Rope
 from ..models.tensors import Tensor as StoredTensor
 from . import ForwardOutput, Runs, TokenBatch, candidates, needed, runs_by_slot
@@ -165,8 +165,11 @@ class TorchBackend:
         with torch.inference_mode():
             plan = self._passing.plan(batch, self._write_cells)
             passages = [] if self._records is None else self._records.passages(batch)
-            captures = self._num_captures
-            output = self._forward(batch, plan, stacked(batch, passages, self._placed(plan, len(batch.tokens))))
+            captures, rows = self._num_captures, stacked(batch, passages, self._placed(plan, len(batch.tokens)))
+            try:
+                output = self._forward(batch, plan, rows)
+            except torch.AcceleratorError as error:  # after which CUDA refuses everything else in this process
+                raise DeviceLostError(str(error).partition("\n")[0]) from error
             self._passing.note(batch, plan)
             if self._records is not None:
                 self._records.commit(passages, batch.tentative)

@@ -17,8 +17,9 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from queue import SimpleQueue
 
+from ..backends import end_process
 from ..engine import Request
-from ..errors import TaperError
+from ..errors import DeviceLostError, TaperError
 from ..llm import LLM
 from ..policy import DepthPolicy
 from ..sampling import SamplingParams
@@ -166,6 +167,8 @@ class EngineLoop:
             try:
                 if goes_on := self._run_commands():
                     self._step()
+            except DeviceLostError as error:
+                end_process(error)
             except Exception as error:  # a bug: the jobs that ran are lost, later requests are served
                 log.exception("a step of the engine failed")
                 self._end_all(RuntimeError(f"the engine failed: {type(error).__name__}"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 import threading
 import time
@@ -14,8 +13,8 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from ...errors import ModelError, TaperWarning, printable
-from .. import available_threads, on_lost
+from ...errors import DeviceLostError, ModelError, TaperWarning
+from .. import available_threads, end_process
 from .library import STATUS_SUCCESS, Device, ggml
 from .tensors import Computation, TensorContext, aligned
 
@@ -150,20 +149,14 @@ def _compute_on_cpu(backend: Any, graph: Any) -> None:
 
 
 def _end(message: bytes | None = None) -> None:
-    what = message.decode(errors="replace") if message else "its driver failed"
-    os.write(2, f"{printable(f'taper: the device was lost, or there is a bug: {what} (start again)')}\n".encode())
-    try:
-        for call in on_lost:
-            call()
-    finally:
-        os._exit(2)
+    end_process(DeviceLostError(message.decode(errors="replace") if message else "its driver failed"))
 
 
 _ON_ABORT, _ON_TERMINATE = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(_end), ctypes.CFUNCTYPE(None)(_end)
 
 
 def _end_in_one_line() -> None:
-    """Where a library of a device gives up, as it does if that is lost, call `on_lost` and end with exit code 2.
+    """Where a library of a device gives up, as it does if that is lost, end in one line.
 
     It would end anyway: such libraries abort, or throw exceptions that C cannot catch.
     """
