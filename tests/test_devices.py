@@ -167,11 +167,13 @@ def test_what_attention_reads_begins_where_vulkan_can_read(model, place, monkeyp
     assert offsets == {0}
 
 
-def test_a_device_and_the_cpu_share_a_model(model, host):
+@pytest.mark.parametrize("name", ["host", *DEVICES])
+def test_a_device_and_the_cpu_share_a_model(model, name, request):
+    device = request.getfixturevalue("host") if name == "host" else ggml.device(name)
     config, half = model.loaded.config, model.loaded.config.num_hidden_layers // 2
     count = max(half, least_on_device(config, half))
     build = partial(GgmlBackend, num_slots=3, context_length=256, dtype="f32", kv_dtype="f32", threads=1)
-    engine = Engine(SplitBackend(config, model.loaded.tensors, count, build, partial(build, device=host)))
+    engine = Engine(SplitBackend(config, model.loaded.tensors, count, build, partial(build, device=device)))
     assert complete(engine, model.prompts, model.policies, 16) == model.said
 
 
