@@ -164,12 +164,8 @@ def test_exact_mode_gives_the_tokens_of_plain_decoding(tmp_path):
     drafting = Drafting(kind="policy", policy=drafter, max_tokens=3, min_probability=0.0, always=True)
     outputs = []
     for backend, drafts in zip(both(loaded), (None, drafting), strict=True):
-        engine = Engine(backend)
         request = Request(random_prompt(1, 9), SamplingParams(max_tokens=5), DepthPolicy.full(3), drafting=drafts)
-        sequence = engine.add(request)
-        while sequence.finish_reason is None:
-            engine.step()
-        outputs.append(sequence.completion_ids)
+        outputs.append(Engine(backend).complete([request]))
     assert outputs[0] == outputs[1]
     assert any(key[0] == "rows" and key[-2] > 2 for key in backend._graphs)
 

@@ -61,7 +61,7 @@ class RequestError(TaperError):
 
 
 class DeviceLostError(TaperError):
-    """A device that is gone, or whose driver failed: `what` it says. Only a new process can use one again."""
+    """A device that is gone, or whose driver failed; `what` is its message. Only a new process can use one again."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"the device was lost, or there is a bug: {what}", "start again")

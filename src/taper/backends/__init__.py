@@ -75,7 +75,7 @@ class ForwardOutput:
     hidden_states: dict[int, np.ndarray] = field(default_factory=dict)  # layer -> float32 [N, hidden_width]
     head_inputs: np.ndarray | None = None  # float32 [N, hidden_size]
     previews: tuple[PreviewedLogits, ...] = ()  # of `preview_rows`
-    prepared: bool = False  # it took longer, as it made something that others like it need not make again
+    prepared: bool = False  # it took longer than later forwards of its kind will, which find what it has made
 
 
 class PreviewedLogits(Protocol):

@@ -41,16 +41,16 @@ def first_tile(matrix, rows, num_rows, first, SIZE: tl.constexpr, COLUMNS: tl.co
 
 @triton.jit
 def _scales(matrix, tile):
-    """What the integers of a tile are multiplied with, and what is subtracted then: f32 [ROWS, CHUNKS] each."""
+    """A weight is its integer less an offset, times a scale, less a minimum; the last two are f32 [ROWS, CHUNKS]."""
     scale = tile[1].to(tl.float32)
     if matrix.factors is not None and matrix.bits == 4:
         scale *= tile[3].to(tl.float32)
-        subtracted = tile[2].to(tl.float32) * tile[4].to(tl.float32)
+        minimum, offset = tile[2].to(tl.float32) * tile[4].to(tl.float32), 0
     else:
         if matrix.factors is not None:
             scale *= tile[2].to(tl.float32)
-        subtracted = scale * (128 if matrix.bits == 8 else 8)
-    return scale, subtracted
+        minimum, offset = tl.zeros_like(scale), 128 if matrix.bits == 8 else 8
+    return offset, scale, minimum
 
 
 @triton.jit
@@ -89,26 +89,20 @@ def products(matrix, tile, x, norm, rows, num_rows, eps, SIZE: tl.constexpr, COL
             h *= tl.load(norm + columns, columns < SIZE, 0.0).to(tl.float32)
         integers, worth = _integers(tile[0], matrix.bits)
         sums = tl.sum(tl.sum(integers * (h * worth)[None, :, :, :], 3), 2)
-        scale, subtracted = _scales(matrix, tile)
-        total += scale * sums - subtracted * tl.sum(tl.sum(h, 2), 1)[None, :]
+        offset, scale, minimum = _scales(matrix, tile)
+        total += scale * sums - (offset * scale + minimum) * tl.sum(tl.sum(h, 2), 1)[None, :]
         tile = ahead
     out = tl.sum(total, 1)
     return out if norm is None else out * tl.rsqrt(tl.sum(tl.sum(tl.sum(squares, 2), 1), 0) / SIZE + eps)
 
 
 @triton.jit
-def numbers(
-    matrix, rows, num_rows, first, SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
+def numbers(matrix, rows, num_rows, first, SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Some rows of a matrix [num_rows, SIZE] from a column on, dequantised: f32 [ROWS, COLUMNS]."""
     tile = first_tile(matrix, rows, num_rows, first, SIZE, COLUMNS)
     integers, worth = _integers(tile[0], matrix.bits)
-    scale, subtracted = _scales(matrix, tile)
-    integers *= worth
-    if matrix.factors is not None and matrix.bits == 4:
-        weights = integers * scale[:, :, None, None] - subtracted[:, :, None, None]
-    else:  # in this order nothing is rounded
-        weights = (integers - (128 if matrix.bits == 8 else 8)) * scale[:, :, None, None]
+    offset, scale, minimum = _scales(matrix, tile)
+    weights = (integers * worth - offset) * scale[:, :, None, None] - minimum[:, :, None, None]
     return tl.reshape(weights, (ROWS, COLUMNS))
 
 

@@ -309,9 +309,7 @@ def _rows_products(
 
 
 @triton.jit
-def _rows_tile(
-    weights, x, outs, num_outs, first, SIZE: tl.constexpr, OUTS: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
+def _rows_tile(weights, x, outs, num_outs, first, SIZE: tl.constexpr, OUTS: tl.constexpr, COLUMNS: tl.constexpr):
     """Columns from `first` on, of some rows of weights [num_outs, SIZE]: [OUTS, COLUMNS] in the dtype of x."""
     if isinstance(weights, tl.tensor):
         columns = first + tl.arange(0, COLUMNS)

@@ -570,18 +570,19 @@ class Engine:
         What changes the logits comes before the choice: a token that is banned must not hide one that is allowed.
         """
         params, token_filter, banned = sequence.request.params, sequence.token_filter, sequence.banned_ids
-        may_all_come, restricted = True, np.empty(0)
+        allowed = None  # every token
         if banned or token_filter is not None or params.logit_bias or params.has_penalties:
             approximate = previewed.approximate
             if banned:
                 approximate[banned] = -np.inf
             restricted = approximate if token_filter is None else token_filter.restrict(approximate)
-            if may_all_come := restricted is approximate:
+            if restricted is approximate:
                 adjust(approximate, params, sequence.counts)
-        if may_all_come:
+            else:
+                allowed = np.flatnonzero(restricted > -np.inf)
+        if allowed is None:
             ids = previewed.shortlist(params.reach(self._vocab_size))
         else:
-            allowed = np.flatnonzero(restricted > -np.inf)
             ids = allowed if 0 < len(allowed) <= MAX_ALLOWED else None
         return (None, previewed.whole()) if ids is None else (ids, previewed.exact(ids))
 
