@@ -129,10 +129,10 @@ def sampling(config: ModelConfig, device: str) -> dict[str, Any]:
                 started = time.perf_counter()
                 output = backend.forward(batch)
                 for logits in output.logits:
-                    sample(logits, params, None, rng)
+                    sample(logits, params, rng)
                 for few in output.previews:
-                    ids = few.shortlist(params.reach(config.vocab_size))
-                    sample(few.whole() if ids is None else few.exact(ids), params, None, rng, ids)
+                    ids, logits = few.shortlist(params.reach(config.vocab_size)) or (None, few.whole())
+                    sample(logits, params, rng, ids)
                 times[way].append(time.perf_counter() - started)
         backend.close()
         result[f"{count} rows"] = {way: round(1e3 * statistics.median(each[3:]), 4) for way, each in times.items()}

@@ -200,9 +200,10 @@ def check(llm: LLM, options: argparse.Namespace) -> None:
 
 def compared(whole: np.ndarray, previewed: Any, params: SamplingParams, reach: float) -> tuple[bool, float, float, int]:
     """Whether a shortlist has the most probable token; total variation of sampling; KL at temperature 1; its size."""
-    ids = previewed.shortlist(reach)
-    if ids is None:
+    shortlist = previewed.shortlist(reach)
+    if shortlist is None:
         return True, 0.0, 0.0, len(whole)
+    ids, _ = shortlist
     log_total = np.logaddexp.reduce(whole.astype(np.float64))
     inside = float(np.exp(whole[ids] - log_total).sum())
     distributions = []

@@ -113,14 +113,16 @@ def test_a_shortlist_holds_the_tokens_within_the_margin_or_the_reach(tiny_file):
     _, previewed = _previewed(backend).previews
     above = previewed.approximate.max() - previewed.approximate
     for reach, margin in ((0.0, 1.0), (0.5, 1.0), (2.0, 2.0)):
-        assert previewed.shortlist(reach).tolist() == np.flatnonzero(above <= margin).tolist()
+        ids, logits = previewed.shortlist(reach)
+        assert ids.tolist() == np.flatnonzero(above <= margin).tolist()
+        assert logits.tobytes() == previewed.exact(ids).tobytes()
     previewed.approximate[:] = np.nan
     assert previewed.shortlist() is None
 
 
 def test_a_head_that_is_no_number_ends_the_output(tiny_file, monkeypatch):
     backend = opened(tiny_file)
-    monkeypatch.setattr(shortlist.Previewed, "shortlist", lambda *_: None)
+    monkeypatch.setattr(shortlist.Previewed, "_within", lambda *_: None)
     monkeypatch.setattr(shortlist.Previewed, "whole", lambda self: np.full_like(self.approximate, np.nan))
     engine = Engine(backend)
     for params in (SamplingParams(max_tokens=3), SamplingParams(max_tokens=3, temperature=0.5, top_k=5)):

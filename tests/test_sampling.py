@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from taper.errors import RequestError
-from taper.sampling import SamplingParams, TokenCounts, sample, token_logprobs, token_weights
+from taper.sampling import SamplingParams, TokenCounts, adjust, sample, token_logprobs, token_weights
 
 LOGITS = np.log(np.array([0.4, 0.3, 0.2, 0.06, 0.04], np.float32))
 
@@ -18,7 +18,12 @@ def draws(count: int = 4000, logits=LOGITS, prompt=(), completion=(), **options)
     rng = np.random.default_rng(0)
     params = SamplingParams(**{"temperature": 1.0, **options})
     counts = counted(prompt, completion)
-    return np.array([sample(logits.copy(), params, counts, rng) for _ in range(count)])
+    return np.array([sampled(logits, params, counts, rng) for _ in range(count)])
+
+
+def sampled(logits, params, counts, rng) -> int:
+    adjust(logits := logits.copy(), params, counts)
+    return sample(logits, params, rng)
 
 
 def counted(prompt, completion) -> TokenCounts:
@@ -120,9 +125,7 @@ def test_presence_and_frequency_penalties_count_the_completion_only():
 
 def test_a_seed_repeats_the_draws():
     params = SamplingParams(temperature=1.0)
-    one, two = (
-        [sample(LOGITS.copy(), params, None, rng) for _ in range(30)] for rng in map(np.random.default_rng, (5, 5))
-    )
+    one, two = ([sample(LOGITS.copy(), params, rng) for _ in range(30)] for rng in map(np.random.default_rng, (5, 5)))
     assert one == two
 
 
@@ -181,7 +184,7 @@ def test_draws_from_a_large_vocabulary_follow_the_kept_tokens():
     logits[5_000:20_000] = -np.inf
     params = SamplingParams(temperature=0.9, top_p=0.9, min_p=1e-4)
     expected = sorted_weights(logits, params).reshape(60, 1000).sum(1, dtype=np.float64)
-    found = np.bincount([sample(logits.copy(), params, None, rng) // 1000 for _ in range(3000)], minlength=60)
+    found = np.bincount([sample(logits.copy(), params, rng) // 1000 for _ in range(3000)], minlength=60)
     used = expected > 0
     shares = 3000 * expected[used] / expected.sum()
     assert found[~used].sum() == 0
@@ -199,7 +202,7 @@ def test_a_draw_never_falls_on_a_token_without_weight(number):
         logits = np.full(4096, -np.inf, np.float32)
         logits[at] = 2.0
         expected = at[0] if number < 0.5 else at[-1]
-        assert sample(logits, SamplingParams(temperature=1.0), None, Fixed()) == expected
+        assert sample(logits, SamplingParams(temperature=1.0), Fixed()) == expected
 
 
 def test_counts_are_those_of_prompt_and_completion():
@@ -256,5 +259,5 @@ def test_every_extreme_in_range_samples_a_token():
     logits = np.array([1e4, -1e4, 0, -np.inf, 3], np.float32)
     for values in itertools.product(*extremes.values()):
         params = SamplingParams(**dict(zip(extremes, values, strict=True)))
-        token = sample(logits.copy(), params, counted([0, 1, 2], [1, 3] * 500), np.random.default_rng(0))
+        token = sampled(logits, params, counted([0, 1, 2], [1, 3] * 500), np.random.default_rng(0))
         assert token in (0, 1, 2, 4), params

@@ -13,7 +13,7 @@ from .errors import RequestError, as_tuple, flag, number, shown, whole_number
 
 MAX_LOGPROBS = 20
 NOT_A_NUMBER = -1  # instead of a token id
-_MIN_TEMPERATURE = float(np.finfo(np.float32).tiny)
+_MIN_TEMPERATURE, _LOWEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).min)
 _FEW = 1024  # weights that take no time to sort or to sum up one by one
 _NEGLIGIBLE = 1e-4  # probability of all tokens that nobody misses together
 _FEW_CHOSEN, _FEW_SHARE = 64, 0.01  # up to this top_k, or from this min_p on, only probable tokens are chosen
@@ -101,15 +101,21 @@ class SamplingParams:
         return self.temperature == 0 and self.logprobs is None and not changes
 
     def reach(self, vocab_size: int) -> float:
-        """How far below the highest logit tokens matter; infinite if each may come, or their log-probabilities do.
+        """How far below the highest logit tokens matter; infinite if each may come, or log-probabilities are wanted.
 
         All tokens further below have less than `_NEGLIGIBLE` of the probability: as a rule if top_k or min_p leaves out
         all improbable ones, where the answer is 0, else for certain.
         """
-        if self.logprobs is not None or self.temperature > 1:
+        if self.logprobs is not None or self.temperature > 1 or self.raises_logits:
             return math.inf
         filtered = 0 < self.top_k <= _FEW_CHOSEN or (self.min_p >= _FEW_SHARE and self.top_p == 1)
         return 0.0 if filtered else self.temperature * math.log(vocab_size / _NEGLIGIBLE)
+
+    @property
+    def raises_logits(self) -> bool:
+        """Whether bias or penalties may make a token more probable than the model does."""
+        is_reward = self.repetition_penalty < 1 or self.presence_penalty < 0 or self.frequency_penalty < 0
+        return is_reward or any(value > 0 for value in (self.logit_bias or {}).values())
 
     @property
     def has_penalties(self) -> bool:
@@ -154,23 +160,15 @@ class TokenCounts:
         self._counts[place] += 1
 
 
-def sample(
-    logits: np.ndarray,
-    params: SamplingParams,
-    counts: TokenCounts | None,
-    rng: np.random.Generator,
-    ids: np.ndarray | None = None,
-) -> int:
+def sample(logits: np.ndarray, params: SamplingParams, rng: np.random.Generator, ids: np.ndarray | None = None) -> int:
     """The next token; `NOT_A_NUMBER` if the largest logit is not a finite number.
 
-    `logits`, float32 [vocab_size], are overwritten: after a step of a model nothing is in the processor's caches, and
-    a copy would take as long as all that is computed here. `counts` has the tokens before, if there are penalties;
-    `rng` draws one number if the temperature is above 0. With `ids`, ascending int64 [n], there are logits of these
-    tokens only, float32 [n].
+    `logits`, float32 [vocab_size], after `adjust`, are overwritten: after a step of a model nothing is in the
+    processor's caches, and a copy would take as long as all that is computed here. `rng` draws one number if the
+    temperature is above 0. With `ids`, ascending int64 [n], there are logits of these tokens only, float32 [n].
     """
-    adjust(logits, params, counts, ids)
     argmax = int(logits.argmax())  # the first NaN, if there is one
-    if not np.isfinite(logits[argmax]):
+    if not math.isfinite(logits[argmax]):
         return NOT_A_NUMBER
     if params.temperature == 0:
         place = argmax
@@ -184,7 +182,10 @@ def sample(
 def adjust(
     logits: np.ndarray, params: SamplingParams, counts: TokenCounts | None, ids: np.ndarray | None = None
 ) -> None:
-    """Apply bias and penalties to logits, in place; the arguments are those of `sample`."""
+    """Apply bias and penalties to logits, in place: of all tokens, or of `ids` only, as in `sample`.
+
+    `counts` has the tokens before, if there are penalties.
+    """
     if params.logit_bias:
         tokens, places = _places(np.array(list(params.logit_bias), np.int64), ids)
         logits[places] += np.array(list(params.logit_bias.values()), np.float32)[tokens]
@@ -197,8 +198,9 @@ def _places(tokens: np.ndarray, ids: np.ndarray | None) -> tuple[np.ndarray | sl
     """Which of some tokens are among ascending `ids`, and where; without `ids`, all of them are where they are."""
     if ids is None:
         return slice(None), tokens
-    places = np.searchsorted(ids, tokens).clip(max=len(ids) - 1)
-    found = np.flatnonzero(ids[places] == tokens)
+    places = ids.searchsorted(tokens)
+    np.minimum(places, len(ids) - 1, out=places)
+    found = (ids[places] == tokens).nonzero()[0]
     return found, places[found]
 
 
@@ -229,32 +231,35 @@ def token_weights(logits: np.ndarray, params: SamplingParams) -> tuple[np.ndarra
         nucleus = _nucleus(weights, params.top_p)
         ids, weights = nucleus if ids is None else ids[nucleus], weights[nucleus]
     if params.min_p > 0:
-        probable = np.flatnonzero(weights >= params.min_p)
+        probable = (weights >= params.min_p).nonzero()[0]
         ids, weights = probable if ids is None else ids[probable], weights[probable]
     return ids, weights
 
 
 def _largest(values: np.ndarray, count: int) -> np.ndarray:
     """Indices of the `count` largest values, -inf excluded; of equal ones, the first. Ascending: int64 [n]."""
-    columns, bound = max(_FEW, 4 * count), np.finfo(np.float32).min
+    columns, bound, indices, few = max(_FEW, 4 * count), _LOWEST, None, values
     if rows := len(values) // columns:
         # `count` columns hold a value from the bound on, so smaller values need no partition.
         maxima = values[: rows * columns].reshape(rows, columns).max(0)
-        bound = max(bound, np.partition(maxima, columns - count)[columns - count])
-    indices = np.flatnonzero(values >= bound)
-    few = values[indices]
+        maxima.partition(columns - count)
+        indices = (values >= max(bound, maxima[columns - count])).nonzero()[0]
+        few = values[indices]
     place = max(len(few) - count, 0)
-    largest: np.ndarray = indices[_at_least(few, np.partition(few, place)[place], count)]
-    return largest
+    least = max(bound, np.partition(few, place)[place])
+    largest = _at_least(few, least, count).nonzero()[0]
+    return largest if indices is None else indices[largest]
 
 
 def _nucleus(weights: np.ndarray, top_p: float) -> np.ndarray:
     """Indices of the fewest of the largest weights that reach the share `top_p` of their sum, ascending: int64 [n]."""
-    total, size = weights.sum(dtype=np.float64), 0
-    missing = top_p * total
-    # All weights below this one together are less than half of what may be left out.
-    indices = np.flatnonzero(weights > (1 - top_p) * total / 2 / len(weights))
-    few = values = weights[indices]
+    total, size = np.add.reduce(weights, dtype=np.float64), 0
+    missing, indices, few = top_p * total, None, weights
+    if len(weights) > _FEW:
+        # All weights below this one together are less than half of what may be left out.
+        indices = (weights > (1 - top_p) * total / 2 / len(weights)).nonzero()[0]
+        few = weights[indices]
+    values = few
     while len(values) > _FEW:  # halve the values among which the sum reaches the share
         middle = len(values) // 2
         values = np.partition(values, middle)
@@ -264,28 +269,35 @@ def _nucleus(weights: np.ndarray, top_p: float) -> np.ndarray:
         else:
             missing, size, values = missing - upper, size + len(values) - middle, values[:middle]
     values = np.sort(values)[::-1]
-    last = min(int(np.searchsorted(values.cumsum(dtype=np.float64), missing)), len(values) - 1)
-    nucleus: np.ndarray = indices[_at_least(few, values[last], size + last + 1)]
-    return nucleus
+    last = min(int(values.cumsum(dtype=np.float64).searchsorted(missing)), len(values) - 1)
+    nucleus = _at_least(few, values[last], size + last + 1).nonzero()[0]
+    return nucleus if indices is None else indices[nucleus]
 
 
 def _at_least(values: np.ndarray, least: float, count: int) -> np.ndarray:
     """Which values are at least `least`; of those equal to it, only the first, so that there are `count`: bool [n]."""
     kept: np.ndarray = values >= least
     if (excess := np.count_nonzero(kept) - count) > 0:
-        kept[np.flatnonzero(values == least)[-excess:]] = False
+        kept[(values == least).nonzero()[0][-excess:]] = False
     return kept
 
 
 def _draw(weights: np.ndarray, share: float) -> int:
     """The index at which the cumulative sum of the weights passes `share`, from [0, 1), of their sum."""
+    if len(weights) <= _FEW:
+        sums = weights.cumsum(dtype=np.float64)
+        return _passed(sums, share * sums[-1])
     sums = np.add.reduceat(weights, np.arange(0, len(weights), _FEW)).cumsum(dtype=np.float64)
-    point = min(share * sums[-1], np.nextafter(sums[-1], 0))
-    block = int(np.searchsorted(sums, point, side="right"))  # the first whose sum is above: it has a weight
-    point -= sums[block - 1] if block else 0.0
-    inside = weights[block * _FEW : (block + 1) * _FEW].cumsum(dtype=np.float64)
-    point = min(point, np.nextafter(inside[-1], 0))
-    return block * _FEW + int(np.searchsorted(inside, point, side="right"))
+    point = share * sums[-1]
+    block = _passed(sums, point)
+    before = sums[block - 1] if block else 0.0
+    first = block * _FEW
+    return first + _passed(weights[first : first + _FEW].cumsum(dtype=np.float64), point - before)
+
+
+def _passed(sums: np.ndarray, point: float) -> int:
+    """The first place whose sum is above a point, or the last one that adds to the sums."""
+    return int(sums.searchsorted(min(point, math.nextafter(sums[-1], 0)), side="right"))
 
 
 def check_token_ids(token_ids: Iterable[int], vocab_size: int) -> None:

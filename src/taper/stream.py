@@ -90,6 +90,7 @@ class Stream(Iterator[Chunk]):
         self._unfinished: dict[EngineSequence, None] = {}  # the oldest first
         self._waiting: deque[OutputBuilder] = deque()  # in the order in which the engine begins them
         self._begun: dict[OutputBuilder, None] = {}  # those from which more chunks will come
+        self._turns: deque[OutputBuilder] = deque()  # those that had a chunk when tokens were last taken
         self._handed_over = time.perf_counter()
         self._started = self._handed_over if started is None else started
         for request in requests:
@@ -120,12 +121,15 @@ class Stream(Iterator[Chunk]):
     def _next_output(self) -> OutputBuilder:
         """The output whose turn it is, once it has a chunk; raises StopIteration if no more chunks will come."""
         while True:
+            while self._turns:
+                if (output := self._turns.popleft()).num_ready:
+                    return output
             self._take_all()
-            if ready := [output for output in self._begun if output.num_ready]:
-                return min(ready, key=lambda output: output.num_delivered)
-            if not self._unfinished:
-                raise StopIteration
-            self._engine.step(self._unfinished)
+            self._turns.extend(output for output in self._begun if output.num_ready)
+            if not self._turns:
+                if not self._unfinished:
+                    raise StopIteration
+                self._engine.step(self._unfinished)
 
     def received(self) -> list[Chunk]:
         """The chunks of all tokens that have come since the last call, whoever ran the steps.
@@ -356,6 +360,8 @@ class _StopStrings:
 
     def push(self, text: str) -> str:
         """The text that is certain not to belong to a stop string; none after one has come."""
+        if not self._stops:
+            return text
         if self.complete:
             return ""
         self._held += text

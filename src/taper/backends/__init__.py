@@ -25,6 +25,9 @@ from ..models.config import ModelConfig
 from ..models.tensors import LoadedModel
 
 on_lost: list[Callable[[], None]] = []  # called by `end_process`
+# Changes logits in place, float32: those of tokens `ids`, ascending int64 [n], or of all if it gets None.
+Adjust = Callable[[np.ndarray, np.ndarray | None], None]
+Shortlist = tuple[np.ndarray, np.ndarray]  # tokens, ascending int64 [n], and their logits, float32 [n]
 Runs = tuple[tuple[int, int, int], ...]  # (slot, first token, end) of consecutive tokens of one slot; end excluded
 
 
@@ -83,13 +86,18 @@ class PreviewedLogits(Protocol):
 
     @property
     def approximate(self) -> np.ndarray:
-        """Float32 [vocab_size]; the caller may change them before it asks for the shortlist."""
+        """Float32 [vocab_size]."""
         ...
 
-    def shortlist(self, reach: float = 0.0) -> np.ndarray | None:
-        """The tokens that may be the most probable one or within `reach` of it, ascending: int64 [n].
+    def likeliest(self) -> tuple[int, float]:
+        """The most probable token and its probability, as `likeliest`; both approximate."""
+        ...
 
-        None if they are many, or the approximations are not finite: then the whole head must be computed.
+    def shortlist(self, reach: float = 0.0, adjust: Adjust | None = None) -> Shortlist | None:
+        """The tokens that may be the most probable one or within `reach` of it, after `adjust`, which raises none.
+
+        Approximations may be adjusted too. None if the tokens are many, or the approximations are not finite: then the
+        whole head must be computed.
         """
         ...
 
@@ -307,6 +315,12 @@ def end_process(error: DeviceLostError) -> NoReturn:
             call()
     finally:
         os._exit(2)
+
+
+def likeliest(logits: np.ndarray) -> tuple[int, float]:
+    """The most probable token of logits float32 [n], and its probability; that is NaN if one of them is no number."""
+    token_id = int(logits.argmax())
+    return token_id, 1 / float(np.exp(logits - logits[token_id]).sum(dtype=np.float64))
 
 
 def needed(batch: TokenBatch, config: ModelConfig) -> TokenBatch:

@@ -5,14 +5,18 @@ To bring all of a large vocabulary there, and to sample from all, would take par
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from . import Adjust, Shortlist, likeliest
+
 COUNT = 1024  # tokens that come to the host at once, the most probable ones
-_REACH = 5.0  # below the highest logit, in which all matters that `min_p` may choose (`SamplingParams.reach`)
+# What may matter where the reach is said to be 0 (`SamplingParams.reach`): below the highest logit, and how many tokens.
+_REACH, _CHOSEN = 5.0, 64
 
 
 class Candidates:
@@ -22,41 +26,45 @@ class Candidates:
     """
 
     def __init__(self, logits: Tensor, ids: np.ndarray, values: np.ndarray) -> None:
-        """Of logits [vocab_size] on the device, the largest `values`, float32 [n], of tokens `ids`, largest first."""
+        """Of logits [vocab_size] on the device, the largest: `values`, float32 [n], of tokens `ids`, ascending."""
         self._logits, self._ids, self._values = logits, ids, values
 
     @cached_property
-    def _fetched(self) -> np.ndarray:
+    def approximate(self) -> np.ndarray:
+        """Float32 [vocab_size]."""
         logits: np.ndarray = self._logits.float().cpu().numpy()
         return logits
 
-    @cached_property
-    def approximate(self) -> np.ndarray:
-        """Float32 [vocab_size]; the caller may change them before it asks for the shortlist."""
-        return self.whole()
+    def likeliest(self) -> tuple[int, float]:
+        """The most probable token and its probability (see `PreviewedLogits`), as if there were no others."""
+        place, probability = likeliest(self._values)
+        return int(self._ids[place]), probability
 
-    def shortlist(self, reach: float = 0.0) -> np.ndarray | None:
-        """The tokens that matter, ascending: int64 [n]; None if these may be others than the most probable ones."""
-        if "approximate" in self.__dict__:  # which may have been changed
+    def shortlist(self, reach: float = 0.0, adjust: Adjust | None = None) -> Shortlist | None:
+        """The tokens that matter and their logits; None if these may be others than the most probable ones."""
+        values, left_out = self._values, self._values.min()  # no logit that is not here is higher
+        if adjust is not None:
+            adjust(values := values.copy(), self._ids)
+        highest = values.max()
+        least = highest - max(reach, _REACH)
+        if not reach:  # and as many as top_k may choose
+            least = min(least, np.partition(values, -_CHOSEN)[-_CHOSEN])
+        if not math.isfinite(highest) or left_out >= least:
             return None
-        highest, least = self._values[0], self._values[0] - max(reach, _REACH)
-        if not np.isfinite(highest) or self._values[-1] >= least:
-            return None
-        chosen: np.ndarray = np.sort(self._ids[self._values >= least] if reach else self._ids)
-        return chosen
+        places = (values >= least).nonzero()[0]
+        return self._ids[places], values[places]
 
     def exact(self, ids: np.ndarray) -> np.ndarray:
         """The logits of some tokens: float32 [n]."""
-        if "_fetched" in self.__dict__:
-            values: np.ndarray = self._fetched[ids]
+        if "approximate" in self.__dict__:
+            logits: np.ndarray = self.approximate[ids]
         else:
-            order = np.argsort(self._ids)
-            values = self._values[order[np.searchsorted(self._ids, ids, sorter=order)]]
-        return values
+            logits = self._values[self._ids.searchsorted(ids)]
+        return logits
 
     def whole(self) -> np.ndarray:
         """The logits of all tokens: float32 [vocab_size]."""
-        logits: np.ndarray = self._fetched.copy()
+        logits: np.ndarray = self.approximate.copy()
         return logits
 
 
@@ -64,6 +72,7 @@ def largest(logits: Tensor) -> tuple[Candidates, ...]:
     """Of each row of logits [N, vocab_size], which nobody overwrites."""
     if not len(logits):
         return ()
-    values, ids = torch.topk(logits.float(), min(COUNT, logits.shape[1]))
+    ids = torch.topk(logits, min(COUNT, logits.shape[1])).indices.sort().values
+    values = logits.gather(-1, ids).float()
     rows = zip(logits, ids.cpu().numpy(), values.cpu().numpy(), strict=True)
     return tuple(Candidates(*row) for row in rows)

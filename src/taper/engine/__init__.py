@@ -22,10 +22,10 @@ from typing import NamedTuple
 import numpy as np
 
 from ..adapters import Adapters
-from ..backends import Backend, ForwardOutput, PreviewedLogits, TokenBatch
+from ..backends import Backend, ForwardOutput, PreviewedLogits, Shortlist, TokenBatch, likeliest
 from ..errors import REUSE, PolicyError, RequestError, one_of, whole_number
 from ..policy import DepthPolicy, active_prefixes
-from ..sampling import NOT_A_NUMBER, adjust, check_token_ids, sample, token_logprobs
+from ..sampling import NOT_A_NUMBER, check_token_ids, sample, token_logprobs
 from .drafting import PROBE_STEPS, Draft, Planner
 from .mtp import MtpDrafter
 from .sequence import Request, Sequence, StepOutput, TokenFilter, takes_filled
@@ -389,9 +389,12 @@ class Engine:
             going_on = []
             for sequence, prediction in predictions.items():
                 assert not isinstance(prediction, int)
-                logits = prediction if isinstance(prediction, np.ndarray) else prediction.approximate
-                if sequence.is_proposed(proposed[sequence], logits):
-                    proposed[sequence].append(int(np.argmax(logits)))
+                if isinstance(prediction, np.ndarray):
+                    token_id, probability = likeliest(prediction)
+                else:
+                    token_id, probability = prediction.likeliest()
+                if sequence.is_proposed(proposed[sequence], token_id, probability):
+                    proposed[sequence].append(token_id)
                     if len(proposed[sequence]) < counts[sequence]:
                         going_on.append(sequence)
             active = going_on
@@ -487,8 +490,9 @@ class Engine:
             return self._accept_prompt(part, predicted.predictions)
         first = len(part.token_ids) - max(1, part.num_outputs)  # the last token that is not a proposed one
         proposed = part.token_ids[first + 1 :]
-        sequence.num_drafted += len(proposed)
-        self.planner.num_verified.update(range(len(proposed)))
+        if proposed:
+            sequence.num_drafted += len(proposed)
+            self.planner.num_verified.update(range(len(proposed)))
         sequence.count_computed(part.position, part.depths[: first + 1], self._num_hidden_layers)
         for place, prediction in enumerate(predicted.predictions):
             if place:
@@ -497,7 +501,8 @@ class Engine:
             expected = proposed[place] if place < len(proposed) else None
             outputs.append(self._advance(sequence, prediction, expected))
             token_id = outputs[-1].token_id
-            self.planner.num_accepted[place] += token_id == expected
+            if expected is not None:
+                self.planner.num_accepted[place] += token_id == expected
             if part.draft is not None and place < len(part.draft.token_ids):
                 self._note_proposed(sequence, part.draft, place, token_id)
             if token_id != expected or sequence.finish_reason is not None:
@@ -534,18 +539,18 @@ class Engine:
         if isinstance(prediction, int):
             token_id = prediction
         else:
-            ids = None
-            if not isinstance(prediction, np.ndarray):
-                ids, prediction = self._shortlisted(sequence, prediction)
-            logits = prediction if params.logprobs is None else prediction.copy()
-            if ids is None:
-                if banned := sequence.banned_ids:
-                    logits[banned] = -np.inf
+            shortlist = None if isinstance(prediction, np.ndarray) else self._shortlist(sequence, prediction)
+            if shortlist is not None:
+                ids, logits = shortlist
+            else:
+                whole = prediction if isinstance(prediction, np.ndarray) else prediction.whole()
+                ids, logits = None, whole if params.logprobs is None else whole.copy()
                 if sequence.token_filter is not None:
                     logits = sequence.token_filter.restrict(logits)
-            token_id = sample(logits, params, sequence.counts, sequence.rng, ids)
+                sequence.adjust(logits)
+            token_id = sample(logits, params, sequence.rng, ids)
             if params.logprobs is not None and token_id != NOT_A_NUMBER:
-                logprobs = token_logprobs(prediction, token_id, params.logprobs)
+                logprobs = token_logprobs(whole, token_id, params.logprobs)
         is_eos = token_id in request.eos_token_ids and not params.ignore_eos
         reason = None
         if token_id == NOT_A_NUMBER:
@@ -564,27 +569,21 @@ class Engine:
         self._committing = None
         return output
 
-    def _shortlisted(self, sequence: Sequence, previewed: PreviewedLogits) -> tuple[np.ndarray | None, np.ndarray]:
-        """The tokens that matter and their logits, both [n]; None and all logits if only the whole head can tell.
+    def _shortlist(self, sequence: Sequence, previewed: PreviewedLogits) -> Shortlist | None:
+        """The tokens that matter and their logits, ready to be sampled; None if only the whole head can tell.
 
         What changes the logits comes before the choice: a token that is banned must not hide one that is allowed.
         """
-        params, token_filter, banned = sequence.request.params, sequence.token_filter, sequence.banned_ids
-        allowed = None  # every token
-        if banned or token_filter is not None or params.logit_bias or params.has_penalties:
-            approximate = previewed.approximate
-            if banned:
-                approximate[banned] = -np.inf
-            restricted = approximate if token_filter is None else token_filter.restrict(approximate)
-            if restricted is approximate:
-                adjust(approximate, params, sequence.counts)
-            else:
-                allowed = np.flatnonzero(restricted > -np.inf)
-        if allowed is None:
-            ids = previewed.shortlist(params.reach(self._vocab_size))
-        else:
-            ids = allowed if 0 < len(allowed) <= MAX_ALLOWED else None
-        return (None, previewed.whole()) if ids is None else (ids, previewed.exact(ids))
+        params, token_filter = sequence.request.params, sequence.token_filter
+        allowed = None if token_filter is None else token_filter.restrict(previewed.approximate)
+        if allowed is not None and allowed is not previewed.approximate:
+            ids = np.flatnonzero(allowed > -np.inf)
+            if not 0 < len(ids) <= MAX_ALLOWED:
+                return None
+            logits = previewed.exact(ids)
+            sequence.adjust(logits, ids)
+            return ids, logits
+        return previewed.shortlist(params.reach(self._vocab_size), sequence.adjust if sequence.adjusts else None)
 
     def _finish(self, sequence: Sequence, reason: str) -> None:
         """End a sequence and free its slot, which goes on holding the tokens that can be used again."""

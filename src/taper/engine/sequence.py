@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import cached_property
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from ..errors import REUSE, RequestError
 from ..policy import DepthPolicy
-from ..sampling import NOT_A_NUMBER, SamplingParams, TokenCounts, TokenLogprobs
+from ..sampling import NOT_A_NUMBER, SamplingParams, TokenCounts, TokenLogprobs, adjust
 from .drafting import Draft, Drafting, NgramDrafter, Record
 
 Tokens = list[int] | tuple[int, ...]
@@ -67,7 +68,7 @@ class Request:
             message = "min_tokens does not go with a schema or tools, which say where an output may end"
             raise RequestError(message, "leave out one of the two", param="min_tokens")
 
-    @property
+    @cached_property
     def takes_filled(self) -> bool:
         """Whether it fills keys and values of skipped layers, and may see those that others filled."""
         return takes_filled(self.policy, self.reuse)
@@ -77,7 +78,7 @@ class Request:
         """Whether the logits after each token of the prompt are needed, so that none is taken from elsewhere."""
         return self.prompt_logprobs is not None
 
-    @property
+    @cached_property
     def is_greedy(self) -> bool:
         """Whether the argmax of the model's own logits is all that is asked for."""
         return self.params.is_greedy and self.token_filter is None and not self.scores_prompt
@@ -87,8 +88,7 @@ class Request:
         return math.inf if self.scores_prompt else self.params.reach(vocab_size)
 
 
-@dataclass(frozen=True)
-class StepOutput:
+class StepOutput(NamedTuple):
     """One token of a sequence, the stop token included.
 
     `token_id` is -1, with `finish_reason` "error", if the model's output was not a number or its filter allowed none.
@@ -156,6 +156,18 @@ class Sequence:
         return [*self.request.eos_token_ids, *params.stop_token_ids] if self.step < params.min_tokens else []
 
     @property
+    def adjusts(self) -> bool:
+        """Whether `adjust` changes anything."""
+        params = self.request.params
+        return bool(params.has_penalties or params.logit_bias or self.step < params.min_tokens)
+
+    def adjust(self, logits: np.ndarray, ids: np.ndarray | None = None) -> None:
+        """Bias, penalties, and the ban of what may not come yet, as `sampling.adjust`: in place."""
+        adjust(logits, self.request.params, self.counts, ids)
+        if banned := self.banned_ids:
+            logits[banned if ids is None else np.isin(ids, banned)] = -np.inf
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of the prompt and of the completion so far."""
         return len(self.request.prompt_ids) + len(self.outputs)
@@ -198,11 +210,9 @@ class Sequence:
             draft = draft._replace(token_ids=draft.token_ids[: self.token_filter.num_allowed(draft.token_ids)])
         return draft if draft is not None and draft.token_ids else None
 
-    def is_proposed(self, before: list[int], logits: np.ndarray) -> bool:
-        """Whether the argmax of predicted logits, after proposed tokens, is to be proposed too."""
+    def is_proposed(self, before: list[int], token_id: int, probability: float) -> bool:
+        """Whether a token that is predicted with this probability, after proposed ones, is to be proposed too."""
         assert self.request.drafting is not None
-        token_id = int(np.argmax(logits))
-        probability = 1 / float(np.exp(logits - logits[token_id]).sum(dtype=np.float64))
         if not probability >= self.request.drafting.min_probability:  # or not a number
             return False
         return self.token_filter is None or self.token_filter.num_allowed([*before, token_id]) > len(before)

@@ -14,7 +14,7 @@ import numpy as np
 
 from ...models.preview import TABLE_TYPE, Factors, Preview, Rows, find_preview, fit_factors, head_parts
 from ...models.tensors import WEIGHT_TYPES, LoadedModel, Tensor
-from .. import available_threads
+from .. import Adjust, Shortlist, available_threads, likeliest
 from .library import TYPE_F32, Device, ggml
 from .repack import CopiedTensors
 from .tensors import Computation, TensorContext, aligned, capped
@@ -204,11 +204,25 @@ class Previewed:
     margin: float
     products: HeadProducts
 
-    def shortlist(self, reach: float = 0.0) -> np.ndarray | None:
+    def likeliest(self) -> tuple[int, float]:
+        """The most probable token and its probability (see `PreviewedLogits`)."""
+        return likeliest(self.approximate)
+
+    def shortlist(self, reach: float = 0.0, adjust: Adjust | None = None) -> Shortlist | None:
         """The tokens within the margin, or within `reach` if that is more (see `PreviewedLogits`)."""
+        if adjust is not None:
+            adjust(self.approximate, None)
+        if (ids := self._within(reach)) is None:
+            return None
+        logits = self.exact(ids)
+        if adjust is not None:
+            adjust(logits, ids)
+        return ids, logits
+
+    def _within(self, reach: float) -> np.ndarray | None:
         least = self.approximate.max() - max(self.margin, reach)
-        chosen = np.flatnonzero(self.approximate >= least)
-        return chosen if 0 < len(chosen) <= longest(len(self.approximate)) and np.isfinite(least) else None
+        ids = (self.approximate >= least).nonzero()[0]
+        return ids if 0 < len(ids) <= longest(len(self.approximate)) and np.isfinite(least) else None
 
     def exact(self, ids: np.ndarray) -> np.ndarray:
         """The logits of some tokens: float32 [n]."""
@@ -220,7 +234,7 @@ class Previewed:
 
     def argmax(self) -> int:
         """The most probable token; -1 if its logit is not a finite number."""
-        ids = self.shortlist()
+        ids = self._within(0.0)
         if ids is not None and len(ids) == 1:
             return int(ids[0])
         logits = self.whole() if ids is None else self.exact(ids)
