@@ -15,7 +15,7 @@ from torch import Tensor
 from . import Adjust, Shortlist, likeliest
 
 COUNT = 1024  # tokens that come to the host at once, the most probable ones
-# What may matter where the reach is said to be 0 (`SamplingParams.reach`): below the highest logit, and how many tokens.
+# What may matter where the reach is 0 (`SamplingParams.reach`): so far below the highest logit, and so many tokens.
 _REACH, _CHOSEN = 5.0, 64
 
 
