@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -51,30 +52,39 @@ class WaitingBackend:
     """The forward of a device that does not use the host."""
 
     def __init__(self, vocab_size: int) -> None:
-        self._count, self._rounds = 0, 5000
+        self._count, self._speed = 0, 1e6  # rounds of hashing a second
         rng = np.random.default_rng(0)
         logits = rng.normal(0, SPREAD, (POOL, vocab_size)).astype(np.float32)
         logits[:, :100] = -100  # control tokens, and bytes that are no text
         self._pool, self._argmaxes = largest(torch.from_numpy(logits)), logits.argmax(-1)
 
-    def _wait(self) -> None:
+    def begin(self, batch: TokenBatch) -> Callable[[], ForwardOutput]:
+        """Begin what takes some time from now on; returns what waits for what the batch asks for."""
         end = time.perf_counter() + FORWARD_MS / 1e3
-        hashlib.pbkdf2_hmac("sha256", b"", b"", self._rounds)  # other threads run meanwhile
-        left_ms = 1e3 * (end - time.perf_counter())
-        self._rounds = round(self._rounds * (1 + (left_ms - 0.1 * FORWARD_MS) / FORWARD_MS / 4))
-        while time.perf_counter() < end:
-            pass
-
-    def forward(self, batch: TokenBatch) -> ForwardOutput:
-        """What a batch asks for, after some time."""
-        self._wait()
         asked = batch.logits_rows + batch.preview_rows + batch.greedy_rows
         places = np.arange(self._count, self._count + len(asked)) % POOL
         self._count += len(asked)
-        rows: list[Candidates] = [copy.copy(self._pool[place]) for place in places]
-        whole, previewed = len(batch.logits_rows), len(asked) - len(batch.greedy_rows)
-        logits = np.array([row.whole() for row in rows[:whole]], np.float32)
-        return ForwardOutput(logits, self._argmaxes[places[previewed:]], previews=tuple(rows[whole:previewed]))
+
+        def wait() -> ForwardOutput:
+            self._wait(end)
+            rows: list[Candidates] = [copy.copy(self._pool[place]) for place in places]
+            whole, previewed = len(batch.logits_rows), len(asked) - len(batch.greedy_rows)
+            logits = np.array([row.whole() for row in rows[:whole]], np.float32)
+            return ForwardOutput(logits, self._argmaxes[places[previewed:]], previews=tuple(rows[whole:previewed]))
+
+        return wait
+
+    def forward(self, batch: TokenBatch) -> ForwardOutput:
+        """The same at once."""
+        return self.begin(batch)()
+
+    def _wait(self, end: float) -> None:
+        started = time.perf_counter()
+        if (left := end - started) > 0:
+            hashlib.pbkdf2_hmac("sha256", b"", b"", max(1, round(0.9 * left * self._speed)))  # other threads run
+            self._speed *= 0.9 * left / (time.perf_counter() - started)
+            while time.perf_counter() < end:
+                pass
 
 
 def generating(backend: WaitingBackend) -> dict[str, dict[str, float]]:
@@ -82,7 +92,9 @@ def generating(backend: WaitingBackend) -> dict[str, dict[str, float]]:
     result: dict[str, dict[str, float]] = {}
     for count in ROWS:
         with taper.LLM(DEFAULT_MODEL, max_batch_size=count, threads=1) as llm:
-            llm.engine.backend.forward = backend.forward  # type: ignore[method-assign]
+            for name in ("forward", "begin"):
+                setattr(llm.engine.backend, name, getattr(backend, name))
+            llm.engine.backend.overlaps = True
             prompts = [f"Question {number}" for number in range(count)]
             for name, sampling in SAMPLING.items():
                 llm.generate(prompts, max_tokens=8, ignore_eos=True, **sampling)
@@ -145,8 +157,8 @@ def main() -> None:
         if options.once:
             print(json.dumps({"generate": generating(backend), "serve": served()}))
             return
-        forward = lambda _, batch: backend.forward(batch)  # noqa: E731
-        with mock.patch.object(GgmlBackend, "forward", forward):
+        methods = {name: lambda _, batch, run=getattr(backend, name): run(batch) for name in ("forward", "begin")}
+        with mock.patch.multiple(GgmlBackend, create=True, overlaps=True, **methods):
             sys.argv[1:] = ["serve", "--port", options.serve, "--max-batch-size", str(max(ROWS)), "--threads", "1"]
             taper_main()
     here = Path(__file__).parents[1] / "src"

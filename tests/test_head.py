@@ -190,7 +190,7 @@ ASKED = {
 @pytest.mark.parametrize("asked", ASKED)
 def test_who_gets_logits_of_the_whole_head(tiny_file, asked, monkeypatch):
     params, is_listed = ASKED[asked]
-    monkeypatch.setattr("taper.engine.MAX_REACH", 5.0)  # small, as the vocabulary is
+    monkeypatch.setattr("taper.engine.batches.MAX_REACH", 5.0)  # small, as the vocabulary is
     backend, batches = opened(tiny_file), []
     forward = backend.forward
     monkeypatch.setattr(backend, "forward", lambda batch: (batches.append(batch), forward(batch))[1])

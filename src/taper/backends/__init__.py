@@ -123,6 +123,7 @@ class Backend(Protocol):
     layouts: str  # how matrices lie in memory, in words
     head: str  # how logits are computed, in words
     has_preview: bool  # whether forwards may ask for previewed logits and shortlists
+    overlaps: bool = False  # whether decoding steps go on while `begin` has returned
     layers_on_cpu: int  # the first ones, if only the others are on a device; else 0
     weight_bytes: dict[str, int]  # of each tensor, in the type in which forwards read it
 
@@ -133,6 +134,11 @@ class Backend(Protocol):
             DeviceLostError: it ran on a device that is lost.
         """
         ...
+
+    def begin(self, batch: TokenBatch) -> Callable[[], ForwardOutput]:
+        """Begin a forward, and return what waits for its output, which may be asked for after other calls too."""
+        output = self.forward(batch)
+        return lambda: output
 
     def resumable(self, slot: int, num_tokens: int) -> int:
         """After how many of the first `num_tokens` tokens of a slot a forward can go on: all, if no layer is recurrent.

@@ -13,7 +13,7 @@ from . import Backend, ForwardOutput, TokenBatch
 OpenPart = Callable[..., Backend]  # of a config and the weights of some layers, with `progress`
 
 
-class SplitBackend:
+class SplitBackend(Backend):
     """Runs a forward on one part and then on the other; only the hidden states between them travel.
 
     A layer that every token skips costs nothing on either. The options are those of `LLM`.

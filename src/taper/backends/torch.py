@@ -9,9 +9,10 @@ policies nor text.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -25,7 +26,7 @@ from ..adapters import EPS, Adapters
 from ..errors import DeviceLostError, ModelError, RequestError
 from ..models.config import DeltaNet, Experts, LatentAttention, Mamba2, Mixer, ModelConfig, Rope
 from ..models.tensors import Tensor as StoredTensor
-from . import ForwardOutput, Runs, TokenBatch, candidates, needed, runs_by_slot
+from . import Backend, ForwardOutput, Runs, TokenBatch, candidates, needed, runs_by_slot
 from .candidates import largest
 from .mixers import States, delta_rule, pass_tokens, short_convolution, state_space
 from .packed import PackedMatrix, can_pack, packed
@@ -47,7 +48,7 @@ Rotations = dict[Rope, Tensor]
 AdapterWeights = dict[int, tuple[Tensor, Tensor]]  # `down` and `up` of each adapter, by layer
 
 
-class TorchBackend:
+class TorchBackend(Backend):
     """A model on a CUDA device, or on the CPU for tests.
 
     `dtype` is that of weights, activations and cache; memory for the whole cache is allocated at once. PyTorch's
@@ -106,6 +107,8 @@ class TorchBackend:
             self._packed = {}
         elif self._packed:
             self.layouts = "quantised matrices keep their bits, and are dequantised for prompts"
+        self._read: Callable[[], object] = lambda: None  # waits for the forward that was begun last
+        self.overlaps = self._fused is not None and num_slots <= self._fused.max_rows
         self.weight_bytes = {name: weight.nbytes for name, weight in (self._weights | self._packed).items()}
 
     def _dense(self, tensors: Mapping[str, StoredTensor | Tensor], names: Collection[str]) -> dict[str, Tensor]:
@@ -161,19 +164,29 @@ class TorchBackend:
 
     def forward(self, batch: TokenBatch) -> ForwardOutput:
         """Run the batch and write its keys and values."""
+        return self.begin(batch)()
+
+    def begin(self, batch: TokenBatch) -> Callable[[], ForwardOutput]:
+        """Begin a forward (see `Backend.begin`): only steps that have a graph go on afterwards."""
+        self._read()  # the next replay of a graph overwrites what the last one computed
         batch = needed(batch, self.config)
-        with torch.inference_mode():
+        with torch.inference_mode(), _lost_devices():
             plan = self._passing.plan(batch, self._write_cells)
             passages = [] if self._records is None else self._records.passages(batch)
             captures, rows = self._num_captures, stacked(batch, passages, self._placed(plan, len(batch.tokens)))
-            try:
-                output = self._forward(batch, plan, rows)
-            except torch.AcceleratorError as error:  # after which CUDA refuses everything else in this process
-                raise DeviceLostError(str(error).partition("\n")[0]) from error
+            wait = self._begin(batch, plan, rows)
             self._passing.note(batch, plan)
             if self._records is not None:
                 self._records.commit(passages, batch.tentative)
-            return replace(output, prepared=self._num_captures > captures)
+        prepared = self._num_captures > captures
+
+        @cache
+        def read() -> ForwardOutput:
+            with torch.inference_mode(), _lost_devices():
+                return replace(wait(), prepared=prepared)
+
+        self._read = read
+        return read
 
     def _adapter_weights(self, adapters: Adapters | None) -> AdapterWeights:
         """Adapters on the device, put there when a forward first needs them."""
@@ -241,7 +254,7 @@ class TorchBackend:
         for cells, new in zip(self._cache[layer], self.keys_values(h, layer, self.rotations(at)), strict=True):
             cells[of, :, at] = new
 
-    def _forward(self, batch: TokenBatch, plan: Plan | None, rows: np.ndarray) -> ForwardOutput:
+    def _begin(self, batch: TokenBatch, plan: Plan | None, rows: np.ndarray) -> Callable[[], ForwardOutput]:
         kv_length = self._kv_length(int(batch.positions.max()) + 1)
         runs = runs_by_slot(batch.slots)
         count = len(batch.tokens)
@@ -258,12 +271,7 @@ class TorchBackend:
                 adapters = batch.adapters if skips else None
                 key = batch.num_active, adapters, batch.fill and skips, plan is None, count, kv_length
                 step = self._step(key, batch, plan, rows)
-            logits, greedy = step(rows)
-            chosen, previewed = (
-                logits[list(those)] if those else logits[:0] for those in (batch.logits_rows, batch.preview_rows)
-            )
-            chosen_ids = greedy.numpy()[list(batch.greedy_rows)]
-            return ForwardOutput(chosen.float().cpu().numpy(), chosen_ids, previews=largest(previewed))
+            return partial(self._output_of_step, batch, *step(rows))
         inputs = self._upload(rows)
         is_mtp = batch.is_mtp(self.config)
         x = self.embed(inputs[0])
@@ -277,13 +285,26 @@ class TorchBackend:
         logits, greedy, previewed = self._logits(x[self._upload(np.array(sum(asks, ()), np.int32))]).split(
             [len(those) for those in asks]
         )
-        return ForwardOutput(
+        output = ForwardOutput(
             logits=logits.float().cpu().numpy(),
             greedy_ids=argmax(greedy).cpu().numpy(),
             previews=largest(previewed),
             hidden_states={layer: states.float().cpu().numpy() for layer, states in hidden_states.items()},
             head_inputs=x.float().cpu().numpy() if batch.head_inputs else None,
         )
+        return lambda: output
+
+    def _output_of_step(self, batch: TokenBatch, logits: Tensor, greedy: Tensor) -> ForwardOutput:
+        """What a batch asks for, once the graph has ended that computes logits on the device, argmaxes on the host."""
+        self._synchronize()
+        chosen, previewed = (
+            logits[list(those)] if those else logits[:0] for those in (batch.logits_rows, batch.preview_rows)
+        )
+        chosen_ids = greedy.numpy()[list(batch.greedy_rows)]
+        return ForwardOutput(chosen.float().cpu().numpy(), chosen_ids, previews=largest(previewed))
+
+    def _synchronize(self) -> None:
+        torch.cuda.current_stream().synchronize()
 
     def _kv_length(self, longest: int) -> int:
         bucket = FIRST_BUCKET
@@ -381,7 +402,8 @@ class TorchBackend:
         It first runs once without being captured, on these inputs, because libraries initialise themselves then.
 
         Returns:
-            A function from inputs to logits on the device and their argmax on the host; its next call overwrites both.
+            A function from inputs to logits on the device and their argmax on the host, which are there once the device
+            has come so far; the next call overwrites both, and the inputs.
         """
         given = torch.from_numpy(inputs).pin_memory()
         on_device, values = given.to(self.device), given.numpy()
@@ -400,7 +422,6 @@ class TorchBackend:
         def replay(inputs: np.ndarray) -> Outputs:
             values[:] = inputs
             graph.replay()
-            torch.cuda.current_stream().synchronize()
             return logits, chosen
 
         return replay
@@ -765,6 +786,15 @@ class TorchBackend:
         if weight is None:
             return x
         return F.rms_norm(x.to(weight.dtype), (x.shape[-1],), weight, self.config.rms_norm_eps)
+
+
+@contextmanager
+def _lost_devices() -> Iterator[None]:
+    """Raise a DeviceLostError where PyTorch says that a device is lost: CUDA then refuses all else in this process."""
+    try:
+        yield
+    except torch.AcceleratorError as error:
+        raise DeviceLostError(str(error).partition("\n")[0]) from error
 
 
 def stacked(batch: TokenBatch, passages: Sequence[Passage] = (), placed: np.ndarray | None = None) -> np.ndarray:

@@ -14,62 +14,35 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cached_property
 from itertools import count
 from typing import NamedTuple
 
 import numpy as np
 
-from ..adapters import Adapters
 from ..backends import Backend, ForwardOutput, PreviewedLogits, Shortlist, TokenBatch, likeliest
 from ..errors import REUSE, PolicyError, RequestError, one_of, whole_number
-from ..policy import DepthPolicy, active_prefixes
 from ..sampling import NOT_A_NUMBER, check_token_ids, sample, token_logprobs
+from .batches import Forward, Predicted, Prediction, Scheduled, collected, forwards
 from .drafting import PROBE_STEPS, Draft, Planner
-from .mtp import MtpDrafter
+from .mtp import MtpDrafter, uses_mtp
 from .sequence import Request, Sequence, StepOutput, TokenFilter, takes_filled
 from .slots import MIN_SHARED, Slots, common_prefix
 
 __all__ = ["Engine", "Request", "Sequence", "Slots", "StepOutput", "TokenFilter", "takes_filled"]
 
 MAX_NUM_BATCHED_TOKENS = 512  # tokens of a step; bounds the memory of activations and the wait for the next token
-MAX_REACH = 16.0  # of a shortlist below the highest logit; where more matters, the whole head is computed at once
 MAX_ALLOWED = 1024  # tokens that a filter allows, of which the exact logits are computed at once
 MAX_PROMPT_LOGITS = 64  # tokens of a prompt whose logits are kept at a time
 MAX_WIDTH, TRIED_POSITIONS = 17, (0, 600)  # of forwards in which the rounding of several tokens is tried
 
-Prediction = np.ndarray | PreviewedLogits | int  # logits float32 [vocab_size], approximations, or the argmax
-Layers = tuple[tuple[int, ...], Adapters | None]  # the skip order of a forward, and the adapters of skipped layers
 
+class _Step(NamedTuple):
+    """A step that has begun on a device."""
 
-class Scheduled(NamedTuple):
-    """Tokens of one sequence in a forward."""
-
-    sequence: Sequence
-    token_ids: list[int]
-    position: int  # of the first
-    depths: list[int]  # of each token, never rising
-    num_outputs: int  # how many trailing tokens need a prediction; of those, all but the first are proposed ones
-    policy: DepthPolicy
-    draft: Draft | None = None  # the proposed ones are the first tokens of it
-
-
-class _Predicted(NamedTuple):
-    """What a forward computed of one part."""
-
-    predictions: list[Prediction]
-    head_inputs: np.ndarray | None  # of each token, float32 [n, hidden_size], where they are needed
-
-
-class _Token(NamedTuple):
-    """One row of a batch."""
-
-    part: int
-    token_id: int
-    position: int
-    depth: int
-    needs_prediction: bool
+    scheduled: list[Scheduled]
+    begun: list[tuple[Forward, Callable[[], ForwardOutput]]]
 
 
 class Engine:
@@ -93,6 +66,7 @@ class Engine:
         self._mtp = MtpDrafter(backend) if backend.config.has_mtp else None
         self.uses_shortlist = backend.has_preview
         self._unfinished: dict[int, Sequence] = {}  # by id, first come, first served
+        self._next: _Step | None = None
         self._committing: Sequence | None = None  # whose state an interrupt may have left half changed
         self._ids = count()
         self._lock = threading.RLock()
@@ -103,7 +77,7 @@ class Engine:
         """Give back the backend's memory; every later call raises a RequestError."""
         with self._lock:
             if not self._is_closed:
-                self._is_closed = True
+                self._is_closed, self._next = True, None
                 self.backend.close()
 
     def add(self, request: Request) -> Sequence:
@@ -142,13 +116,21 @@ class Engine:
         """
         with self._exclusive():
             self._recover()
-            self._admit(only)
-            scheduled = self._schedule(self._running(only) or self._blocking(only))
+            step, self._next = self._next, None
+            if step is None:
+                self._admit(only)
+                scheduled = self._schedule(self._running(only) or self._blocking(only))
+                predictions = self._forward(scheduled)
+            else:
+                scheduled = step.scheduled
+                predictions = collected(scheduled, [(forward, wait()) for forward, wait in step.begun])
             outputs = []
-            for part, predicted in zip(scheduled, self._forward(scheduled), strict=True):
-                outputs += self._accept(part, predicted)
+            for part, predicted in zip(scheduled, predictions, strict=True):
+                if part.sequence.finish_reason is None:
+                    outputs += self._accept(part, predicted)
             if self._mtp is not None:
                 self._mtp.catch_up([part.sequence for part in scheduled if part.sequence.slot is not None])
+            self._begin_next(only)
             return outputs
 
     def abort(self, sequence: Sequence) -> None:
@@ -402,8 +384,7 @@ class Engine:
 
     def _uses_mtp(self, sequence: Sequence) -> bool:
         """Whether predictions are those of the MTP layer."""
-        drafting = sequence.request.drafting
-        return self._mtp is not None and drafting is not None and drafting.kind in ("auto", "mtp")
+        return uses_mtp(sequence.request, self.backend)
 
     def _can_predict(self, sequence: Sequence, first: int) -> bool:
         """Whether the MTP layer or a policy can predict tokens of a sequence, whose next forward begins at `first`."""
@@ -415,75 +396,37 @@ class Engine:
         # The policy for drafting may not skip the layers that the tokens before the last skip.
         return sequence.depths_from(first, last - first) == [self._num_hidden_layers] * (last - first)
 
-    def _forward(self, scheduled: list[Scheduled], proposes: bool = False) -> list[_Predicted]:
-        """The predictions that each part needs: logits, or the argmax where that suffices.
+    def _forward(self, scheduled: list[Scheduled], proposes: bool = False) -> list[Predicted]:
+        """What each part needs, from forwards one after the other. If it `proposes`, these are for drafts."""
+        ended = []
+        for forward in self._forwards(scheduled, proposes):
+            started = time.perf_counter()
+            output = self.backend.forward(forward.batch)
+            if forward.is_timed and not output.prepared:
+                self.planner.note_forward(len(forward.parts), time.perf_counter() - started, forward.verifies)
+            ended.append((forward, output))
+        return collected(scheduled, ended)
 
-        If it `proposes`, there are logits only, and keys and values are not for later use.
+    def _forwards(self, scheduled: list[Scheduled], proposes: bool = False) -> Iterator[Forward]:
+        return forwards(self.backend, scheduled, self.uses_shortlist, proposes)
+
+    def _begin_next(self, only: Collection[Sequence] | None) -> None:
+        """Begin the next step if all decode, so that a device computes while the tokens of this one are made use of.
+
+        What joins or leaves meanwhile does so a step later.
         """
-        predictions: list[list[Prediction]] = [[] for _ in scheduled]
-        head_inputs: list[np.ndarray | None] = [None for _ in scheduled]
-        for (skip_order, adapters), members in self._group(scheduled).items():
-            tokens = [
-                _Token(index, token_id, part.position + offset, depth, offset >= len(part.token_ids) - part.num_outputs)
-                for index, part in members
-                for offset, (token_id, depth) in enumerate(zip(part.token_ids, part.depths, strict=True))
-            ]
-            # Stable: tokens of a slot stay in their order. Slots side by side attend together.
-            tokens.sort(key=lambda token: (-token.depth, scheduled[token.part].sequence.slot))
-            requests = {index: part.sequence.request for index, part in members}
-            is_greedy = {index: not proposes and request.is_greedy for index, request in requests.items()}
-            is_previewed = {
-                index: self.uses_shortlist and (proposes or request.reach(self._vocab_size) < MAX_REACH)
-                for index, request in requests.items()
-            }
-            predicted = [(row, token.part) for row, token in enumerate(tokens) if token.needs_prediction]
-            others = [(row, index) for row, index in predicted if not is_greedy[index]]
-            batch = TokenBatch(
-                tokens=np.array([token.token_id for token in tokens], np.int32),
-                positions=np.array([token.position for token in tokens], np.int32),
-                slots=np.array([scheduled[token.part].sequence.slot for token in tokens], np.int32),
-                num_active=active_prefixes(skip_order, self._num_hidden_layers, [token.depth for token in tokens]),
-                logits_rows=tuple(row for row, index in others if not is_previewed[index]),
-                greedy_rows=tuple(row for row, index in predicted if is_greedy[index]),
-                preview_rows=tuple(row for row, index in others if is_previewed[index]),
-                shortlist=self.uses_shortlist,
-                head_inputs=not proposes and any(self._uses_mtp(part.sequence) for _, part in members),
-                adapters=adapters,
-                fill=not proposes and any(part.sequence.request.takes_filled for _, part in members),
-                tentative=proposes,
-            )
-            drafts = any(part.sequence.request.drafting for _, part in members)
-            is_timed = drafts and not proposes and all(part.sequence.step for _, part in members)
-            started = time.perf_counter() if is_timed else 0.0
-            output = self.backend.forward(batch)
-            if is_timed and not output.prepared:
-                self.planner.note_forward(len(tokens), time.perf_counter() - started, len(tokens) > len(members))
-            for row, logits in zip(batch.logits_rows, output.logits, strict=True):
-                predictions[tokens[row].part].append(logits)
-            for row, previewed in zip(batch.preview_rows, output.previews, strict=True):
-                predictions[tokens[row].part].append(previewed)
-            for row, token_id in zip(batch.greedy_rows, output.greedy_ids.tolist(), strict=True):
-                predictions[tokens[row].part].append(token_id)
-            if output.head_inputs is not None:
-                for index in requests:
-                    rows = [row for row, token in enumerate(tokens) if token.part == index]
-                    head_inputs[index] = output.head_inputs[rows]
-        return list(map(_Predicted, predictions, head_inputs))
+        if not self.backend.overlaps:
+            return
+        if only is not None and any(one not in only and not one.is_held for one in self._running(None)):
+            return  # whoever calls next may want to advance others
+        self._admit(only)
+        running = self._running(only)
+        if running and all(one.step and not one.is_held and not one.request.drafting for one in running):
+            scheduled = self._schedule(running)
+            begun = [(forward, self.backend.begin(forward.batch)) for forward in self._forwards(scheduled)]
+            self._next = _Step(scheduled, begun)
 
-    def _group(self, scheduled: list[Scheduled]) -> dict[Layers, list[tuple[int, Scheduled]]]:
-        """The parts of each forward; those at full depth run every layer, so they go with any group."""
-        groups: dict[Layers, list[tuple[int, Scheduled]]] = {}
-        full_depth = []
-        for index, part in enumerate(scheduled):
-            if part.depths[-1] == self._num_hidden_layers:
-                full_depth.append((index, part))
-            else:
-                groups.setdefault((part.policy.skip_order, part.policy.adapters), []).append((index, part))
-        if full_depth:
-            groups.setdefault(next(iter(groups), ((), None)), []).extend(full_depth)
-        return groups
-
-    def _accept(self, part: Scheduled, predicted: _Predicted) -> list[StepOutput]:
+    def _accept(self, part: Scheduled, predicted: Predicted) -> list[StepOutput]:
         """Advance a sequence by each prediction, as long as the tokens proposed for the steps before came true."""
         sequence, outputs = part.sequence, list[StepOutput]()
         if not sequence.step and sequence.request.scores_prompt:

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from ..backends import Backend, ForwardOutput, PreviewedLogits, TokenBatch
-from .sequence import Sequence
+from .sequence import Request, Sequence
 
 MAX_UNSEEN = 64  # tokens of a sequence that wait until its next ones are predicted
 
@@ -31,6 +31,11 @@ class _HeadInputs(NamedTuple):
     def without(self, count: int) -> _HeadInputs:
         """Those after the first `count`."""
         return _HeadInputs(self.first + count, self.states[count:])
+
+
+def uses_mtp(request: Request, backend: Backend) -> bool:
+    """Whether the model's MTP layer predicts further tokens of a request."""
+    return backend.config.has_mtp and request.drafting is not None and request.drafting.kind in ("auto", "mtp")
 
 
 class MtpDrafter:

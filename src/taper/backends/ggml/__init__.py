@@ -39,7 +39,7 @@ from ...models.preview import (
     shipped_factors,
 )
 from ...models.tensors import LoadedModel, Tensor, row_bytes
-from .. import ForwardOutput, TokenBatch, available_threads, needed, runs_by_slot
+from .. import Backend, ForwardOutput, TokenBatch, available_threads, needed, runs_by_slot
 from ..passing import PassingStates
 from ..states import Passage, StateRecords
 from .cache import KeyValueCache
@@ -60,7 +60,7 @@ _SAMPLE_TOKENS = 56  # of each sample text
 _NONE = -1  # the file descriptor that stands for no file
 
 
-class GgmlBackend:
+class GgmlBackend(Backend):
     """A model on the CPU or a device; the options are those of `LLM`.
 
     Args:
