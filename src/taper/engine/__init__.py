@@ -400,7 +400,7 @@ class Engine:
         """What each part needs, from forwards one after the other. If it `proposes`, these are for drafts."""
         ended = []
         for forward in self._forwards(scheduled, proposes):
-            started = time.perf_counter()
+            started = time.perf_counter() if forward.is_timed else 0.0
             output = self.backend.forward(forward.batch)
             if forward.is_timed and not output.prepared:
                 self.planner.note_forward(len(forward.parts), time.perf_counter() - started, forward.verifies)
