@@ -45,6 +45,7 @@ SAMPLING: dict[str, dict[str, float]] = {
     "top_p": {"temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1},
     "top_k and penalties": {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.1},
 }
+CONDITIONS = ("date", "cpu", "cores", "python", "versions", "model")  # of those that other scripts name
 SPREAD, POOL = 8.0, 64  # standard deviation of logits; different ones
 
 
@@ -142,6 +143,12 @@ def measured(source: Path) -> dict[str, Any]:
     return result
 
 
+def commit(folder: Path) -> str:
+    """The commit of the repository that a folder is in."""
+    command = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def main() -> None:
     """Measure, and write the document."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -181,8 +188,9 @@ def main() -> None:
         }
         for name in folders
     }
-    about = conditions(find_model(DEFAULT_MODEL)) | {"forward_ms": FORWARD_MS, "tokens": TOKENS}
-    about |= {"rounds": options.rounds, "statistic": "median", "sampling": SAMPLING}
+    about = {name: value for name, value in conditions(find_model(DEFAULT_MODEL)).items() if name in CONDITIONS}
+    about |= {"commits": {name: commit(folder) for name, folder in folders.items()}, "statistic": "median"}
+    about |= {"rounds": options.rounds, "forward_ms": FORWARD_MS, "tokens": TOKENS, "sampling": SAMPLING}
     write(options.out, {"conditions": about, "results": result})
     print(json.dumps(result, indent=1))
 

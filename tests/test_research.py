@@ -8,6 +8,7 @@ import importlib.util
 import json
 import re
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -22,6 +23,7 @@ import fill_cost
 import gaps
 import gpu
 import harness
+import host_time
 import long_outputs
 import methods
 import numpy as np
@@ -311,6 +313,26 @@ def test_the_cost_of_filling_is_that_of_steps_at_the_least_depth(tiny_llama, mon
     assert row["step_ms"] == {"none": 1000.0, "waiting": 3000.0, "at once": 4000.0}
     assert len(seen) == 3 * 7 + fill_cost.LATER_TOKENS
     assert row["later_ms_a_token"] > 0
+
+
+def test_a_device_that_waits_overlaps_with_the_host(monkeypatch):
+    monkeypatch.setattr(host_time, "POOL", 4)
+    backend = host_time.WaitingBackend(2000)
+    batch = TokenBatch(*np.zeros((3, 4), np.int32), (4,), (0,), (1,), preview_rows=(2, 3), shortlist=True)
+    backend.forward(batch)
+    waits = []
+    for host_ms in (0.0, 0.5 * host_time.FORWARD_MS, 3 * host_time.FORWARD_MS):
+        started = time.perf_counter()
+        wait = backend.begin(batch)
+        time.sleep(host_ms / 1e3)
+        begun = time.perf_counter()
+        output = wait()
+        waits.append(1e3 * (time.perf_counter() - begun))
+        assert 1e3 * (time.perf_counter() - started) >= host_time.FORWARD_MS
+    assert waits[0] > waits[2]
+    assert len(output.logits) == len(output.greedy_ids) == 1
+    assert output.greedy_ids[0] == backend._argmaxes[backend._count % 4 - 1]
+    assert [len(row.whole()) for row in output.previews] == [2000, 2000]
 
 
 def test_random_weights_of_a_shape_give_finite_logits():
