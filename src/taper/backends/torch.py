@@ -233,6 +233,7 @@ class TorchBackend(Backend):
         self._weights.clear()
         self._packed.clear()
         self._fused = None
+        self._read = lambda: None
         self._cache, self._states, self._passed = [], [], torch.empty(0)
 
     def _own_cells(self) -> list[Tensor]:
