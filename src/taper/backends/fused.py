@@ -44,6 +44,16 @@ PACKED_QKV_TILE, PACKED_GATE_UP_TILE, PACKED_TILE = Tile(4, 4096, 4), Tile(2, 40
 _DEQUANTISED = Tile(4, 1024, 4)
 
 
+class _GivenMatrix(NamedTuple):
+    """A `PackedMatrix` as kernels take it; without factors, its scales stand in their place."""
+
+    words: Tensor
+    scales: Tensor
+    factors: Tensor
+    bits: tl.constexpr
+    has_factors: tl.constexpr
+
+
 Matrix: TypeAlias = Tensor | PackedMatrix
 
 
@@ -319,5 +329,9 @@ def _tile(dense: AnyTile, packed: AnyTile, *matrices: Matrix) -> AnyTile:
 
 
 def _given(matrix: Matrix) -> Any:
-    """A matrix as kernels take it: how many bits integers have is known when they are compiled."""
-    return matrix._replace(bits=tl.constexpr(matrix.bits)) if isinstance(matrix, PackedMatrix) else matrix
+    """A matrix as kernels take it: what a `PackedMatrix` is made of is known when they are compiled."""
+    if not isinstance(matrix, PackedMatrix):
+        return matrix
+    words, scales, factors, bits = matrix
+    has_factors = factors is not None  # the kernels' own word for it, as Triton 3.6 takes no tuples with None
+    return _GivenMatrix(words, scales, factors if has_factors else scales, tl.constexpr(bits), tl.constexpr(has_factors))

@@ -17,7 +17,7 @@ def first_tile(matrix, rows, num_rows, first, SIZE: tl.constexpr, COLUMNS: tl.co
     These are scales and, where there are factors, minimums, if any, and the factors of both: each [ROWS, CHUNKS].
     """
     CHUNK: tl.constexpr = 128 // matrix.bits
-    GROUP: tl.constexpr = 16 if matrix.bits == 8 and matrix.factors is not None else 32
+    GROUP: tl.constexpr = 16 if matrix.bits == 8 and matrix.has_factors else 32
     chunks = first // CHUNK + tl.arange(0, COLUMNS // CHUNK)
     in_rows, in_columns = rows < num_rows, chunks < SIZE // CHUNK
     inside = in_rows[:, None] & in_columns[None, :]
@@ -28,7 +28,7 @@ def first_tile(matrix, rows, num_rows, first, SIZE: tl.constexpr, COLUMNS: tl.co
     # Said not to be contiguous, so that threads load the scales of their own words.
     groups = rows[:, None].to(tl.int64) * (SIZE // GROUP) + (chunks // (GROUP // CHUNK))[None, :]
     groups = tl.max_contiguous(groups, (1, 1))
-    if matrix.factors is None:
+    if not matrix.has_factors:
         tile = words, tl.load(matrix.scales + groups, inside, 0.0)
     elif matrix.bits == 8:
         tile = words, tl.load(matrix.scales + groups, inside, 0), tl.load(matrix.factors + groups // 16, inside, 0.0)
@@ -43,11 +43,11 @@ def first_tile(matrix, rows, num_rows, first, SIZE: tl.constexpr, COLUMNS: tl.co
 def _scales(matrix, tile):
     """A weight is its integer less an offset, times a scale, less a minimum; the last two are f32 [ROWS, CHUNKS]."""
     scale = tile[1].to(tl.float32)
-    if matrix.factors is not None and matrix.bits == 4:
+    if matrix.has_factors and matrix.bits == 4:
         scale *= tile[3].to(tl.float32)
         minimum, offset = tile[2].to(tl.float32) * tile[4].to(tl.float32), 0
     else:
-        if matrix.factors is not None:
+        if matrix.has_factors:
             scale *= tile[2].to(tl.float32)
         minimum, offset = tl.zeros_like(scale), 128 if matrix.bits == 8 else 8
     return offset, scale, minimum
