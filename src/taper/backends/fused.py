@@ -333,5 +333,5 @@ def _given(matrix: Matrix) -> Any:
     if not isinstance(matrix, PackedMatrix):
         return matrix
     words, scales, factors, bits = matrix
-    has_factors = factors is not None  # the kernels' own word for it, as Triton 3.6 takes no tuples with None
-    return _GivenMatrix(words, scales, factors if has_factors else scales, tl.constexpr(bits), tl.constexpr(has_factors))
+    given = scales if factors is None else factors  # Triton 3.6 takes no tuples with None
+    return _GivenMatrix(words, scales, given, tl.constexpr(bits), tl.constexpr(factors is not None))
