@@ -8,7 +8,7 @@ import torch
 from interpreted import Interpreted
 from tiny import CONTEXT, FAMILIES, PLAIN, complete, make_tiny, one_slot, policies, random_prompt, with_adapters
 
-from taper import SamplingParams
+from taper import SamplingParams, TaperWarning
 from taper.backends import TokenBatch, passing
 from taper.backends.torch import TorchBackend
 from taper.engine import Engine, Request
@@ -40,6 +40,16 @@ def both(loaded, num_slots=1):
     options = {"num_slots": num_slots, "context_length": CONTEXT, "dtype": "f32", "device": "cpu"}
     slow, fast = (kind(loaded.config, loaded.tensors, **options) for kind in (TorchBackend, Interpreted))
     return slow, fast
+
+
+def test_kernels_that_do_not_run_are_said_to_be_missing(tiny_llama, monkeypatch):
+    def compiles(*_):
+        raise RuntimeError("at 3:7:\nno C compiler was found")
+
+    monkeypatch.setattr(fused.FusedLayers, "__init__", compiles)
+    with pytest.warns(TaperWarning, match=r"^Taper's own kernels do not run on this GPU \(no C compiler was found\)"):
+        _, fast = both(tiny_llama.load())
+    assert fast._fused is None
 
 
 @pytest.mark.parametrize("family", FITTING)

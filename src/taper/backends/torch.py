@@ -8,6 +8,7 @@ policies nor text.
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..adapters import EPS, Adapters
-from ..errors import DeviceLostError, ModelError, RequestError
+from ..errors import DeviceLostError, ModelError, RequestError, TaperWarning
 from ..models.config import DeltaNet, Experts, LatentAttention, Mamba2, Mixer, ModelConfig, Rope
 from ..models.tensors import Tensor as StoredTensor
 from . import Backend, ForwardOutput, Runs, TokenBatch, candidates, needed, runs_by_slot
@@ -157,7 +158,10 @@ class TorchBackend(Backend):
             kernels = FusedLayers(self.config, self._weights, self._packed, self._cache, self._rotations)
             if self.device.type == "cuda":
                 kernels.check()
-        except Exception:  # no Triton, no C compiler for it, or a device that it does not know
+        except Exception as error:  # no Triton, no C compiler for it, or a device that it does not know
+            reason = f"{type(error).__name__}: {error}".strip().splitlines()[-1]
+            message = f"Taper's own kernels do not run on this GPU ({reason}): PyTorch's operations do, more slowly"
+            warnings.warn(message, TaperWarning, stacklevel=3)
             return None
         self.kernels += f", triton {metadata.version('triton')}"
         return kernels
