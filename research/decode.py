@@ -180,16 +180,21 @@ def median(values: list[float]) -> float:
     return float(f"{statistics.median(values):.4g}")
 
 
+def commit(folder: Path = Path()) -> str:
+    """The commit of the repository that a folder is in; empty if it is in none."""
+    command = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
 def conditions(path: Path) -> dict[str, Any]:
     """What a reader needs to judge the numbers."""
     cpu = [
         line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
     ]
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     packages = ("taper-llm", "numpy", "torch", "transformers", "tokenizers")
     return {
         "date": datetime.date.today().isoformat(),
-        "commit": git.stdout.strip(),
+        "commit": commit(),
         "cpu": cpu[0] if cpu else platform.processor(),
         "cores": os.cpu_count(),
         "threads": THREADS,

@@ -28,7 +28,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from decode import conditions, write
+from decode import commit, conditions, write
 from server_process import CHAT, Reply, free_port, post, serving
 
 import taper
@@ -141,12 +141,6 @@ def measured(source: Path) -> dict[str, Any]:
     found = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(source)}, stdout=subprocess.PIPE, check=True)
     result: dict[str, Any] = json.loads(found.stdout)
     return result
-
-
-def commit(folder: Path) -> str:
-    """The commit of the repository that a folder is in."""
-    command = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def main() -> None:

@@ -90,7 +90,7 @@ class PreviewedLogits(Protocol):
         ...
 
     def likeliest(self) -> tuple[int, float]:
-        """The most probable token and its probability, as `likeliest`; both approximate."""
+        """The most probable token and its probability, both approximate."""
         ...
 
     def shortlist(self, reach: float = 0.0, adjust: Adjust | None = None) -> Shortlist | None:
@@ -123,7 +123,7 @@ class Backend(Protocol):
     layouts: str  # how matrices lie in memory, in words
     head: str  # how logits are computed, in words
     has_preview: bool  # whether forwards may ask for previewed logits and shortlists
-    overlaps: bool = False  # whether decoding steps go on while `begin` has returned
+    overlaps: bool = False  # whether a device goes on with decoding steps once `begin` has returned
     layers_on_cpu: int  # the first ones, if only the others are on a device; else 0
     weight_bytes: dict[str, int]  # of each tensor, in the type in which forwards read it
 
@@ -136,7 +136,7 @@ class Backend(Protocol):
         ...
 
     def begin(self, batch: TokenBatch) -> Callable[[], ForwardOutput]:
-        """Begin a forward, and return what waits for its output, which may be asked for after other calls too."""
+        """Begin a forward, and return a function that waits for its output, even after other calls."""
         output = self.forward(batch)
         return lambda: output
 

@@ -66,7 +66,7 @@ class Engine:
         self._mtp = MtpDrafter(backend) if backend.config.has_mtp else None
         self.uses_shortlist = backend.has_preview
         self._unfinished: dict[int, Sequence] = {}  # by id, first come, first served
-        self._next: _Step | None = None
+        self._next: _Step | None = None  # has begun; its tokens are not known yet
         self._committing: Sequence | None = None  # whose state an interrupt may have left half changed
         self._ids = count()
         self._lock = threading.RLock()
